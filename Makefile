@@ -1,0 +1,59 @@
+# The one door. Needs Python 3.11 or newer, make, and on the first run a network.
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test lint types docs bench bench-smoke fuzz clean
+
+help:
+	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
+	@echo "make test         every test                              (PYTEST_ARGS=...)"
+	@echo "make lint         style and formatting, nothing is changed"
+	@echo "make types        types of an installed copy and of the tests"
+	@echo "make docs         links between the documents"
+	@echo "make bench        every benchmark; bench-smoke: small sizes"
+	@echo "make fuzz         the property tests with many examples   (PYTEST_ARGS=...)"
+	@echo "make clean        what the others made; remove .venv yourself to start over"
+
+$(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here; try: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plurax needs Python 3.11 or newer, \
+	but $(PYTHON) is %d.%d; try: make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	@echo "installing plurax and its tools into .venv (minutes the first time)"
+	@$(INSTALL) --editable '.[dev,examples,plot]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/ensemble_digits.py $(ARGS)
+
+test: $(READY)
+	@$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(READY)
+	@rm -rf build
+	@$(INSTALL) --no-deps --no-build-isolation --target build/types .
+	@$(BIN)/mypy
+	@$(BIN)/python tests/seed_type_errors.py
+
+docs: $(READY)
+	@$(BIN)/pytest tests/test_links.py
+
+bench bench-smoke: $(READY)
+	@set -e; for script in $(BENCHMARKS); do \
+	  echo "== $$script"; $(BIN)/python $$script $(if $(filter bench-smoke,$@),--smoke) $(ARGS); done
+
+fuzz: $(READY)
+	@HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -m hypothesis $(PYTEST_ARGS)
+
+clean:
+	@rm -rf build dist plurax.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

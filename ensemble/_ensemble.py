@@ -1,0 +1,376 @@
+"""`Ensemble`: many models of one architecture, stored as one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..transforms import vmap
+from ..transforms._arguments import describe
+from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
+from ..transforms._model import Parts, Structure, is_model, is_module, split
+from ._applied import Applied, Rule
+from ._mismatch import check_same_architecture
+from ._prediction import Prediction, predict
+from ._static import Static
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["trainable", "rest"], meta_fields=["structure"])
+@dataclass(frozen=True, eq=False, repr=False)
+class Ensemble:
+    """Models of one architecture, with axis 0 of every array as the members.
+
+    Made by `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble never changes: every method returns
+    something new. It is a pytree of its stacked arrays, so it passes through `jax.jit` and `jax.tree.map`, and
+    `plurax.transforms.vmap` maps over its members, as a function or as an argument.
+
+    Attributes:
+      structure: the static part that all members share.
+      trainable: the trainable arrays, stacked: the `nnx.Param`s of NNX modules as nested dicts. Its gradient and
+        optimiser state have this structure.
+      rest: the other arrays, stacked: BatchNorm statistics, dropout keys.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble
+      >>> ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0)
+      >>> ens(jnp.ones((2, 4))).shape
+      (5, 2, 3)
+      >>> ens[1](jnp.ones((2, 4))).shape
+      (2, 3)
+    """
+
+    structure: Structure
+    trainable: Any
+    rest: Any
+
+    @classmethod
+    def stack(cls, members: Sequence[Any]) -> Ensemble:
+        """Stack models of one architecture, as MindSpore's `CellList`.
+
+        Args:
+          members: a list or tuple of NNX modules (or of what indexing an ensemble gives); they are copied.
+
+        Returns:
+          An ensemble of `len(members)` models.
+
+        Raises:
+          TypeError: `members` is no sequence, or holds something that is not a model; members of different classes.
+          ValueError: `members` is empty, holds models without arrays, or models that differ in the path, shape or dtype
+            of an array or in their configuration. The first difference is named, and the member's index.
+
+        Cost:
+          One copy of every array.
+
+        Example:
+          >>> from flax import nnx
+          >>> from plurax.ensemble import Ensemble
+          >>> ens = Ensemble.stack([nnx.Linear(4, 3, rngs=nnx.Rngs(i)) for i in range(3)])
+          >>> len(ens)
+          3
+        """
+        if not isinstance(members, (list, tuple)):
+            raise TypeError(f"Ensemble.stack: members must be a list of models, but got {describe(members)}.")
+        if not members:
+            raise ValueError("Ensemble.stack: the list of members is empty; an ensemble has at least one.")
+        for i, member in enumerate(members):
+            if not is_model(member) or isinstance(member, Ensemble):
+                raise TypeError(
+                    f"Ensemble.stack: member {i} is {type(member).__name__}, not an NNX module; for Linen, Equinox or "
+                    "functions use Ensemble.from_apply(apply, variables)."
+                )
+        parts = [split(member) for member in members]
+        for i in range(1, len(parts)):
+            check_same_architecture("Ensemble.stack", i, (members[0], parts[0]), (members[i], parts[i]))
+        _check_arrays("Ensemble.stack", parts[0])
+        return cls(parts[0].structure, *_stack([(part.trainable, part.rest) for part in parts]))
+
+    @classmethod
+    def create(cls, make: Callable[..., Any], size: int, *, seed: Any) -> Ensemble:
+        """Create members that differ in their random numbers, in one compiled program.
+
+        Args:
+          make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
+          size: how many members, at least 1.
+          seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
+
+        Returns:
+          An ensemble of `size` models.
+
+        Raises:
+          TypeError: `make` is not callable or returns no model; `size` is no int; `seed` is neither int nor key.
+          ValueError: `size` is below 1, or the models have no arrays.
+
+        Cost:
+          One compilation, and members made one after another: no more memory than the result.
+
+        Example:
+          >>> from flax import nnx
+          >>> from plurax.ensemble import Ensemble
+          >>> Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
+          Ensemble of 2 × Linear, 15 parameters each
+        """
+        from flax import nnx
+
+        if not callable(make):
+            raise TypeError(f"Ensemble.create: make must be a function of nnx.Rngs, but got {describe(make)}.")
+        if isinstance(size, bool) or not hasattr(type(size), "__index__"):
+            raise TypeError(f"Ensemble.create: size must be an int, but got {describe(size)}.")
+        if size < 1:
+            raise ValueError(f"Ensemble.create: size must be at least 1, but got {size}.")
+        key = _key(seed)
+        structures: list[Structure] = []
+
+        def make_one(i: jax.Array) -> tuple[Any, Any]:
+            member = make(nnx.Rngs(jax.random.fold_in(key, i)))
+            if not is_model(member):
+                raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
+            parts = split(member)
+            _check_arrays("Ensemble.create", parts)
+            structures.append(parts.structure)
+            return parts.trainable, parts.rest
+
+        # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap.
+        trainable, rest = jax.jit(lambda: jax.lax.map(make_one, jnp.arange(size)))()
+        return cls(structures[0], trainable, rest)
+
+    @classmethod
+    def from_apply(
+        cls, apply: Callable[..., Any], variables: Sequence[Any], *, trainable: Rule | None = None
+    ) -> Ensemble:
+        """Make an ensemble of anything that is a pytree with an apply function: Linen, Equinox, plain functions.
+
+        Args:
+          apply: a pure function `apply(variables, *args, **kwargs)`, such as a Linen module's `apply`.
+          variables: a list of pytrees, one for each member. Arrays are stacked; leaves that are not arrays (functions,
+            Python numbers) are configuration, and must be equal.
+          trainable: which arrays train: a function of a dotted path such as `"params.dense.kernel"` and the array. None
+            trains the collection "params" of Linen variables (a mapping with that key), else every array of floating
+            point.
+
+        Returns:
+          An ensemble whose members, and the models that a loss receives, are callables with an attribute `variables`.
+          A loss carries other state along (`batch_stats`) by assigning `model.variables`.
+
+        Raises:
+          TypeError: `apply` is not callable, or `variables` is no list.
+          ValueError: the list is empty, or a member differs in structure, shape, dtype or configuration.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from plurax.ensemble import Ensemble
+          >>> ens = Ensemble.from_apply(lambda v, x: v["w"] * x, [{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}])
+          >>> ens(jnp.arange(3.0))
+          Array([[0., 1., 2.],
+                 [0., 0., 0.]], dtype=float32)
+        """
+        if not callable(apply):
+            raise TypeError(f"Ensemble.from_apply: apply must be a function, but got {describe(apply)}.")
+        if not isinstance(variables, (list, tuple)):
+            raise TypeError(
+                f"Ensemble.from_apply: variables must be a list with one pytree for each member, but got a "
+                f"{type(variables).__name__}."
+            )
+        if not variables:
+            raise ValueError(
+                "Ensemble.from_apply: the list of variables is empty; an ensemble has at least one member."
+            )
+        members = [Applied(apply, value, trainable) for value in variables]
+        parts = [split(member) for member in members]
+        for i in range(1, len(parts)):
+            check_same_architecture("Ensemble.from_apply", i, (members[0], parts[0]), (members[i], parts[i]))
+        _check_arrays("Ensemble.from_apply", parts[0])
+        return cls(parts[0].structure, *_stack([(part.trainable, part.rest) for part in parts]))
+
+    def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
+        """Evaluate every member, in one compiled program.
+
+        Args:
+          *args: what the members take; arrays, or configuration that is not an array, passed on as it is.
+          in_axes: None shows every member the same arguments; 0 gives member i slice i of each positional argument; a
+            tuple has one entry for each.
+          **kwargs: shared by all members where they are not arrays or `in_axes` is None; else mapped over axis 0, as
+            `jax.vmap` does.
+
+        Returns:
+          What a member returns, with a new axis 0 of length `len(self)`.
+
+        Raises:
+          ValueError: a mapped axis is not as long as the ensemble; a member would change its own state (BatchNorm in
+            training, dropout): see `view`.
+        """
+        check_in_axes("Ensemble", in_axes)
+        arrays, static = Static.separate((args, kwargs))
+        return _call(self, arrays, static, Static.of(in_axes))
+
+    def predict(self, x: Any, *, kind: str = "classification", **kwargs: Any) -> Prediction:
+        """Predict with all members in evaluation mode, and say how sure they are.
+
+        Args:
+          x: inputs, shared by all members, shape (batch, ...).
+          kind: `"classification"` takes the members' outputs as logits (batch, classes); `"regression"` as values
+            (batch, ...) or as a pair of means and variances.
+          **kwargs: handed to every member, such as `train=False` for Linen.
+
+        Returns:
+          A `Prediction`.
+
+        Raises:
+          ValueError: `kind` is unknown; the outputs have another shape than it asks for.
+
+        Source:
+          Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
+        """
+        return predict(self._evaluating()(x, **kwargs), kind)
+
+    def view(self, **attributes: Any) -> Ensemble:
+        """Return an ensemble with static attributes of the members changed, as `nnx.view`.
+
+        Args:
+          **attributes: such as `deterministic=True` (dropout) or `use_running_average=True` (BatchNorm).
+
+        Returns:
+          An ensemble with the same arrays.
+
+        Raises:
+          TypeError: the members are not NNX modules.
+          ValueError: no module has an attribute of that name.
+
+        Example:
+          >>> from flax import nnx
+          >>> from plurax.ensemble import Ensemble
+          >>> ens = Ensemble.create(lambda rngs: nnx.Dropout(0.5, rngs=rngs), 2, seed=0)
+          >>> ens.view(deterministic=True)(1.0)
+          Array([1., 1.], dtype=float32, weak_type=True)
+        """
+        from flax import nnx
+
+        model = self._modules("view")
+        try:
+            model = nnx.view(model, **attributes)
+        except ValueError as error:
+            raise ValueError(
+                f"Ensemble.view: no module of {type(model).__name__} takes {sorted(attributes)}: {error}"
+            ) from None
+        return self.__plurax_stack__(model)
+
+    def unstack(self) -> list[Any]:
+        """Return all members as standalone models."""
+        return list(self)
+
+    def __len__(self) -> int:
+        return jax.tree.leaves((self.trainable, self.rest))[0].shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Member `index` as a standalone model, or an ensemble of a slice of the members."""
+        size = len(self)
+        if isinstance(index, slice):
+            chosen = range(size)[index]
+            if not chosen:
+                raise IndexError(f"Ensemble: {index} selects none of the {size} members; an ensemble has at least one.")
+            return jax.tree.map(lambda x: x[index], self)
+        if isinstance(index, bool) or not hasattr(type(index), "__index__"):
+            raise TypeError(f"Ensemble: an index must be an int or a slice, but got {describe(index)}.")
+        i = operator.index(index)
+        if not -size <= i < size:
+            raise IndexError(f"Ensemble: member {i} is out of range for an ensemble of {size}.")
+        return jax.tree.map(lambda x: x[i], self).__plurax_member__()
+
+    def __repr__(self) -> str:
+        arrays = jax.tree.leaves(self.trainable)
+        if not all(isinstance(x, (jax.Array, np.ndarray)) and x.ndim for x in jax.tree.leaves(self)):
+            return f"Ensemble({self.trainable!r}, {self.rest!r})"
+        count = sum(x.size for x in arrays) // len(self)
+        return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
+
+    def _modules(self, api: str) -> Any:
+        model = self.__plurax_member__()
+        if not is_module(model):
+            raise TypeError(
+                f"Ensemble.{api}: the members are functions of variables, not NNX modules; pass what their apply "
+                "function takes, such as ens(x, train=False)."
+            )
+        return model
+
+    def _evaluating(self) -> Ensemble:
+        """The ensemble in evaluation mode; functions of variables are left as they are."""
+        model = self.__plurax_member__()
+        if not hasattr(model, "eval"):
+            return self
+        model.eval()
+        return self.__plurax_stack__(model)
+
+    # The protocols by which the transforms know an ensemble.
+
+    def __plurax_member__(self) -> Any:
+        return self.structure.merge(self.trainable, self.rest)
+
+    def __plurax_stack__(self, model: Any) -> Ensemble:
+        parts = split(model)
+        return Ensemble(parts.structure, parts.trainable, parts.rest)
+
+    def __plurax_split__(self) -> tuple[Structure, Any, Any]:
+        return _StackedStructure(self.structure), self.trainable, self.rest
+
+
+@dataclass(frozen=True)
+class _StackedStructure:
+    """The static part of a whole ensemble that is differentiated."""
+
+    member: Structure
+
+    def merge(self, trainable: Any, rest: Any) -> Ensemble:
+        return Ensemble(self.member, trainable, rest)
+
+    def gradient(self, trainable: Any, _: Any) -> Any:
+        return trainable
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _call(ens: Ensemble, arrays: Any, static: Static, in_axes: Static) -> Any:
+    args, kwargs = static.join(arrays)
+    axes = in_axes.value
+    if axes is None:
+        return vmap(ens, in_axes=None)(*args, **kwargs)
+    # Configuration has no axis to map; only arrays do.
+    mapped = {name: value for name, value in kwargs.items() if any(Static.is_array(x) for x in jax.tree.leaves(value))}
+    shared = {name: value for name, value in kwargs.items() if name not in mapped}
+    per_argument = axes_per_argument("Ensemble", axes, args)
+
+    def call_member(member: Any, *args: Any, **mapped: Any) -> Any:
+        return member(*args, **mapped, **shared)
+
+    mapped_size(
+        "Ensemble", call_member, (None, *args), mapped, (None, *per_argument), 0, len(ens), "the number of members"
+    )
+    return vmap(call_member, in_axes=(0, *per_argument))(ens, *args, **mapped)
+
+
+def _stack(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _check_arrays(api: str, parts: Parts) -> None:
+    if not jax.tree.leaves(parts):
+        raise ValueError(f"{api}: the models hold no arrays, so there is nothing to stack.")
+
+
+def _key(seed: Any) -> jax.Array:
+    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.shape == ():
+        return seed
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+        return jax.random.key(seed)
+    raise TypeError(
+        f"Ensemble.create: seed must be an int or a key such as jax.random.key(0), but got {describe(seed)}."
+    )

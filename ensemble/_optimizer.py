@@ -1,0 +1,107 @@
+"""An optax optimiser for every member, each with its own hyperparameters, kept in its state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..transforms._arguments import describe
+
+
+class MemberOptimizer:
+    """One optimiser, whose state has the members along axis 0.
+
+    Args:
+      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation`.
+      hyperparams: arguments of the factory: a list or a 1-D array holds one value per member, anything else is shared.
+    """
+
+    def __init__(self, optimizer: Any, hyperparams: Mapping[str, Any] | None) -> None:
+        self.per_member: dict[str, jax.Array] = {}
+        if isinstance(optimizer, optax.GradientTransformation):
+            if hyperparams is not None:
+                raise ValueError(
+                    "Trainer: hyperparams need an optax factory, such as optimizer=optax.adam, but the optimizer is a "
+                    "ready GradientTransformation; pass the factory instead of calling it."
+                )
+            self._transform = optax.with_extra_args_support(optimizer)
+            return
+        if not callable(optimizer):
+            raise TypeError(
+                "Trainer: optimizer must be an optax factory such as optax.adam, or a GradientTransformation, but got "
+                f"{describe(optimizer)}."
+            )
+        shared: dict[str, Any] = {}
+        for name, value in (hyperparams or {}).items():
+            if _is_per_member(value):
+                self.per_member[name] = _values(name, value)
+            else:
+                shared[name] = value
+        names = _check_names(optimizer, {**shared, **self.per_member})
+        if not self.per_member:
+            self._transform = optax.with_extra_args_support(optimizer(**shared))
+            return
+        # Only what differs between members becomes an array: `1 - b1` in Python is not `1 - b1` in float32.
+        self._inject: Callable[..., Any] = optax.inject_hyperparams(
+            optimizer, static_args=[name for name in names if name not in self.per_member]
+        )
+        self._shared = shared
+        self._transform = self._inject(**shared, **{name: values[0] for name, values in self.per_member.items()})
+
+    def init(self, trainable: Any, size: int) -> Any:
+        """The state for `size` members whose stacked parameters are `trainable`."""
+        for name, values in self.per_member.items():
+            if len(values) != size:
+                raise ValueError(
+                    f"Trainer: hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members; "
+                    "give one for each, or a single number for all."
+                )
+        if not self.per_member:
+            return jax.vmap(self._transform.init)(trainable)
+
+        def init_member(params: Any, values: dict[str, Any]) -> Any:
+            return self._inject(**self._shared, **values).init(params)
+
+        return jax.vmap(init_member)(trainable, self.per_member)
+
+    def update(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """One member's new parameters and state."""
+        updates, state = self._transform.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+
+def _is_per_member(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0)
+
+
+def _values(name: str, value: Any) -> jax.Array:
+    array = np.asarray(value) if not isinstance(value, jax.Array) else value
+    if array.ndim != 1 or array.dtype.kind not in "fiu":
+        raise TypeError(
+            f"Trainer: hyperparams[{name!r}] must be a number or a list with one number for each member, but got {value!r}."
+        )
+    return jnp.asarray(array)
+
+
+def _check_names(factory: Callable[..., Any], hyperparams: Mapping[str, Any]) -> list[str]:
+    """The names of the factory's parameters; refuses hyperparameters that it does not take, or lacks."""
+    parameters = inspect.signature(factory).parameters
+    known = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    label = getattr(factory, "__name__", repr(factory))
+    for name in hyperparams:
+        if name not in known:
+            raise ValueError(f"Trainer: {label} takes no hyperparameter {name!r}; it takes {', '.join(known)}.")
+    missing = [
+        name for name in known if parameters[name].default is inspect.Parameter.empty and name not in hyperparams
+    ]
+    if missing:
+        raise ValueError(
+            f"Trainer: {label} needs {' and '.join(missing)}; give it in hyperparams={{{missing[0]!r}: ...}}."
+        )
+    return known

@@ -1,0 +1,64 @@
+"""Arguments with their arrays taken out, so that what remains can be a static argument of `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Static:
+    """A pytree without its arrays: hashable, and equal only for leaves of one type and value."""
+
+    __slots__ = ("_leaves", "_treedef")
+
+    def __init__(self, leaves: tuple[Any, ...], treedef: Any) -> None:
+        self._leaves = leaves
+        self._treedef = treedef
+
+    @classmethod
+    def separate(cls, tree: Any) -> tuple[list[Any], Static]:
+        """The arrays of `tree`, and the rest of it."""
+        leaves, treedef = jax.tree.flatten(tree)
+        arrays = [leaf for leaf in leaves if cls.is_array(leaf)]
+        return arrays, cls(tuple(_ARRAY if cls.is_array(leaf) else leaf for leaf in leaves), treedef)
+
+    @classmethod
+    def of(cls, tree: Any) -> Static:
+        """`tree` as it is, with None as a leaf."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        return cls(tuple(leaves), treedef)
+
+    @staticmethod
+    def is_array(x: Any) -> bool:
+        """Whether `x` is an array rather than configuration."""
+        return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+    def join(self, arrays: list[Any]) -> Any:
+        """The inverse of `separate`."""
+        rest = iter(arrays)
+        return self.map(lambda leaf: next(rest) if leaf is _ARRAY else leaf)
+
+    def map(self, fun: Callable[[Any], Any]) -> Any:
+        """The tree with `fun` of each leaf."""
+        return jax.tree.unflatten(self._treedef, map(fun, self._leaves))
+
+    @property
+    def value(self) -> Any:
+        """The tree that `of` was given."""
+        return self.map(lambda leaf: leaf)
+
+    def _key(self) -> tuple[Any, ...]:
+        # 1, 1.0 and True are equal, but a function may do something else with each.
+        return self._treedef, self._leaves, tuple(map(type, self._leaves))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+_ARRAY = object()

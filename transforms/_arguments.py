@@ -1,0 +1,89 @@
+"""Arguments of a user's function: which are selected, and what to call them in an error."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.tree_util import keystr
+
+Argnums = int | Sequence[int]
+
+
+def check_callable(api: str, fun: Any) -> None:
+    """Refuse a `fun` that cannot be called."""
+    if not callable(fun):
+        raise TypeError(f"{api}: fun must be a function, a bound method or a module, but got {describe(fun)}.")
+
+
+def describe(value: Any) -> str:
+    """A short description of a value for an error: its type, and its shape and dtype where it has them."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if value is None:
+        return "None"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def argument_name(fun: Any, args: Sequence[Any], position: int) -> str:
+    """The name that `fun` gives its positional argument `position`, or its number where it has none."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return f"argument {position}"
+    for i, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{position - i}]"
+        if i == position:
+            return parameter.name
+    return f"argument {position} of {len(args)}"
+
+
+def leaf_name(name: str, path: tuple[Any, ...]) -> str:
+    """`name` with a pytree path behind it, such as `batch['image']` or `model.conv.kernel`."""
+    return name + keystr(path).removesuffix(".value")
+
+
+def check_argnums(api: str, argnums: Any) -> tuple[int, ...]:
+    """The positions that `argnums` selects, not yet resolved against a call; refuses what cannot select any."""
+    sequence = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    if not sequence:
+        raise ValueError(f"{api}: argnums is empty; name at least one positional argument to differentiate.")
+    try:
+        positions = tuple(operator.index(number) for number in sequence)
+        if any(isinstance(number, bool) for number in sequence):
+            raise TypeError
+    except TypeError:
+        raise TypeError(f"{api}: argnums must be an int or a tuple of ints, but got {argnums!r}.") from None
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"{api}: argnums={argnums!r} names an argument twice; name each once.")
+    return positions
+
+
+def resolve_argnums(api: str, fun: Any, positions: tuple[int, ...], args: Sequence[Any]) -> tuple[int, ...]:
+    """`positions` with negative ones counted from the end, checked against a call with `args`."""
+    count = len(args)
+    for position in positions:
+        if not -count <= position < count:
+            raise ValueError(
+                f"{api}: argnums selects argument {position}, but the call has {count} positional argument(s); "
+                "pass the arguments to differentiate by position, not by keyword."
+            )
+    resolved = tuple(position % count for position in positions)
+    if len(set(resolved)) < len(resolved):
+        twice = next(r for r in resolved if resolved.count(r) > 1)
+        raise ValueError(
+            f"{api}: argnums={positions!r} names argument `{argument_name(fun, args, twice)}` twice in a call with "
+            f"{count} positional arguments; name each once."
+        )
+    return resolved
+
+
+def wrap_like(fun: Callable[..., Any], api: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """`wrapper` under a name and docstring that tell what it wraps."""
+    name = getattr(fun, "__name__", type(fun).__name__)
+    wrapper.__name__ = wrapper.__qualname__ = f"{api}({name})"
+    wrapper.__doc__ = f"`{name}` under `{api}`.\n\n{inspect.getdoc(fun) or ''}".rstrip()
+    return wrapper

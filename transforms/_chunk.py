@@ -1,0 +1,83 @@
+"""A mapped function evaluated over one chunk of its axis after another, the results written in place.
+
+The result is allocated once and each chunk is written into it by `lax.dynamic_update_slice` inside a `lax.scan`, which
+XLA does in place. Stacking the chunks instead (`lax.map`) and moving their axis afterwards holds the result twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._axes import Axes, broadcast_axes
+
+
+def check_chunk_size(api: str, chunk_size: Any) -> None:
+    """Refuse a chunk size that is not a positive int."""
+    if chunk_size is None:
+        return
+    if isinstance(chunk_size, bool) or not hasattr(type(chunk_size), "__index__"):
+        raise TypeError(f"{api}: chunk_size must be a positive int or None, but got {chunk_size!r}.")
+    if chunk_size < 1:
+        raise ValueError(f"{api}: chunk_size must be at least 1, but got {chunk_size}; leave it out for no chunks.")
+
+
+def map_in_chunks(
+    mapped: Callable[..., Any],
+    args: tuple[Any, ...],
+    in_axes: tuple[Axes, ...],
+    out_axes: Axes,
+    size: int,
+    chunk_size: int,
+) -> Any:
+    """`mapped(*args)`, `chunk_size` slices at a time; the last chunk holds what remains.
+
+    Args:
+      mapped: a function already mapped by `jax.vmap` with these axes, for any size of the mapped axis.
+      args: its arguments, with `size` slices.
+      in_axes: an axis specification for each argument.
+      out_axes: the axis specification of its output.
+      size: the number of slices, at least 1.
+      chunk_size: how many to evaluate at once, at least 1.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    leaf_axes = broadcast_axes(in_axes, args)
+    chunk_size = min(chunk_size, size)
+
+    def evaluate(start: Any, length: int) -> Any:
+        slices = [
+            leaf if axis is None else lax.dynamic_slice_in_dim(leaf, start, length, axis % jnp.ndim(leaf))
+            for leaf, axis in zip(leaves, leaf_axes, strict=True)
+        ]
+        return mapped(*jax.tree.unflatten(treedef, slices))
+
+    shapes = jax.eval_shape(lambda: evaluate(0, chunk_size))
+    out_leaves, out_treedef = jax.tree.flatten(shapes)
+    # Counted on the mapped output, so that a negative axis names the same place as it does for `jax.vmap`.
+    positions = [
+        None if axis is None else axis % len(leaf.shape)
+        for leaf, axis in zip(out_leaves, broadcast_axes(out_axes, shapes), strict=True)
+    ]
+
+    def write(results: list[jax.Array], chunk: Any, start: Any) -> list[jax.Array]:
+        return [
+            new if axis is None else lax.dynamic_update_slice_in_dim(result, new, start, axis)
+            for result, new, axis in zip(results, jax.tree.leaves(chunk), positions, strict=True)
+        ]
+
+    def step(results: list[jax.Array], start: jax.Array) -> tuple[list[jax.Array], None]:
+        return write(results, evaluate(start, chunk_size), start), None
+
+    results = [
+        jnp.empty(leaf.shape if axis is None else (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]), leaf.dtype)
+        for leaf, axis in zip(out_leaves, positions, strict=True)
+    ]
+    whole, remaining = divmod(size, chunk_size)
+    results, _ = lax.scan(step, results, jnp.arange(whole) * chunk_size)
+    if remaining:
+        results = write(results, evaluate(whole * chunk_size, remaining), whole * chunk_size)
+    return jax.tree.unflatten(out_treedef, results)

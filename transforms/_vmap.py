@@ -1,0 +1,205 @@
+"""`vmap`: one function for many inputs, or for many models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._arguments import argument_name, check_callable, wrap_like
+from ._axes import (
+    Axes,
+    axes_per_argument,
+    check_axes,
+    check_axis_size,
+    check_in_axes,
+    check_out_axes,
+    is_axis,
+    mapped_size,
+)
+from ._chunk import check_chunk_size, map_in_chunks
+from ._model import (
+    Parts,
+    from_parts,
+    is_members,
+    is_model,
+    is_parts,
+    models_of,
+    owner_of,
+    refuse_shared_state,
+    split,
+)
+
+
+def vmap(
+    fun: Callable[..., Any],
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    *,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Any = None,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """Map `fun` over an axis of its arguments.
+
+    As `jax.vmap`, but the arguments are checked by name before anything is traced, modules and ensembles take part,
+    and `chunk_size` bounds the memory.
+
+    Args:
+      fun: a function, a bound method, a Flax NNX module, or an ensemble. A module's parameters are free variables: they
+        are not mapped. An ensemble's members are mapped: `in_axes=None` hands each the same arguments, an int one slice
+        each.
+      in_axes: an int, None (shared), or a tuple or list with one entry for each positional argument: an int, None, or a
+        nested container of them that is a prefix of the argument. Negative axes count from the end. An ensemble as an
+        argument takes 0, and `fun` receives each member as an ordinary model; or None, and it receives the ensemble.
+        Keyword arguments are mapped over axis 0, as `jax.vmap` does; they are shared where an ensemble is `fun` and
+        `in_axes` is None.
+      out_axes: where the mapped axis goes in each output: an int, None (for an output that does not depend on the mapped
+        arguments), or a prefix of the output with them. A model that `fun` returns is stacked along axis 0: a member
+        of an ensemble argument comes back as an ensemble, any other module as a module with stacked arrays.
+      axis_name: a name for the mapped axis, for collectives such as `jax.lax.psum`; not together with `chunk_size`.
+      axis_size: the size of the mapped axis, needed only where nothing is mapped.
+      spmd_axis_name: as for `jax.vmap`.
+      chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
+        and are written in place.
+      memory_budget: not available yet; use `chunk_size`.
+
+    Returns:
+      A function of the same arguments, whose outputs have the mapped axis where `out_axes` says.
+
+    Raises:
+      TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is no integer; `in_axes` is a dict.
+      ValueError: an axis is out of range; `in_axes` or `out_axes` does not fit the structure; mapped sizes differ;
+        nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; a model would
+        change its own state (BatchNorm in training, dropout) and is not returned; models share a variable.
+      NotImplementedError: `memory_budget` is given.
+
+    Cost:
+      One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, beside the
+      result; reverse-mode differentiation still saves its residuals for all of them unless `fun` is under
+      `jax.checkpoint`. Outside `jit` every call with chunks compiles anew (about 0.1 s): wrap it in `jax.jit`.
+
+    Source:
+      `jax.vmap`; MindSpore's `vmap` over a `CellList`; `torch.func.vmap(chunk_size=)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import vmap
+      >>> vmap(jnp.dot, in_axes=(0, None))(jnp.eye(2, 3), jnp.arange(3.0))
+      Array([0., 1.], dtype=float32)
+      >>> vmap(jnp.sin, chunk_size=2)(jnp.zeros(5)).shape
+      (5,)
+    """
+    check_callable("vmap", fun)
+    check_in_axes("vmap", in_axes)
+    check_axes("vmap", "out_axes", out_axes)
+    axis_size = check_axis_size("vmap", axis_size)
+    check_chunk_size("vmap", chunk_size)
+    if memory_budget is not None:
+        raise NotImplementedError("vmap: memory_budget is not available yet; bound the memory with chunk_size=k.")
+    if chunk_size is not None and axis_name is not None:
+        raise ValueError(
+            "vmap: chunk_size and axis_name exclude each other, since a collective would see the slices of one chunk "
+            "only; leave one of them out."
+        )
+    owner, function = owner_of(fun)
+    if is_members(fun) and axis_size not in (None, len(fun)):
+        raise ValueError(f"vmap: axis_size={axis_size}, but the ensemble has {len(fun)} members; leave axis_size out.")
+    owner_axis = 0 if is_members(fun) else None
+    keyword_axis = None if owner_axis == 0 and in_axes is None else 0
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        argument_axes = axes_per_argument("vmap", in_axes, args)
+        for i, (value, axis) in enumerate(zip(args, argument_axes, strict=True)):
+            _check_ensemble_axis(argument_name(fun, args, i), value, axis)
+        refuse_shared_state("vmap", fun, owner, args, kwargs)
+        size = mapped_size(
+            "vmap",
+            fun,
+            args,
+            kwargs,
+            argument_axes,
+            keyword_axis,
+            axis_size if owner_axis is None else len(owner),
+            "axis_size" if owner_axis is None else "the number of members",
+        )
+        axes = (owner_axis, argument_axes, keyword_axis)
+        arrays = _take_apart((owner, args, kwargs))
+
+        def lane(owner: Any, args: Any, kwargs: Any) -> Any:
+            return _evaluate_lane(function, (owner, args, kwargs), axes, out_axes)
+
+        over_lanes = jax.vmap(lane, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name)
+        if chunk_size is None or chunk_size >= size:
+            out = over_lanes(*arrays)
+        else:
+            over_chunk = jax.vmap(lane, axes, out_axes, spmd_axis_name=spmd_axis_name)
+            out = map_in_chunks(over_chunk, arrays, axes, out_axes, size, chunk_size)
+        return from_parts(out)
+
+    return wrap_like(fun, "vmap", mapped)
+
+
+def _is_stacked(x: Any) -> bool:
+    return is_parts(x) or is_members(x)
+
+
+def _take_apart(tree: Any) -> Any:
+    """`tree` with every model in it taken apart; ensembles stay, as the pytrees of arrays that they are."""
+    return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
+
+
+def _check_ensemble_axis(name: str, value: Any, axes: Axes) -> None:
+    if is_axis(axes) and axes not in (0, None) and any(is_members(x) for x in models_of(value)):
+        raise ValueError(
+            f"vmap: in_axes is {axes} for the ensemble `{name}`, whose members are its axis 0; pass 0 to map over them, "
+            "or None to hand on the whole ensemble."
+        )
+
+
+def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
+    """`function` on one slice: models are put together for it, and what it returns is taken apart again."""
+    models: list[tuple[Any, Parts]] = []
+    ensembles: list[tuple[Any, Parts, Any]] = []
+
+    def to_model(axis: Any, subtree: Any) -> Any:
+        def put_together(x: Any) -> Any:
+            if isinstance(x, Parts):
+                models.append((x.merge(), x))
+                return models[-1][0]
+            if is_members(x) and axis is not None:
+                member = x.__plurax_member__()
+                models.append((member, split(member)))
+                ensembles.append((x, *reversed(models[-1])))
+                return member
+            return x
+
+        return jax.tree.map(put_together, subtree, is_leaf=_is_stacked)
+
+    owner, args, kwargs = jax.tree.map(to_model, axes, arrays, is_leaf=lambda x: x is None)
+    out = function(owner, *args, **kwargs)
+    returned = models_of(out)
+    for model, before in models:
+        changed = before.changes(split(model))
+        if changed and not any(x is model for x in returned):
+            raise ValueError(
+                f"vmap: the mapped function changes the state of {type(model).__name__} (`{changed[0]}`), which would "
+                "be lost; return the model as well, or map its evaluation mode, such as "
+                "nnx.view(model, deterministic=True, use_running_average=True)."
+            )
+
+    def take_apart(x: Any) -> Any:
+        if not is_model(x) or is_members(x):
+            return x
+        parts = split(x)
+        for ensemble, before, member in ensembles:
+            if x is member or parts.structure == before.structure:
+                return ensemble.__plurax_stack__(x)
+        return parts
+
+    out = jax.tree.map(take_apart, out, is_leaf=is_model)
+    check_out_axes("vmap", out_axes, out, _is_stacked)
+    return out
