@@ -249,9 +249,9 @@ class _Checkpoint:
         for path in [*wanted, *written]:
             if written.get(path) != wanted.get(path):
                 raise ValueError(
-                    f"{self.api}: the checkpoint at {self.path} has {_say(written.get(path))} at `{path}` of a member's "
-                    f"{part}, but like has {_say(wanted.get(path))}; pass one of the architecture and optimiser that "
-                    "was saved."
+                    f"{self.api}: the checkpoint at {self.path} has {_say(written.get(path))} at `{path}` of a "
+                    f"member's {part}, but like has {_say(wanted.get(path))}; pass one of the architecture and optimiser "
+                    "that was saved."
                 )
 
     def read(self, members: Sequence[int], parts: Sequence[str]) -> list[dict[str, list[Any]]]:

@@ -20,6 +20,7 @@ from ._applied import Applied, Rule
 from ._mismatch import check_same_architecture
 from ._prediction import Prediction, predict
 from ._static import Static
+from ._strategy import in_turn
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["trainable", "rest"], meta_fields=["structure"])
@@ -27,8 +28,8 @@ from ._static import Static
 class Ensemble:
     """Models of one architecture, with axis 0 of every array as the members.
 
-    Made by `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble never changes: every method returns
-    something new. It is a pytree of its stacked arrays, so it passes through `jax.jit` and `jax.tree.map`, and
+    Made by `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble never changes: every method
+    returns something new. It is a pytree of its stacked arrays, so it passes through `jax.jit` and `jax.tree.map`, and
     `plurax.transforms.vmap` maps over its members, as a function or as an argument.
 
     Attributes:
@@ -338,23 +339,27 @@ class _StackedStructure:
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _call(ens: Ensemble, arrays: Any, static: Static, in_axes: Static) -> Any:
-    args, kwargs = static.join(arrays)
-    axes = in_axes.value
-    if axes is None:
-        return vmap(ens, in_axes=None)(*args, **kwargs)
-    # Configuration has no axis to map; only arrays do.
-    mapped = {name: value for name, value in kwargs.items() if any(Static.is_array(x) for x in jax.tree.leaves(value))}
-    shared = {name: value for name, value in kwargs.items() if name not in mapped}
-    per_argument = axes_per_argument("Ensemble", axes, args)
+def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static) -> Any:
+    if in_axes.value is not None:
+        args, kwargs = static.join(arrays)
+        axes = axes_per_argument("Ensemble", in_axes.value, args)
+        # Configuration has no axis to map; only arrays do.
+        mapped = {name: x for name, x in kwargs.items() if any(Static.is_array(leaf) for leaf in jax.tree.leaves(x))}
 
-    def call_member(member: Any, *args: Any, **mapped: Any) -> Any:
-        return member(*args, **mapped, **shared)
+        def call_member(member: Any, *args: Any, **mapped: Any) -> Any:
+            return member(*args, **{**kwargs, **mapped})
 
-    mapped_size(
-        "Ensemble", call_member, (None, *args), mapped, (None, *per_argument), 0, len(ens), "the number of members"
-    )
-    return vmap(call_member, in_axes=(0, *per_argument))(ens, *args, **mapped)
+        mapped_size("Ensemble", call_member, (None, *args), mapped, (None, *axes), 0, len(ens), "the number of members")
+
+    def call(ens: Ensemble, arrays: list[Any], chunk_size: int | None) -> Any:
+        args, kwargs = static.join(arrays)
+        if in_axes.value is None:
+            return vmap(ens, None, chunk_size=chunk_size)(*args, **kwargs)
+        of_arrays = {name: kwargs[name] for name in mapped}
+        return vmap(call_member, (0, *axes), chunk_size=chunk_size)(ens, *args, **of_arrays)
+
+    jaxpr = jax.make_jaxpr(partial(call, chunk_size=None))(ens, arrays)
+    return call(ens, arrays, 1 if in_turn(jaxpr.jaxpr, jax.default_backend()) else None)
 
 
 def _stack(trees: Sequence[Any]) -> Any:

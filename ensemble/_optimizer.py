@@ -84,7 +84,8 @@ def _values(name: str, value: Any) -> jax.Array:
     array = np.asarray(value) if not isinstance(value, jax.Array) else value
     if array.ndim != 1 or array.dtype.kind not in "fiu":
         raise TypeError(
-            f"Trainer: hyperparams[{name!r}] must be a number or a list with one number for each member, but got {value!r}."
+            f"Trainer: hyperparams[{name!r}] must be a number or a list with one number for each member, but got "
+            f"{value!r}."
         )
     return jnp.asarray(array)
 

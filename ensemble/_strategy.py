@@ -37,12 +37,20 @@ def over_members(
         return vmap(fun, tuple(in_axes), axis_size=size, chunk_size=chunk_size)
 
     def mapped(*args: Any) -> Any:
-        def of_member(i: Any) -> Any:
-            return fun(*take_member(args, in_axes, i))
+        if strategy == "unroll":
+            return stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
+        leaves, treedef = jax.tree.flatten(args)
+        axes = broadcast_axes(tuple(in_axes), args)
 
-        if strategy == "map":
-            return lax.map(of_member, jnp.arange(size))
-        return stack([of_member(i) for i in range(size)])
+        def of_slices(slices: list[Any]) -> Any:
+            rest = iter(slices)
+            taken = [leaf if axis is None else next(rest) for leaf, axis in zip(leaves, axes, strict=True)]
+            return fun(*jax.tree.unflatten(treedef, taken))
+
+        return lax.map(
+            of_slices,
+            [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None],
+        )
 
     return mapped
 
@@ -71,14 +79,13 @@ def unstack(tree: Any, size: int) -> list[Any]:
     return [jax.tree.map(lambda leaf: leaf[i], tree) for i in range(size)]  # noqa: B023
 
 
-def choose(jaxpr: core.Jaxpr, platform: str) -> str:
-    """The rule behind `strategy="auto"`.
+def in_turn(jaxpr: core.Jaxpr, platform: str) -> bool:
+    """The rule behind "auto": whether members are quicker one after another than batched.
 
-    Mapping a convolution over its weights makes a grouped convolution, whose gradient XLA's CPU backend computes 2 to 6
-    times slower than one member after another; a convolution inside a compiled loop is slower still. So convolutions
-    on a CPU take "loop", and everything else "vmap".
+    Mapping a convolution over its weights makes a grouped convolution, and XLA's CPU backend computes that two to three
+    times slower than one member after another, forward and backward. So convolutions on a CPU are not batched.
     """
-    return "loop" if platform == "cpu" and _has_convolution(jaxpr) else "vmap"
+    return platform == "cpu" and _has_convolution(jaxpr)
 
 
 def _has_convolution(jaxpr: core.Jaxpr) -> bool:

@@ -21,7 +21,7 @@ from ._fit import History, fit
 from ._optimizer import MemberOptimizer
 from ._state import TrainState
 from ._static import Static
-from ._strategy import STRATEGIES, choose, over_members, stack, take_member, unstack
+from ._strategy import STRATEGIES, in_turn, over_members, stack, take_member, unstack
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state.
 Arrays = tuple[Any, Any, Any]
@@ -31,12 +31,12 @@ class Trainer:
     """Train every member of an ensemble, on its own or on shared batches.
 
     Args:
-      loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member, an
-        ordinary module. What it changes of its own state is carried along.
+      loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member,
+        an ordinary module. What it changes of its own state is carried along.
       optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` that all members share.
       hyperparams: arguments of the factory: a list or 1-D array holds one value per member, anything else is shared.
-      in_axes: for the batch: None (all members share it), 0 (member i takes slice i of every array), or a tuple with one
-        entry for each element of the batch.
+      in_axes: for the batch: None (all members share it), 0 (member i takes slice i of every array), or a tuple with
+        one entry for each element of the batch.
       grad_fn: replaces `plurax.transforms.value_and_grad`: `grad_fn(loss)(model, *batch)` returns `(value, gradients)`,
         where value is what `loss` returns and the gradients are like those of `value_and_grad`.
       strategy: how the members are executed, never what they compute. "vmap": batched operations; "map": a compiled
@@ -172,8 +172,8 @@ class Trainer:
           batches: an iterable of batches. It is never rewound, and no batch is taken from it that is not used.
           steps: how many further steps to take; None goes on until the batches end. Ending earlier warns.
           progress: whether to show a bar with the range of the loss over the members, and steps per second.
-          checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds a
-            whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later are
+          checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
+            a whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later are
             taken and skipped, and the steps count from `state`. A final checkpoint is always written.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: how many checkpoints to keep, the newest.
@@ -222,13 +222,17 @@ class Trainer:
         if structure not in self._chosen:
             shapes = jax.eval_shape(lambda *args: take_member(args, (0, *axes), 0), arrays, *batch)
             jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*shapes)
-            self._chosen[structure] = choose(jaxpr.jaxpr, jax.default_backend())
+            self._chosen[structure] = "loop" if in_turn(jaxpr.jaxpr, jax.default_backend()) else "vmap"
         return self._chosen[structure]
 
-    def _step_of_all(self, structure: Structure, strategy: str, axes: Static, arrays: Arrays, batch: Any) -> Any:
+    def _step_of_all(
+        self, structure: Structure, strategy: str, axes: Static, arrays: Arrays, step: jax.Array, batch: Any
+    ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
         size = jax.tree.leaves(arrays)[0].shape[0]
-        step = partial(self._member_step, structure)
-        return over_members(step, strategy, (0, *axes.value), size, self.chunk_size)(arrays, *batch)
+        of_member = partial(self._member_step, structure)
+        mapped = over_members(of_member, strategy, (0, *axes.value), size, self.chunk_size)
+        arrays, metrics = mapped(arrays, *batch)
+        return arrays, step + 1, metrics
 
     def _step_of_member(self, structure: Structure, axes: Static, arrays: Arrays, i: jax.Array, batch: Any) -> Any:
         return self._member_step(structure, arrays, *take_member(batch, axes.value, i))
@@ -286,11 +290,12 @@ class Run:
             ]
             self._arrays = [arrays for arrays, _ in results]
             metrics = _stack([metrics for _, metrics in results])
+            self._step = self._step + 1
         else:
-            self._arrays, metrics = trainer._programs[self._donate](
-                self._structure, self.strategy, Static.of(axes), self._arrays, arguments
+            program = trainer._programs[self._donate]
+            self._arrays, self._step, metrics = program(
+                self._structure, self.strategy, Static.of(axes), self._arrays, self._step, arguments
             )
-        self._step = self._step + 1
         return metrics
 
     def state(self) -> TrainState:

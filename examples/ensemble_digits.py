@@ -1,0 +1,195 @@
+"""Train an ensemble of small convolutional networks on handwritten digits, and ask it how sure it is.
+
+    python examples/ensemble_digits.py --members 8 --steps 600 --out demo
+
+Eight networks, each with its own initial weights and learning rate, learn from the same batches as one ensemble. The
+script prints what each knows alone and what they know together, draws `ensemble_digits.png`, saves a checkpoint, and
+loads a single network from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import matplotlib as mpl
+
+mpl.use("Agg")  # draws into a file: no window is needed
+
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from plurax.ensemble import Ensemble, Prediction, Trainer, load_member, metrics, save
+
+BATCH = 64
+
+
+class LeNet(nnx.Module):
+    """A LeNet for images of 8 by 8 pixels: two convolutions with pooling, two dense layers."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv1 = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.conv2 = nnx.Conv(8, 16, (3, 3), rngs=rngs)
+        self.dense1 = nnx.Linear(64, 32, rngs=rngs)
+        self.dense2 = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits (batch, 10) of images (batch, 8, 8, 1)."""
+        x = nnx.max_pool(nnx.relu(self.conv1(x)), (2, 2), (2, 2))
+        x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), (2, 2))
+        return self.dense2(nnx.relu(self.dense1(x.reshape(len(x), -1))))
+
+
+class Digits(NamedTuple):
+    """Images (n, 8, 8, 1) in 0 to 1 and labels (n,)."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+def split_digits() -> tuple[Digits, Digits, Digits]:
+    """The digits of scikit-learn as training (1,077), validation (360) and test (360) images, always the same."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    labels = labels.astype(np.int32)
+    rest, x_test, y_rest, y_test = train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)
+    x_train, x_valid, y_train, y_valid = train_test_split(rest, y_rest, test_size=360, stratify=y_rest, random_state=0)
+    return Digits(x_train, y_train), Digits(x_valid, y_valid), Digits(x_test, y_test)
+
+
+def batches(data: Digits, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches without end; each pass over the images is in a new order."""
+    generator = np.random.default_rng(seed)
+    while True:
+        order = generator.permutation(len(data.labels))
+        for i in range(0, len(order) - BATCH + 1, BATCH):
+            chosen = order[i : i + BATCH]
+            yield data.images[chosen], data.labels[chosen]
+
+
+def loss(model: LeNet, images: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+
+def report(rates: np.ndarray, validation: Prediction, test: Prediction, valid: Digits, tests: Digits) -> Table:
+    """A row for each member, their mean, and the ensemble."""
+    table = Table(title=f"Handwritten digits, {len(tests.labels)} test images")
+    for head in ("", "learning rate", "validation accuracy", "test accuracy", "NLL", "Brier", "ECE"):
+        table.add_column(head, justify="left" if not head else "right")
+    scores = [
+        metrics.accuracy(validation.members, valid.labels),
+        *(score(test.members, tests.labels) for score in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece)),
+    ]
+    columns = [np.asarray(score) for score in scores]
+    for i, rate in enumerate(rates):
+        table.add_row(f"member {i}", f"{rate:.4f}", *_row(column[i] for column in columns))
+    table.add_section()
+    table.add_row("mean of members", "", *_row(column.mean() for column in columns))
+    together = [
+        metrics.accuracy(validation.mean, valid.labels),
+        *(score(test.mean, tests.labels) for score in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece)),
+    ]
+    table.add_row("[bold]ensemble", "", *(f"[bold]{text}" for text in _row(together)))
+    return table
+
+
+def _row(values: object) -> list[str]:
+    accuracy, test_accuracy, *rest = (float(value) for value in values)
+    return [f"{accuracy:.1%}", f"{test_accuracy:.1%}", *(f"{value:.3f}" for value in rest)]
+
+
+def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, labels: np.ndarray) -> None:
+    """Two panels: accuracy of the members against the ensemble, and how unsure the ensemble is of which images."""
+    right = np.asarray(test.mean.argmax(axis=-1) == labels)
+    entropy = np.asarray(test.entropy)
+    figure, (left_panel, right_panel) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+
+    alone = 100 * np.asarray(metrics.accuracy(test.members, labels))
+    together = 100 * float(metrics.accuracy(test.mean, labels))
+    left_panel.semilogx(rates, alone, "o", color="tab:blue", markersize=8, label="members, each alone")
+    left_panel.axhline(alone.mean(), color="tab:blue", linestyle=":", label=f"their mean, {alone.mean():.1f} %")
+    left_panel.axhline(together, color="tab:orange", linewidth=2.5, label=f"the ensemble, {together:.1f} %")
+    left_panel.set(xlabel="learning rate of the member", ylabel="test accuracy (%)", title="Together they know more")
+    left_panel.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
+    left_panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+    left_panel.legend(loc="lower right")
+
+    groups = {
+        "right": (entropy[right], "tab:blue"),
+        "wrong": (entropy[~right], "tab:red"),
+        "shuffled\npixels": (np.asarray(shuffled.entropy), "tab:gray"),
+    }
+    generator = np.random.default_rng(0)
+    for place, (values, color) in enumerate(groups.values()):
+        x = place + generator.uniform(-0.28, 0.28, len(values))
+        right_panel.plot(x, values, ".", color=color, alpha=0.45, markersize=7)
+        if len(values):
+            right_panel.hlines(np.median(values), place - 0.36, place + 0.36, color="black", linewidth=2.5)
+    right_panel.axhline(np.log(10), color="black", linestyle=":", linewidth=1)
+    right_panel.text(-0.45, np.log(10) - 0.03, "no idea at all: ln 10", va="top")
+    right_panel.set_xticks(range(3), [f"{name}\n({len(values)} images)" for name, (values, _) in groups.items()])
+    right_panel.set(xlim=(-0.5, 2.5), ylabel="predictive entropy (nats)", title="It is unsure where it should be")
+    for panel in (left_panel, right_panel):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--members", type=int, default=8, help="how many networks (default 8)")
+    parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
+    parser.add_argument("--strategy", default="auto", choices=("auto", "vmap", "map", "unroll", "loop"))
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for picture and checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the images")
+    options = parser.parse_args()
+    if options.members < 1:
+        parser.error(f"--members must be at least 1, but got {options.members}")
+    if options.steps < 0:
+        parser.error(f"--steps must not be negative, but got {options.steps}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+
+    train, valid, tests = split_digits()
+    rates = np.geomspace(1e-3, 1e-2, options.members)
+    ensemble = Ensemble.create(LeNet, options.members, seed=options.seed)
+    console.print(f"{ensemble}, {len(train.labels)} training images")
+    trainer = Trainer(loss, optax.adam, hyperparams={"learning_rate": rates}, strategy=options.strategy)
+    state, _ = trainer.fit(trainer.init(ensemble), batches(train, options.seed), steps=options.steps)
+    ensemble = state.ensemble
+
+    test = ensemble.predict(tests.images)
+    pixels = np.random.default_rng(options.seed).permuted(tests.images.reshape(len(tests.images), -1), axis=1)
+    shuffled = ensemble.predict(pixels.reshape(tests.images.shape))
+    console.print(report(rates, ensemble.predict(valid.images), test, valid, tests))
+
+    picture = options.out / "ensemble_digits.png"
+    draw(picture, rates, test, shuffled, tests.labels)
+    checkpoint = options.out / "ensemble_digits"
+    save(checkpoint, state)
+    console.print(f"Picture: {picture}\nCheckpoint: {checkpoint}")
+
+    i = min(3, options.members - 1)
+    alone = load_member(checkpoint, i, LeNet(nnx.Rngs(0)))
+    logits = alone(tests.images)
+    exact = bool((logits == ensemble[i](tests.images)).all())
+    inside = test.members[i].argmax(axis=-1)
+    same = int((logits.argmax(axis=-1) == inside).sum())
+    console.print(
+        f"Member {i}, loaded alone: {same} of {len(inside)} predictions as inside the ensemble, logits "
+        f"{'equal to the bit to those of' if exact else 'DIFFERENT from those of'} ensemble[{i}]."
+    )
+
+
+if __name__ == "__main__":
+    main()

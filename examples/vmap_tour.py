@@ -1,0 +1,86 @@
+"""A tour of `vmap`: one function, and then many inputs for it.
+
+    python examples/vmap_tour.py
+
+The steps are those of MindSpore's tutorial on `vmap`; every printed array is checked against a plain Python loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from plurax.transforms import grad, vmap
+
+
+def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Dot products of `w` (3,) with the windows of `x` (5,)."""
+    return jnp.array([jnp.dot(x[i - 1 : i + 2], w) for i in range(1, len(x) - 1)])
+
+
+def show(title: str, got: Any, expected: Any) -> None:
+    """Print an array, once it is certain to be right."""
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    print(f"\n{title}\n{np.asarray(got)}")
+
+
+def refused(title: str, call: Callable[[], Any]) -> None:
+    """Print the error of a call that must fail."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        print(f"\n{title}\n{type(error).__name__}: {error}")
+    else:
+        raise AssertionError(f"{title}: nothing was refused")
+
+
+def main() -> None:
+    x, w = jnp.arange(5.0), jnp.array([1.0, 2.0, 3.0])
+    xs, ws = jnp.stack([x, x + 1, x + 2]), jnp.stack([w, 2 * w, 3 * w])
+    loop = jnp.stack([convolve(a, b) for a, b in zip(xs, ws, strict=True)])
+
+    print("1. One function, many inputs")
+    show("one input", convolve(x, w), [8, 14, 20])
+    show("vmap(convolve)(xs, ws): slice i of each", vmap(convolve)(xs, ws), loop)
+    show("in_axes=(0, 1), out_axes=1: the second argument and the result by columns",
+         vmap(convolve, in_axes=(0, 1), out_axes=1)(xs, ws.T), loop.T)  # fmt: skip
+    show("in_axes=(0, None): one w for all",
+         vmap(convolve, in_axes=(0, None))(xs, w), jnp.stack([convolve(a, w) for a in xs]))  # fmt: skip
+
+    print("\n2. What cannot be mapped is refused by name, before anything runs")
+    refused("sizes that differ", lambda: vmap(convolve)(xs, ws[:2]))
+    refused("an axis out of range", lambda: vmap(convolve, in_axes=(0, 2))(xs, ws))
+    refused("a structure that does not fit", lambda: vmap(lambda p: p["x"], in_axes=({"y": 0},))({"x": xs}))
+    refused("nothing to map", lambda: vmap(convolve, in_axes=None)(xs, ws))
+
+    print("\n3. Nested, and together with grad")
+    every_pair = vmap(vmap(convolve, in_axes=[None, 0]), in_axes=[0, None])
+    show("every x with every w", every_pair(xs, ws), [[convolve(a, b) for b in ws] for a in xs])
+
+    def f(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sin(x + 2 * y).sum()
+
+    a, b = jnp.array([[1.0, 2, 3], [2, 3, 4]]), jnp.array([[2.0, 3, 4], [3, 4, 5]])
+    of_mapped = grad(vmap(f), argnums=(0, 1), cotangent=1.0)(a, b)
+    mapped_grad = vmap(grad(f, argnums=(0, 1)))(a, b)
+    show("grad(vmap(f), cotangent=1.0), with respect to x", of_mapped[0], jnp.cos(a + 2 * b))
+    show("vmap(grad(f)), with respect to y", mapped_grad[1], 2 * jnp.cos(a + 2 * b))
+
+    print("\n4. A module: its parameters are not mapped")
+    dense = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    images = jnp.arange(18.0).reshape(3, 2, 3)
+    show("vmap(dense) on three inputs of shape (2, 3)", vmap(dense)(images), jnp.stack([dense(i) for i in images]))
+    refused("a module that would change its own state",
+            lambda: vmap(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(images))  # fmt: skip
+
+    print("\n5. Too many inputs for the memory: chunks")
+    show("chunk_size=2, same numbers", vmap(convolve, chunk_size=2)(xs, ws), loop)
+
+
+if __name__ == "__main__":
+    main()

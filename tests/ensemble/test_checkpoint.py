@@ -1,0 +1,234 @@
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble, Trainer, load, load_member, save
+
+
+@pytest.fixture
+def ens(stateful):
+    return Ensemble.create(stateful, 3, seed=0)
+
+
+@pytest.fixture
+def state(ens, cross_entropy, make_batches):
+    trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.1, 0.2, 0.3]})
+    return trainer.fit(trainer.init(ens), make_batches(2), progress=False)[0]
+
+
+def files(path):
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*"))
+
+
+def test_an_ensemble_comes_back_to_the_bit(tmp_path, ens, assert_same):
+    save(tmp_path / "a", ens)
+    assert_same(load(tmp_path / "a", ens), ens)
+    assert_same(load(str(tmp_path / "a"), Ensemble.create(type(ens[0]), 3, seed=9)), ens)
+
+
+def test_a_training_state_comes_back_to_the_bit(tmp_path, state, assert_same):
+    save(tmp_path / "a", state)
+    back = load(tmp_path / "a", jax.tree.map(jnp.zeros_like, state))
+    assert_same(back, state)
+    assert int(back.step) == 2
+    assert_same(load(tmp_path / "a", state.ensemble), state.ensemble)
+
+
+def test_what_eval_shape_gives_will_do_as_like(tmp_path, state, assert_same):
+    save(tmp_path / "a", state)
+    assert_same(load(tmp_path / "a", jax.eval_shape(lambda: state)), state)
+
+
+def test_a_member_comes_back_alone(tmp_path, state, assert_same):
+    save(tmp_path / "a", state)
+    for like in (state, state.ensemble, state.ensemble[0], type(state.ensemble[0])(nnx.Rngs(5))):
+        for i in (0, 2, -1, np.int64(1)):
+            member = load_member(tmp_path / "a", i, like)
+            assert isinstance(member, type(state.ensemble[0]))
+            assert_same(member, state.ensemble[int(i)])
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_every_dtype_comes_back(tmp_path, kind, assert_same):
+    class Odd(nnx.Module):
+        def __init__(self, seed):
+            self.half = nnx.Param(jnp.full((2, 3), seed, jnp.bfloat16))
+            self.flag = nnx.Variable(jnp.array([True, False]))
+            self.count = nnx.Variable(jnp.int32(seed))
+            self.wave = nnx.Param(jnp.array([1 + 2j]))
+            self.empty = nnx.Param(jnp.ones((0, 2)))
+            self.keys = nnx.Variable(jax.random.split(jax.random.key(seed, impl=kind), 2))
+
+    ens = Ensemble.stack([Odd(i) for i in range(3)])
+    save(tmp_path / "a", ens)
+    assert_same(load(tmp_path / "a", ens), ens)
+    assert_same(load_member(tmp_path / "a", 2, ens), ens[2])
+
+
+def test_relative_paths_and_missing_parents_are_fine(tmp_path, ens, assert_same, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save("some/where/a", ens)
+    assert_same(load("some/where/a", ens), ens)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are counted by Linux")
+def test_a_member_is_loaded_by_its_bytes_only(tmp_path):
+    """Random numbers do not compress: a member's file share is its own size."""
+    members = [nnx.Linear(512, 1024, rngs=nnx.Rngs(i)) for i in range(8)]
+    ens = Ensemble.stack(members)
+    save(tmp_path / "a", ens)
+
+    def bytes_read(read):
+        def counter():
+            with open("/proc/self/io") as file:
+                return int(dict(line.split(": ") for line in file)["rchar"])
+
+        before = counter()
+        read()
+        return counter() - before
+
+    load(tmp_path / "a", ens)  # what is read once, such as modules, is not to be counted
+    whole = bytes_read(lambda: load(tmp_path / "a", ens))
+    one = bytes_read(lambda: load_member(tmp_path / "a", 3, ens))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(members[3]))
+    assert whole > 7 * size
+    assert 0.8 * size < one < 1.3 * size
+
+
+def test_saving_again_replaces(tmp_path, ens, assert_same):
+    save(tmp_path / "a", ens)
+    other = Ensemble.create(type(ens[0]), 2, seed=7)
+    save(tmp_path / "a", other)
+    assert_same(load(tmp_path / "a", other), other)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("point", ["orbax.checkpoint.Checkpointer.save", "json.dumps", "pathlib.Path.rename"])
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, ens, assert_same, monkeypatch, point):
+    save(tmp_path / "a", ens)
+    before = files(tmp_path)
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(point, fail)
+        for name in ("a", "b"):
+            with pytest.raises(OSError, match="disk full"):
+                save(tmp_path / name, jax.tree.map(jnp.zeros_like, ens))
+    assert files(tmp_path) == before
+    assert_same(load(tmp_path / "a", ens), ens)
+
+
+def test_no_pickle_is_written(tmp_path, state):
+    save(tmp_path / "a", state)
+    assert not [name for name in files(tmp_path) if name.endswith((".pkl", ".pickle"))]
+
+
+class Test_refusals:
+    def test_things_that_cannot_be_saved(self, tmp_path, ens):
+        with pytest.raises(TypeError, match="save: needs an Ensemble or a TrainState, but got Stateful"):
+            save(tmp_path / "a", ens[0])
+        assert os.listdir(tmp_path) == []
+
+    def test_a_place_that_is_taken_by_something_else(self, tmp_path, ens):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "thesis.txt").write_text("mine")
+        (tmp_path / "b").write_text("mine")
+        for name in "ab":
+            with pytest.raises(FileExistsError, match="exists and is not a checkpoint"):
+                save(tmp_path / name, ens)
+        assert files(tmp_path) == ["a", "a/thesis.txt", "b"]
+
+    def test_nothing_there(self, tmp_path, ens):
+        with pytest.raises(FileNotFoundError, match="load: there is no checkpoint at .*nowhere"):
+            load(tmp_path / "nowhere", ens)
+        with pytest.raises(FileNotFoundError, match="load_member: there is no checkpoint"):
+            load_member(tmp_path / "nowhere", 0, ens)
+
+    def test_something_foreign(self, tmp_path, ens):
+        (tmp_path / "plurax.json").write_text('{"format": "something else"}')
+        for path in (tmp_path, tmp_path / "plurax.json"):
+            with pytest.raises(ValueError, match="is not a checkpoint of this library, or is damaged"):
+                load(path, ens)
+
+    def test_a_later_version(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        manifest = json.loads((tmp_path / "a" / "plurax.json").read_text())
+        (tmp_path / "a" / "plurax.json").write_text(json.dumps({**manifest, "version": 2}))
+        with pytest.raises(ValueError, match="has version 2, but this library reads 1"):
+            load(tmp_path / "a", ens)
+
+    def test_every_file_cut_short_or_missing(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        for name in files(tmp_path / "a"):
+            if not (tmp_path / "a" / name).is_file() or not (tmp_path / "a" / name).stat().st_size:
+                continue
+            shutil.copytree(tmp_path / "a", tmp_path / "b")
+            os.truncate(tmp_path / "b" / name, (tmp_path / "b" / name).stat().st_size // 2)
+            with pytest.raises(ValueError, match="is damaged"):
+                load(tmp_path / "b", ens)
+            (tmp_path / "b" / name).unlink()
+            with pytest.raises(ValueError, match="is damaged"):
+                load_member(tmp_path / "b", 0, ens)
+            shutil.rmtree(tmp_path / "b")
+
+    def test_bytes_that_were_changed(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        data = max((p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        data.write_bytes(bytes(len(data.read_bytes())))
+        with pytest.raises(ValueError, match="is damaged"):
+            load(tmp_path / "a", ens)
+
+    def test_another_size(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        with pytest.raises(ValueError, match="has 3 members, but like has 2"):
+            load(tmp_path / "a", ens[:2])
+
+    def test_another_architecture(self, tmp_path, ens, plain):
+        save(tmp_path / "a", ens)
+        other = Ensemble.create(lambda rngs: plain(rngs, width=6), 3, seed=0)
+        match = r"has nothing at `first.bias` of a member's ensemble, but like has shape \(6,\) and dtype float32"
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path / "a", other)
+        with pytest.raises(ValueError, match=match):
+            load_member(tmp_path / "a", 0, other[0])
+
+    def test_another_dtype(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, ens)
+        with pytest.raises(ValueError, match=r"dtype float32 at .* but like has .* dtype bfloat16"):
+            load(tmp_path / "a", half)
+
+    def test_another_optimizer(self, tmp_path, state, ens, cross_entropy):
+        save(tmp_path / "a", state)
+        other = Trainer(cross_entropy, optax.sgd(0.1, momentum=0.9)).init(ens)
+        with pytest.raises(ValueError, match="of a member's opt_state, but like has"):
+            load(tmp_path / "a", other)
+
+    def test_no_training_state_there(self, tmp_path, ens, state):
+        save(tmp_path / "a", ens)
+        with pytest.raises(ValueError, match="holds an ensemble, but no training state"):
+            load(tmp_path / "a", state)
+
+    def test_a_like_of_another_kind(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        with pytest.raises(TypeError, match="load: like must be an Ensemble or a TrainState, but got dict"):
+            load(tmp_path / "a", {})
+        with pytest.raises(TypeError, match="load_member: like must be an Ensemble, a TrainState or a model"):
+            load_member(tmp_path / "a", 0, {})
+
+    def test_a_member_out_of_range(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        for i in (3, -4):
+            with pytest.raises(IndexError, match=f"member {i} is out of range; the checkpoint at .* has 3"):
+                load_member(tmp_path / "a", i, ens)
+        with pytest.raises(TypeError, match="i must be an int"):
+            load_member(tmp_path / "a", 1.0, ens)

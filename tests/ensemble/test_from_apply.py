@@ -1,0 +1,203 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from plurax.ensemble import Ensemble, Trainer, load_member, save
+from plurax.transforms import grad, vmap
+
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(6, use_bias=False)(x)
+        return nn.Dense(3)(nn.relu(nn.BatchNorm(use_running_average=not train)(x)))
+
+
+NORMED = Normed()
+
+
+@pytest.fixture
+def linen():
+    return [NORMED.init(jax.random.key(i), X) for i in range(3)]
+
+
+def apply_mlp(model, x):
+    return jax.vmap(model)(x)
+
+
+@pytest.fixture
+def equinox():
+    return [eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(i)) for i in range(3)]
+
+
+def test_linen_variables_give_what_the_module_gives(linen):
+    ens = Ensemble.from_apply(NORMED.apply, linen)
+    expected = [NORMED.apply(variables, X) for variables in linen]
+    np.testing.assert_allclose(ens(X, train=False), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ens[1](X), expected[1], rtol=1e-5, atol=1e-6)
+    assert set(ens[1].variables) == {"params", "batch_stats"}
+
+
+def test_only_the_collection_params_of_linen_trains(linen, leaves):
+    ens = Ensemble.from_apply(NORMED.apply, linen)
+    assert jax.tree.map(jnp.shape, ens.trainable)["batch_stats"]["BatchNorm_0"] == {"mean": None, "var": None}
+    assert len(leaves(ens.trainable)) == len(leaves(linen[0]["params"]))
+    assert len(leaves(ens.rest)) == 2
+
+
+def test_linen_trains_as_alone_and_its_statistics_are_carried_along(linen, make_batches, assert_same):
+    def loss(model, x, y):
+        logits, updates = model(x, train=True, mutable=["batch_stats"])
+        model.variables = {**model.variables, **updates}
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    batches = make_batches(5)
+    trainer = Trainer(loss, optax.adam, hyperparams={"learning_rate": [0.01, 0.02, 0.03]})
+    state, _ = trainer.fit(trainer.init(Ensemble.from_apply(NORMED.apply, linen)), batches, progress=False)
+
+    for i, variables in enumerate(linen):
+        optimizer = optax.adam([0.01, 0.02, 0.03][i])
+        params, stats = variables["params"], variables["batch_stats"]
+        opt_state = optimizer.init(params)
+        for x, y in batches:
+
+            def alone(params, stats, x=x, y=y):
+                logits, updates = NORMED.apply(
+                    {"params": params, "batch_stats": stats}, x, True, mutable=["batch_stats"]
+                )
+                value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+                return value, updates["batch_stats"]
+
+            gradient, stats = jax.grad(alone, has_aux=True)(params, stats)
+            updates, opt_state = optimizer.update(gradient, opt_state)
+            params = optax.apply_updates(params, updates)
+        assert_same(state.ensemble[i].variables, {"params": params, "batch_stats": stats}, 1e-5)
+
+
+def test_equinox_modules_with_functions_among_their_leaves(equinox):
+    ens = Ensemble.from_apply(apply_mlp, equinox)
+    np.testing.assert_allclose(ens(X), [apply_mlp(model, X) for model in equinox], rtol=1e-5, atol=1e-6)
+    assert isinstance(ens[2].variables, eqx.nn.MLP)
+    assert ens[2].variables.activation is equinox[2].activation
+
+
+def test_equinox_trains_as_alone(equinox, make_batches):
+    def loss(model, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+    batches = make_batches(4)
+    trainer = Trainer(loss, optax.sgd(0.1, momentum=0.9))
+    state, _ = trainer.fit(trainer.init(Ensemble.from_apply(apply_mlp, equinox)), batches, progress=False)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    for i, model in enumerate(equinox):
+        opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+        for x, y in batches:
+            gradient = eqx.filter_grad(lambda m, x, y: loss(lambda z: apply_mlp(m, z), x, y))(model, x, y)
+            updates, opt_state = optimizer.update(gradient, opt_state)
+            model = eqx.apply_updates(model, updates)
+        np.testing.assert_allclose(state.ensemble[i](X), apply_mlp(model, X), rtol=1e-5, atol=1e-6)
+
+
+def test_bare_dictionaries_and_a_rule_for_what_trains(make_batches, assert_same):
+    variables = [{"w": jnp.full((4, 3), i + 1.0), "scale": jnp.ones(3), "steps": jnp.int32(i)} for i in range(2)]
+    ens = Ensemble.from_apply(lambda v, x: x @ v["w"] * v["scale"], variables, trainable=lambda path, _: path == "w")
+    trainer = Trainer(lambda model, x, y: (model(x) ** 2).mean(), optax.sgd(0.1))
+    state, _ = trainer.step(trainer.init(ens), make_batches(1)[0])
+    after = state.ensemble[1].variables
+    assert_same(after["scale"], variables[1]["scale"])
+    assert after["steps"] == 1
+    assert bool((after["w"] != variables[1]["w"]).any())
+
+
+def test_integers_do_not_train_by_default():
+    ens = Ensemble.from_apply(lambda v: v["a"], [{"a": jnp.ones(2), "n": jnp.arange(3)}])
+    assert set(jax.tree.leaves_with_path(ens.trainable)[0][0]) == {jax.tree_util.DictKey("a")}
+    assert ens.trainable["n"] is None
+
+
+def test_a_member_is_differentiated_in_what_trains(linen):
+    member = Ensemble.from_apply(NORMED.apply, linen)[0]
+    gradient = grad(lambda m, x: (m(x) ** 2).sum())(member, X)
+    expected = jax.grad(lambda p: (NORMED.apply({**linen[0], "params": p}, X) ** 2).sum())(linen[0]["params"])
+    np.testing.assert_allclose(
+        gradient["params"]["Dense_0"]["kernel"], expected["Dense_0"]["kernel"], rtol=1e-5, atol=1e-6
+    )
+    assert jax.tree.leaves(gradient["batch_stats"]) == []
+
+
+def test_members_pass_through_jit_and_vmap(linen, equinox):
+    for apply, variables in ((NORMED.apply, linen), (apply_mlp, equinox)):
+        ens = Ensemble.from_apply(apply, variables)
+        np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(ens[1], X), ens(X)[1], rtol=1e-5, atol=1e-6)
+        doubled = vmap(lambda m: jax.tree.map(lambda a: 2 * a, m))(ens)
+        assert isinstance(doubled, Ensemble)
+        np.testing.assert_allclose(
+            jax.tree.leaves(doubled.trainable)[0], 2 * jax.tree.leaves(ens.trainable)[0], rtol=1e-6
+        )
+
+
+def test_a_state_that_a_call_leaves_must_be_returned(linen):
+    ens = Ensemble.from_apply(NORMED.apply, linen)
+
+    def train(model, x):
+        logits, updates = model(x, train=True, mutable=["batch_stats"])
+        model.variables = {**model.variables, **updates}
+        return logits
+
+    with pytest.raises(ValueError, match="changes the state of Applied .*batch_stats"):
+        vmap(train, (0, None))(ens, X)
+    logits, after = vmap(lambda m, x: (train(m, x), m), (0, None))(ens, X)
+    assert logits.shape == (3, 2, 3)
+    assert bool((after[0].variables["batch_stats"]["BatchNorm_0"]["mean"] != 0).any())
+
+
+def test_one_member_is_loaded_from_a_checkpoint(tmp_path, linen, equinox, assert_same):
+    for name, apply, variables in (("linen", NORMED.apply, linen), ("equinox", apply_mlp, equinox)):
+        ens = Ensemble.from_apply(apply, variables)
+        save(tmp_path / name, ens)
+        assert_same(load_member(tmp_path / name, 1, ens), ens[1])
+        assert_same(load_member(tmp_path / name, 1, ens[0]), ens[1])
+
+
+def test_prediction_hands_keywords_to_the_apply_function(linen):
+    ens = Ensemble.from_apply(NORMED.apply, linen)
+    assert ens.predict(X, train=False).mean.shape == (2, 3)
+
+
+class Test_refusals:
+    def test_no_function_no_list_no_members(self):
+        with pytest.raises(TypeError, match="apply must be a function"):
+            Ensemble.from_apply(3, [1])
+        with pytest.raises(TypeError, match="variables must be a list with one pytree for each member, but got a dict"):
+            Ensemble.from_apply(jnp.sin, {"a": 1})
+        with pytest.raises(ValueError, match="the list of variables is empty"):
+            Ensemble.from_apply(jnp.sin, [])
+        with pytest.raises(ValueError, match="hold no arrays"):
+            Ensemble.from_apply(jnp.sin, [1.0, 1.0])
+
+    def test_members_that_differ(self):
+        with pytest.raises(ValueError, match=r"member 1 differs from member 0 at `w`: it has shape \(3,\)"):
+            Ensemble.from_apply(lambda v: v, [{"w": jnp.ones(2)}, {"w": jnp.ones(3)}])
+        with pytest.raises(ValueError, match="member 1 differs from member 0 in its configuration"):
+            Ensemble.from_apply(lambda v: v, [{"w": jnp.ones(2), "rate": 0.1}, {"w": jnp.ones(2), "rate": 0.2}])
+
+    def test_a_view(self):
+        with pytest.raises(TypeError, match="functions of variables, not NNX modules"):
+            Ensemble.from_apply(lambda v: v, [jnp.ones(2)]).view(deterministic=True)
+
+    def test_a_loss_that_assigns_what_trains(self, make_batches):
+        def loss(model, x, y):
+            value = (model(x) ** 2).mean()
+            model.variables = {"w": model.variables["w"] * 2}
+            return value
+
+        trainer = Trainer(loss, optax.sgd(0.1))
+        state = trainer.init(Ensemble.from_apply(lambda v, x: x @ v["w"], [{"w": jnp.ones((4, 3))}]))
+        with pytest.raises(ValueError, match="assigns the parameter `w`"):
+            trainer.step(state, make_batches(1)[0])

@@ -1,0 +1,386 @@
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble, Trainer, TrainState
+from plurax.transforms import value_and_grad
+
+STRATEGIES = ("vmap", "map", "unroll", "loop")
+RATES = [0.02, 0.01, 0.03]
+
+
+def train_alone(model, loss, optimizer, batches):
+    """Plain Flax and optax; returns the losses."""
+    optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    losses = []
+    for batch in batches:
+        (value, _), gradient = nnx.value_and_grad(loss, has_aux=True)(model, *batch)
+        optimizer.update(model, gradient)
+        losses.append(value)
+    return losses
+
+
+def train(trainer, ensemble, batches):
+    state = trainer.init(ensemble)
+    losses = []
+    for batch in batches:
+        state, metrics = trainer.step(state, batch)
+        losses.append(metrics["loss"])
+    return state, np.array(losses)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("kind", ["plain", "stateful", "convolutional"])
+def test_training_together_is_training_each_alone(request, kind, strategy, cross_entropy, make_batches, assert_same):
+    make = request.getfixturevalue(kind)
+    batches = make_batches(4, features=20 if kind == "convolutional" else 4)
+    trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": RATES}, strategy=strategy)
+    state, losses = train(trainer, Ensemble.create(make, 3, seed=1), batches)
+    assert losses.shape == (4, 3)
+    for i in range(3):
+        model = make(nnx.Rngs(jax.random.fold_in(jax.random.key(1), i)))
+        alone = train_alone(model, cross_entropy, optax.adam(RATES[i]), batches)
+        np.testing.assert_allclose(losses[:, i], alone, rtol=1e-5)
+        assert_same(state.ensemble[i], model, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_member_may_have_its_own_batch(plain, cross_entropy, make_batches, assert_same, strategy):
+    batches = make_batches(3, 3)
+    trainer = Trainer(cross_entropy, optax.sgd(0.1), in_axes=0, strategy=strategy)
+    state, _ = train(trainer, Ensemble.create(plain, 3, seed=0), batches)
+    for i, member in enumerate(Ensemble.create(plain, 3, seed=0)):
+        train_alone(member, cross_entropy, optax.sgd(0.1), [(x[i], y[i]) for x, y in batches])
+        assert_same(state.ensemble[i], member, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_axes_of_a_batch_are_given_by_element(plain, cross_entropy, make_batches, strategy):
+    x, y = make_batches(1)[0]
+    scales = np.array([1.0, 2.0, 4.0], np.float32)
+    ens = Ensemble.create(plain, 3, seed=0)
+
+    def loss(model, data, scale):
+        return scale * cross_entropy(model, *data)[0]
+
+    for in_axes, batch in (((None, 0), ((x, y), scales)), (((None, None), -1), ((x, y), scales))):
+        trainer = Trainer(loss, optax.sgd(0.1), in_axes=in_axes, strategy=strategy)
+        _, metrics = trainer.step(trainer.init(ens), batch)
+        expected = [scale * cross_entropy(member, x, y)[0] for member, scale in zip(ens, scales, strict=True)]
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    last = np.moveaxis(np.stack([x, 2 * x, 3 * x]), 0, -1)
+    trainer = Trainer(cross_entropy, optax.sgd(0.1), in_axes=(-1, None), strategy=strategy)
+    _, metrics = trainer.step(trainer.init(ens), (last, y))
+    expected = [cross_entropy(member, (i + 1) * x, y)[0] for i, member in enumerate(ens)]
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+def test_a_batch_that_is_no_tuple_is_one_argument(plain):
+    trainer = Trainer(lambda model, batch: (model(batch["x"]) ** 2).mean(), optax.sgd(0.1))
+    _, metrics = trainer.step(trainer.init(Ensemble.create(plain, 2, seed=0)), {"x": jnp.ones((5, 4))})
+    assert metrics["loss"].shape == (2,)
+    trainer = Trainer(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+    _, metrics = trainer.step(trainer.init(Ensemble.create(plain, 2, seed=0)), jnp.ones((5, 4)))
+    assert set(metrics) == {"loss"}
+
+
+def test_chunks_of_members_change_nothing(stateful, cross_entropy, make_batches, assert_same):
+    ens = Ensemble.create(stateful, 5, seed=0)
+    states = []
+    for chunk_size in (None, 1, 2, 5, 7):
+        trainer = Trainer(cross_entropy, optax.adam(0.01), chunk_size=chunk_size, strategy="vmap")
+        states.append(train(trainer, ens, make_batches(2))[0])
+    for state in states[1:]:
+        assert_same(state, states[0], tolerance=1e-5)
+
+
+def test_what_the_loss_reports_has_the_members_first(plain, cross_entropy, make_batches):
+    trainer = Trainer(cross_entropy, optax.sgd(0.1))
+    _, metrics = trainer.step(trainer.init(Ensemble.create(plain, 3, seed=0)), make_batches(1)[0])
+    assert {name: value.shape for name, value in metrics.items()} == {"loss": (3,), "accuracy": (3,)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_members_do_not_depend_on_how_many_there_are(stateful, cross_entropy, make_batches, assert_same, strategy):
+    batches = make_batches(6)
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+    eight = Ensemble.create(stateful, 8, seed=0)
+    whole, half, one = (train(trainer, part, batches)[0] for part in (eight, eight[:4], eight[2:3]))
+    assert_same(half.ensemble[2], whole.ensemble[2], tolerance=1e-6)
+    assert_same(one.ensemble[0], whole.ensemble[2], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_member_of_nans_leaves_the_others_as_they_were(
+    stateful, cross_entropy, make_batches, assert_same, leaves, strategy
+):
+    batches = make_batches(3)
+    ens = Ensemble.create(stateful, 3, seed=0)
+    members = ens.unstack()
+    members[1].first.kernel[...] = jnp.full((4, 6), jnp.nan)
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+    healthy, _ = train(trainer, ens, batches)
+    sick, losses = train(trainer, Ensemble.stack(members), batches)
+    assert np.isnan(losses[:, 1]).all()
+    for i in (0, 2):
+        assert_same(sick.ensemble[i], healthy.ensemble[i])
+    assert np.isnan(np.concatenate([x.ravel() for x in leaves(nnx.state(sick.ensemble[1], nnx.Param))])).any()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_leaves_its_argument_and_the_ensemble_usable(plain, cross_entropy, make_batches, leaves, strategy):
+    ens = Ensemble.create(plain, 2, seed=0)
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+    state = trainer.init(ens)
+    before = leaves((ens, state))
+    first, _ = trainer.step(state, make_batches(1)[0])
+    trainer.fit(state, make_batches(2), progress=False)
+    again, _ = trainer.step(state, make_batches(1)[0])
+    for a, b in zip(before, leaves((ens, state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(leaves(first), leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(state.step) == 0
+    assert int(first.step) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_can_be_traced(plain, cross_entropy, make_batches, assert_same, strategy):
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+    state = trainer.init(Ensemble.create(plain, 2, seed=0))
+    batches = make_batches(3)
+    expected = state
+    for batch in batches:
+        expected, _ = trainer.step(expected, batch)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    scanned, metrics = jax.lax.scan(trainer.step, state, stacked)
+    assert isinstance(scanned, TrainState)
+    assert metrics["loss"].shape == (3, 2)
+    assert_same(scanned, expected, tolerance=1e-6)
+
+
+def test_one_member_s_step_is_traced_once(plain, make_batches):
+    calls = []
+
+    def loss(model, x, y):
+        calls.append(1)
+        return (model(x) ** 2).mean()
+
+    trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+    state = trainer.init(Ensemble.create(plain, 6, seed=0))
+    for batch in make_batches(3):
+        state, _ = trainer.step(state, batch)
+    assert len(calls) == 1
+
+
+def has_convolution_step(trainer, ens, batch):
+    state = trainer.init(ens)
+    return str(jax.make_jaxpr(trainer.step)(state, batch)).count("conv_general_dilated")
+
+
+def test_auto_follows_its_rule(plain, convolutional, cross_entropy, make_batches):
+    """Traced, "loop" is unrolled: as many convolutions as members; `vmap` has as many as one member."""
+    auto = Trainer(cross_entropy, optax.sgd(0.1))
+    batch = make_batches(1, features=20)[0]
+    of_one = has_convolution_step(auto, Ensemble.create(convolutional, 1, seed=0), batch)
+    assert of_one > 0
+    assert has_convolution_step(auto, Ensemble.create(convolutional, 3, seed=0), batch) == 3 * of_one
+    products = str(jax.make_jaxpr(auto.step)(auto.init(Ensemble.create(plain, 3, seed=0)), make_batches(1)[0])).count(
+        "dot_general"
+    )
+    alone = str(jax.make_jaxpr(auto.step)(auto.init(Ensemble.create(plain, 1, seed=0)), make_batches(1)[0])).count(
+        "dot_general"
+    )
+    assert products == alone
+
+
+class Test_optimizers:
+    def test_a_ready_transformation_is_shared(self, plain, cross_entropy, make_batches, assert_same):
+        ens = Ensemble.create(plain, 2, seed=0)
+        ready = Trainer(cross_entropy, optax.adamw(0.01, weight_decay=0.1))
+        factory = Trainer(cross_entropy, optax.adamw, hyperparams={"learning_rate": 0.01, "weight_decay": 0.1})
+        a, b = (train(trainer, ens, make_batches(3))[0] for trainer in (ready, factory))
+        assert_same(a, b)
+
+    def test_two_hyperparameters_and_a_shared_one(self, plain, cross_entropy, make_batches, assert_same):
+        rates, decays = np.array([0.01, 0.02]), (0.0, 0.5)
+        trainer = Trainer(
+            cross_entropy, optax.adamw, hyperparams={"learning_rate": rates, "weight_decay": decays, "b1": 0.8}
+        )
+        state, _ = train(trainer, Ensemble.create(plain, 2, seed=0), make_batches(3))
+        for i, member in enumerate(Ensemble.create(plain, 2, seed=0)):
+            optimizer = optax.adamw(rates[i], b1=0.8, weight_decay=decays[i])
+            train_alone(member, cross_entropy, optimizer, make_batches(3))
+            assert_same(state.ensemble[i], member, tolerance=1e-5)
+
+    def test_the_values_stand_in_the_state(self, plain, cross_entropy):
+        trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.1, 0.2]})
+        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        np.testing.assert_array_equal(state.opt_state.hyperparams["learning_rate"], np.float32([0.1, 0.2]))
+
+    def test_a_schedule_and_a_mask_are_shared(self, plain, cross_entropy, make_batches, assert_same):
+        def mask(params):
+            return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+        schedule = optax.linear_schedule(0.1, 0.0, 3)
+        trainer = Trainer(
+            cross_entropy,
+            optax.adamw,
+            hyperparams={"learning_rate": schedule, "mask": mask, "weight_decay": [0.1, 0.2]},
+        )
+        state, _ = train(trainer, Ensemble.create(plain, 2, seed=0), make_batches(3))
+        for i, member in enumerate(Ensemble.create(plain, 2, seed=0)):
+            optimizer = optax.adamw(schedule, weight_decay=[0.1, 0.2][i], mask=mask)
+            train_alone(member, cross_entropy, optimizer, make_batches(3))
+            assert_same(state.ensemble[i], member, tolerance=1e-5)
+
+    def test_bfloat16_parameters_stay_bfloat16(self, make_batches):
+        def make(rngs):
+            return nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=rngs)
+
+        trainer = Trainer(lambda m, x, y: (m(x) ** 2).mean(), optax.adam, hyperparams={"learning_rate": [0.1, 0.2]})
+        state, _ = train(trainer, Ensemble.create(make, 2, seed=0), make_batches(2))
+        assert state.ensemble[0].kernel.dtype == jnp.bfloat16
+
+
+class Test_grad_fn:
+    def test_it_replaces_value_and_grad(self, plain, cross_entropy, make_batches, assert_same):
+        def halved(loss):
+            def gradients(model, *batch):
+                value, gradient = value_and_grad(loss, has_aux=True)(model, *batch)
+                return value, jax.tree.map(lambda g: g / 2, gradient)
+
+            return gradients
+
+        ens = Ensemble.create(plain, 2, seed=0)
+        a, _ = train(Trainer(cross_entropy, optax.sgd(0.2), grad_fn=halved), ens, make_batches(2))
+        b, _ = train(Trainer(cross_entropy, optax.sgd(0.1)), ens, make_batches(2))
+        assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
+
+    def test_sharpness_aware_steps(self, plain, cross_entropy, make_batches, assert_same):
+        def sharpness_aware(loss):
+            def gradients(model, *batch):
+                value, gradient = value_and_grad(loss, has_aux=True)(model, *batch)
+                climb = jax.tree.map(lambda g: 0.05 * g / optax.global_norm(gradient), gradient)
+                there = nnx.clone(model)
+                nnx.update(there, jax.tree.map(jnp.add, nnx.state(model, nnx.Param), climb))
+                return value, value_and_grad(loss, has_aux=True)(there, *batch)[1]
+
+            return gradients
+
+        ens = Ensemble.create(plain, 2, seed=0)
+        trainer = Trainer(cross_entropy, optax.sgd(0.1), grad_fn=sharpness_aware, strategy="vmap")
+        state, _ = train(trainer, ens, make_batches(2))
+        for i, member in enumerate(ens):
+            for batch in make_batches(2):
+                _, gradient = sharpness_aware(cross_entropy)(member, *batch)
+                nnx.update(member, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), gradient))
+            assert_same(state.ensemble[i], member, tolerance=1e-5)
+
+    @pytest.mark.parametrize(
+        ("gradients", "error", "match"),
+        [
+            (lambda m, *b: 0.0, TypeError, r"must return a pair \(value, gradients\)"),
+            (lambda m, *b: (0.0, {}), ValueError, "gives nothing for the parameter `first.bias`"),
+            (
+                lambda m, *b: (0.0, jax.tree.map(lambda p: p[0], nnx.state(m, nnx.Param))),
+                ValueError,
+                r"shape \(\) .* for the parameter `first.bias`, which is an array of shape \(5,\)",
+            ),
+        ],
+    )
+    def test_it_must_give_gradients_of_the_parameters(self, plain, make_batches, gradients, error, match):
+        trainer = Trainer(lambda m, x, y: 0.0, optax.sgd(0.1), grad_fn=lambda loss: gradients, strategy="vmap")
+        with pytest.raises(error, match=match):
+            trainer.step(trainer.init(Ensemble.create(plain, 2, seed=0)), make_batches(1)[0])
+
+
+class Test_refusals:
+    def make(self, *args, **kwargs):
+        return Trainer(lambda model, x, y: (model(x) ** 2).mean(), *args, **kwargs)
+
+    def test_things_that_cannot_be_called(self):
+        with pytest.raises(TypeError, match="Trainer: fun must be a function"):
+            Trainer(3, optax.adam(1e-3))
+        with pytest.raises(TypeError, match="optimizer must be an optax factory"):
+            self.make("adam")
+        with pytest.raises(TypeError, match="grad_fn must be a function of the loss"):
+            self.make(optax.adam(1e-3), grad_fn=3)
+
+    def test_hyperparameters_that_the_factory_does_not_take_or_lacks(self):
+        with pytest.raises(ValueError, match="adam takes no hyperparameter 'lr'; it takes learning_rate, b1"):
+            self.make(optax.adam, hyperparams={"lr": 0.1})
+        with pytest.raises(ValueError, match="adam needs learning_rate"):
+            self.make(optax.adam, hyperparams={"b1": [0.1, 0.2]})
+        with pytest.raises(ValueError, match="hyperparams need an optax factory"):
+            self.make(optax.adam(0.1), hyperparams={"learning_rate": 0.1})
+
+    @pytest.mark.parametrize("value", [["a", "b"], [[0.1, 0.2]], [optax.constant_schedule(0.1)] * 2, [True, False]])
+    def test_hyperparameters_that_are_no_numbers(self, value):
+        with pytest.raises(TypeError, match=r"hyperparams\['learning_rate'\] must be a number or a list"):
+            self.make(optax.adam, hyperparams={"learning_rate": value})
+
+    def test_hyperparameters_of_the_wrong_length(self, plain):
+        trainer = self.make(optax.adam, hyperparams={"learning_rate": [0.1, 0.2, 0.3]})
+        with pytest.raises(ValueError, match=r"hyperparams\['learning_rate'\] has 3 values, but the ensemble has 2"):
+            trainer.init(Ensemble.create(plain, 2, seed=0))
+
+    def test_unknown_strategies_and_chunks(self):
+        with pytest.raises(ValueError, match="strategy must be one of auto, vmap, map, unroll, loop, but got 'pmap'"):
+            self.make(optax.sgd(0.1), strategy="pmap")
+        with pytest.raises(ValueError, match="chunk_size must be at least 1"):
+            self.make(optax.sgd(0.1), chunk_size=0)
+        with pytest.raises(ValueError, match="chunk_size needs strategy=\"vmap\", but the strategy is 'loop'"):
+            self.make(optax.sgd(0.1), chunk_size=2, strategy="loop")
+
+    def test_what_is_not_available_yet(self):
+        with pytest.raises(NotImplementedError, match="memory_budget is not available yet; use chunk_size"):
+            self.make(optax.sgd(0.1), memory_budget="1MiB")
+        with pytest.raises(NotImplementedError, match="mesh is not available yet"):
+            self.make(optax.sgd(0.1), mesh=object())
+
+    def test_other_things_than_an_ensemble_or_a_state(self, plain, make_batches):
+        trainer = self.make(optax.sgd(0.1))
+        with pytest.raises(TypeError, match="Trainer.init: needs an Ensemble, but got Plain"):
+            trainer.init(plain(nnx.Rngs(0)))
+        with pytest.raises(TypeError, match="Trainer.step: state must be a TrainState"):
+            trainer.step(Ensemble.create(plain, 2, seed=0), make_batches(1)[0])
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_a_batch_of_other_axes(self, plain, make_batches, strategy):
+        ens = Ensemble.create(plain, 2, seed=0)
+        trainer = self.make(optax.sgd(0.1), in_axes=0, strategy=strategy)
+        with pytest.raises(ValueError, match="axis 0 of argument `x` has size 3, but the number of members is 2"):
+            trainer.step(trainer.init(ens), make_batches(1, 3)[0])
+        trainer = self.make(optax.sgd(0.1), in_axes=(0,), strategy=strategy)
+        with pytest.raises(ValueError, match="in_axes has 1 entries, but the call has 2"):
+            trainer.step(trainer.init(ens), make_batches(1, 2)[0])
+
+    def test_a_loss_of_another_kind(self, plain, make_batches):
+        ens = Ensemble.create(plain, 2, seed=0)
+        for loss, error, match in (
+            (lambda m, x, y: m(x), TypeError, r"loss must return a scalar, .* \(6, 3\) \(shapes\)"),
+            (lambda m, x, y: (m(x).mean(), 3), TypeError, "beside its scalar, loss must return a dict"),
+            (lambda m, x, y: (m(x).mean(), {"loss": 1}), ValueError, 'reports something called "loss"'),
+        ):
+            trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+            with pytest.raises(error, match=match):
+                trainer.step(trainer.init(ens), make_batches(1)[0])
+
+    def test_a_loss_that_changes_the_structure(self, plain, make_batches):
+        def loss(model, x, y):
+            model.seen = nnx.Variable(jnp.ones(()))
+            return model(x).mean()
+
+        trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        with pytest.raises(ValueError, match="loss changes the structure of the model"):
+            trainer.step(state, make_batches(1)[0])
+
+    def test_everything_promised_is_documented(self):
+        assert all(name in inspect.getdoc(Trainer) for name in inspect.signature(Trainer).parameters)
