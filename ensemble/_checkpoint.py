@@ -250,8 +250,8 @@ class _Checkpoint:
             if written.get(path) != wanted.get(path):
                 raise ValueError(
                     f"{self.api}: the checkpoint at {self.path} has {_say(written.get(path))} at `{path}` of a "
-                    f"member's {part}, but like has {_say(wanted.get(path))}; pass one of the architecture and optimiser "
-                    "that was saved."
+                    f"member's {part}, but like has {_say(wanted.get(path))}; pass one of the architecture and "
+                    "optimiser that was saved."
                 )
 
     def read(self, members: Sequence[int], parts: Sequence[str]) -> list[dict[str, list[Any]]]:
@@ -264,9 +264,9 @@ class _Checkpoint:
                 part: {
                     _leaf(j): jax.ShapeDtypeStruct(tuple(array["stored"]), np.dtype(array["stored_dtype"]))
                     for j, array in enumerate(arrays[part])
+                    if 0 not in array["stored"]
                 }
                 for part in parts
-                if arrays[part]
             }
             for i in members
         }
@@ -283,7 +283,9 @@ class _Checkpoint:
             raise ValueError(f"{self.api}: the checkpoint at {self.path} is damaged: {error}") from error
         return [
             {
-                part: [_from_stored(read[_member(i)][part][_leaf(j)], array) for j, array in enumerate(arrays[part])]
+                part: [
+                    _from_stored(read[_member(i)][part].get(_leaf(j)), array) for j, array in enumerate(arrays[part])
+                ]
                 for part in parts
             }
             for i in members
@@ -313,9 +315,8 @@ def _write(
     tree = {
         "members": {
             _member(i): {
-                part: {_leaf(j): np.asarray(array[i]) for j, array in enumerate(arrays)}
+                part: {_leaf(j): np.asarray(array[i]) for j, array in enumerate(arrays) if array[i].size}
                 for part, arrays in stored.items()
-                if arrays
             }
             for i in range(len(ensemble))
         }
@@ -327,7 +328,7 @@ def _write(
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(tree))
         if columns is not None:
-            np.savez(unfinished / "history.npz", **columns)
+            np.savez(unfinished / "history.npz", allow_pickle=False, **columns)
         files = [file for file in unfinished.rglob("*") if file.is_file()]
         manifest["files"] = {file.relative_to(unfinished).as_posix(): file.stat().st_size for file in files}
         (unfinished / _MANIFEST).write_text(json.dumps(manifest))
@@ -400,12 +401,14 @@ def _to_stored(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
-def _from_stored(array: np.ndarray, outline: dict[str, Any]) -> Any:
+def _from_stored(array: np.ndarray | None, outline: dict[str, Any]) -> Any:
+    if array is None:  # orbax takes no arrays without elements
+        array = np.zeros(outline["stored"], outline["stored_dtype"])
     if list(array.shape) != outline["stored"] or str(array.dtype) != outline["stored_dtype"]:
         raise ValueError(f"`{outline['path']}` is stored as {describe(array)}, but its manifest says otherwise.")
     if outline["dtype"] == outline["stored_dtype"]:
         return jnp.asarray(array)
-    return jax.random.wrap_key_data(array, impl=outline["dtype"].removeprefix("key<").removesuffix(">"))
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=outline["dtype"].removeprefix("key<").removesuffix(">"))
 
 
 def _restack(like: Any, members: list[list[Any]]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from ..transforms import vmap
 from ..transforms._arguments import describe
@@ -358,8 +359,10 @@ def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static) -> 
         of_arrays = {name: kwargs[name] for name in mapped}
         return vmap(call_member, (0, *axes), chunk_size=chunk_size)(ens, *args, **of_arrays)
 
-    jaxpr = jax.make_jaxpr(partial(call, chunk_size=None))(ens, arrays)
-    return call(ens, arrays, 1 if in_turn(jaxpr.jaxpr, jax.default_backend()) else None)
+    batched, out = jax.make_jaxpr(partial(call, chunk_size=None), return_shape=True)(ens, arrays)
+    if in_turn(batched.jaxpr, jax.default_backend()):
+        return call(ens, arrays, 1)
+    return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
 
 
 def _stack(trees: Sequence[Any]) -> Any:

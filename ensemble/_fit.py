@@ -59,8 +59,10 @@ def fit(
     if checkpoint_dir is not None:
         store = _checkpoint.Store(Path(checkpoint_dir), checkpoint_keep)
         resumed = store.resume(state, trainer.hyperparams)
+        if resumed is not None and int(resumed.state.step) >= start:
+            columns, strategy = resumed.columns, resumed.strategy
         if resumed is not None and int(resumed.state.step) > start:
-            state, columns, strategy = resumed.state, resumed.columns, resumed.strategy
+            state = resumed.state
             saved = int(state.step)
             if target is not None and saved > target:
                 raise ValueError(
@@ -92,6 +94,8 @@ def fit(
             except StopIteration:
                 break
             except KeyboardInterrupt:
+                if interrupt.requested:
+                    raise
                 interrupt.requested = True
                 break
             metrics = run.advance(batch)

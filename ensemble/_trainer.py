@@ -173,8 +173,8 @@ class Trainer:
           steps: how many further steps to take; None goes on until the batches end. Ending earlier warns.
           progress: whether to show a bar with the range of the loss over the members, and steps per second.
           checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
-            a whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later are
-            taken and skipped, and the steps count from `state`. A final checkpoint is always written.
+            a whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later
+            are taken and skipped, and the steps count from `state`. A final checkpoint is always written.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: how many checkpoints to keep, the newest.
           history_every: steps between rows of the history.

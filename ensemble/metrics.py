@@ -10,13 +10,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import entr
+from jax.typing import ArrayLike
 
 from ..transforms._arguments import describe
 
 __all__ = ["accuracy", "brier", "ece", "entropy", "nll"]
 
 
-def accuracy(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
+def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Share of examples whose most probable class is the label, in 0 to 1.
 
     Args:
@@ -36,11 +37,11 @@ def accuracy(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
       >>> accuracy(jnp.array([[0.9, 0.1], [0.6, 0.4]]), jnp.array([0, 1]))
       Array(0.5, dtype=float32)
     """
-    _check("accuracy", probabilities, labels)
+    probabilities, labels = _check("accuracy", probabilities, labels)
     return (probabilities.argmax(axis=-1) == labels).mean(axis=-1)
 
 
-def nll(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
+def nll(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Mean negative log-likelihood of the labels, in nats.
 
     Args:
@@ -63,12 +64,12 @@ def nll(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
       >>> nll(jnp.array([[0.5, 0.5], [0.25, 0.75]]), jnp.array([0, 0]))
       Array(1.0397208, dtype=float32)
     """
-    _check("nll", probabilities, labels)
+    probabilities, labels = _check("nll", probabilities, labels)
     of_label = _of_label(probabilities, labels)
     return -jnp.log(jnp.maximum(of_label, jnp.finfo(of_label.dtype).tiny)).mean(axis=-1)
 
 
-def brier(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
+def brier(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Mean squared distance of the probabilities from the label's one-hot vector, summed over classes: 0 to 2.
 
     Args:
@@ -90,12 +91,12 @@ def brier(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
       >>> brier(jnp.array([[0.5, 0.5], [1.0, 0.0]]), jnp.array([0, 0]))
       Array(0.25, dtype=float32)
     """
-    _check("brier", probabilities, labels)
+    probabilities, labels = _check("brier", probabilities, labels)
     one_hot = jax.nn.one_hot(labels, probabilities.shape[-1], dtype=probabilities.dtype)
     return ((probabilities - one_hot) ** 2).sum(axis=-1).mean(axis=-1)
 
 
-def ece(probabilities: jax.Array, labels: jax.Array, *, bins: int = 15) -> jax.Array:
+def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.Array:
     """Expected calibration error: how far confidence is from accuracy, in 0 to 1.
 
     Examples are put into `bins` intervals of equal width by the probability of their most probable class; the error is
@@ -121,7 +122,7 @@ def ece(probabilities: jax.Array, labels: jax.Array, *, bins: int = 15) -> jax.A
       >>> ece(jnp.array([[0.8, 0.2], [0.8, 0.2]]), jnp.array([0, 1]))
       Array(0.3, dtype=float32)
     """
-    _check("ece", probabilities, labels)
+    probabilities, labels = _check("ece", probabilities, labels)
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise ValueError(f"ece: bins must be a positive int, but got {bins!r}.")
     confidence = probabilities.max(axis=-1)
@@ -132,7 +133,7 @@ def ece(probabilities: jax.Array, labels: jax.Array, *, bins: int = 15) -> jax.A
     return jnp.abs(per_bin).sum(axis=-1) / labels.shape[0]
 
 
-def entropy(probabilities: jax.Array) -> jax.Array:
+def entropy(probabilities: ArrayLike) -> jax.Array:
     """Shannon entropy of each distribution, in nats.
 
     Args:
@@ -155,7 +156,7 @@ def _of_label(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.take_along_axis(probabilities, index, axis=-1)[..., 0]
 
 
-def _check(name: str, probabilities: jax.Array, labels: jax.Array) -> None:
+def _check(name: str, probabilities: ArrayLike, labels: ArrayLike) -> tuple[jax.Array, jax.Array]:
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         raise TypeError(f"{name}: labels must be integers, but got {describe(labels)}.")
     if jnp.ndim(probabilities) < 2 or jnp.ndim(labels) != 1 or jnp.shape(probabilities)[-2] != jnp.shape(labels)[0]:
@@ -163,3 +164,4 @@ def _check(name: str, probabilities: jax.Array, labels: jax.Array) -> None:
             f"{name}: probabilities must have shape (..., batch, classes) and labels (batch,), but got "
             f"{jnp.shape(probabilities)} and {jnp.shape(labels)}."
         )
+    return jnp.asarray(probabilities), jnp.asarray(labels)

@@ -83,7 +83,7 @@ def loss(model: LeNet, images: jax.Array, labels: jax.Array) -> jax.Array:
 def report(rates: np.ndarray, validation: Prediction, test: Prediction, valid: Digits, tests: Digits) -> Table:
     """A row for each member, their mean, and the ensemble."""
     table = Table(title=f"Handwritten digits, {len(tests.labels)} test images")
-    for head in ("", "learning rate", "validation accuracy", "test accuracy", "NLL", "Brier", "ECE"):
+    for head in ("", "rate", "valid acc", "test acc", "NLL", "Brier", "ECE"):
         table.add_column(head, justify="left" if not head else "right")
     scores = [
         metrics.accuracy(validation.members, valid.labels),
@@ -93,7 +93,7 @@ def report(rates: np.ndarray, validation: Prediction, test: Prediction, valid: D
     for i, rate in enumerate(rates):
         table.add_row(f"member {i}", f"{rate:.4f}", *_row(column[i] for column in columns))
     table.add_section()
-    table.add_row("mean of members", "", *_row(column.mean() for column in columns))
+    table.add_row("members' mean", "", *_row(column.mean() for column in columns))
     together = [
         metrics.accuracy(validation.mean, valid.labels),
         *(score(test.mean, tests.labels) for score in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece)),
@@ -126,7 +126,7 @@ def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, 
     groups = {
         "right": (entropy[right], "tab:blue"),
         "wrong": (entropy[~right], "tab:red"),
-        "shuffled\npixels": (np.asarray(shuffled.entropy), "tab:gray"),
+        "shuffled pixels": (np.asarray(shuffled.entropy), "tab:gray"),
     }
     generator = np.random.default_rng(0)
     for place, (values, color) in enumerate(groups.values()):
@@ -136,6 +136,8 @@ def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, 
             right_panel.hlines(np.median(values), place - 0.36, place + 0.36, color="black", linewidth=2.5)
     right_panel.axhline(np.log(10), color="black", linestyle=":", linewidth=1)
     right_panel.text(-0.45, np.log(10) - 0.03, "no idea at all: ln 10", va="top")
+    right_panel.plot([], [], color="black", linewidth=2.5, label="median")
+    right_panel.legend(loc="lower center")
     right_panel.set_xticks(range(3), [f"{name}\n({len(values)} images)" for name, (values, _) in groups.items()])
     right_panel.set(xlim=(-0.5, 2.5), ylabel="predictive entropy (nats)", title="It is unsure where it should be")
     for panel in (left_panel, right_panel):

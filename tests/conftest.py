@@ -7,6 +7,10 @@ Rank and dtype promotion stay as users have them: a test that wants them strict 
 import os
 from collections.abc import Iterator
 
+# Most of the suite's time is LLVM's, for programs that run once: without its optimisations they compile three times
+# quicker. XLA's own passes stay. `XLA_FLAGS= make test` tests the optimised code.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 import pytest
 from hypothesis import settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -82,7 +83,8 @@ def resolve_argnums(api: str, fun: Any, positions: tuple[int, ...], args: Sequen
 
 
 def wrap_like(fun: Callable[..., Any], api: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """`wrapper` under a name and docstring that tell what it wraps."""
+    """`wrapper` with the signature of `fun`, and a name and docstring that tell what it wraps."""
+    functools.update_wrapper(wrapper, fun, assigned=(), updated=())
     name = getattr(fun, "__name__", type(fun).__name__)
     wrapper.__name__ = wrapper.__qualname__ = f"{api}({name})"
     wrapper.__doc__ = f"`{name}` under `{api}`.\n\n{inspect.getdoc(fun) or ''}".rstrip()

@@ -23,22 +23,23 @@ def is_axis(x: Any) -> bool:
     return x is None or (isinstance(x, (int, np.integer)) and not isinstance(x, bool))
 
 
-def check_axes(api: str, name: str, axes: Axes) -> None:
-    """Refuse an axis specification that holds anything but ints and None."""
+def check_axes(api: str, name: str, axes: Axes) -> Axes:
+    """`axes` with plain ints; refuses an axis specification that holds anything but ints and None."""
     for leaf in jax.tree.leaves(axes, is_leaf=_is_none):
         if not is_axis(leaf):
             raise TypeError(f"{api}: {name} must hold ints and None, but got {describe(leaf)}.")
+    return jax.tree.map(int, axes)
 
 
-def check_in_axes(api: str, in_axes: Axes) -> None:
-    """Refuse an `in_axes` that is not an int, None, or a tuple or list with an entry per positional argument."""
+def check_in_axes(api: str, in_axes: Axes) -> Axes:
+    """`in_axes` with plain ints; refuses what is not an int, None, or a tuple or list with an entry per argument."""
     if not is_axis(in_axes) and not isinstance(in_axes, (tuple, list)):
         raise TypeError(
             f"{api}: in_axes must be an int, None, or a tuple with one entry for each positional argument, but got "
             f"{describe(in_axes)}"
             + (f"; wrap the axes of a dict: in_axes=({in_axes!r},)." if isinstance(in_axes, dict) else ".")
         )
-    check_axes(api, "in_axes", in_axes)
+    return check_axes(api, "in_axes", in_axes)
 
 
 def axes_per_argument(api: str, in_axes: Axes, args: Sequence[Any]) -> tuple[Axes, ...]:
@@ -99,7 +100,7 @@ def mapped_size(
     if not sizes and axis_size is None:
         raise ValueError(
             f"{api}: nothing is mapped: "
-            + ("the call has no array argument" if not (args or kwargs) else "every entry of in_axes is None")
+            + ("every entry of in_axes is None" if jax.tree.leaves((args, kwargs)) else "the call has no array")
             + "; map at least one argument, or pass axis_size."
         )
     if axis_size is not None:
@@ -147,12 +148,13 @@ def _raise_first_misfit(
                         "keyword arguments are mapped over axis 0, so bind one that is shared with functools.partial"
                     )
                 raise ValueError(
-                    f"{api}: argument `{leaf_path}` cannot be mapped over axis {axis}: it is {describe(leaf)}; {remedy}."
+                    f"{api}: argument `{leaf_path}` cannot be mapped over axis {axis}: it is {describe(leaf)}; "
+                    f"{remedy}."
                 )
             if axis_size is not None and size != axis_size:
                 raise ValueError(
-                    f"{api}: axis {axis} of argument `{leaf_path}` has size {size}, but {given_by} is {axis_size}; make "
-                    "them one size, or pass None for an argument that is shared."
+                    f"{api}: axis {axis} of argument `{leaf_path}` has size {size}, but {given_by} is {axis_size}; "
+                    "make them one size, or pass None for an argument that is shared."
                 )
             if first is None:
                 first = (leaf_path, axis, size)
@@ -177,7 +179,7 @@ def check_axis_size(api: str, axis_size: Any) -> int | None:
 
 
 def check_out_axes(api: str, out_axes: Axes, out: Any, fixed: Callable[[Any], bool]) -> None:
-    """Refuse `out_axes` that do not fit the output of one lane; an output that is `fixed` is stacked along axis 0 only."""
+    """Refuse `out_axes` that do not fit the output of one lane; one that is `fixed` is stacked along axis 0 only."""
     try:
         axes = broadcast_axes(out_axes, out, is_leaf=fixed)
     except (ValueError, TypeError, KeyError):

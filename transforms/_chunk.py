@@ -27,17 +27,17 @@ def check_chunk_size(api: str, chunk_size: Any) -> None:
 
 
 def map_in_chunks(
-    mapped: Callable[..., Any],
+    mapped: Callable[[int], Callable[..., Any]],
     args: tuple[Any, ...],
     in_axes: tuple[Axes, ...],
     out_axes: Axes,
     size: int,
     chunk_size: int,
 ) -> Any:
-    """`mapped(*args)`, `chunk_size` slices at a time; the last chunk holds what remains.
+    """`mapped(size)(*args)`, `chunk_size` slices at a time; the last chunk holds what remains.
 
     Args:
-      mapped: a function already mapped by `jax.vmap` with these axes, for any size of the mapped axis.
+      mapped: from a size to the function mapped by `jax.vmap` with these axes over an axis of that size.
       args: its arguments, with `size` slices.
       in_axes: an axis specification for each argument.
       out_axes: the axis specification of its output.
@@ -53,7 +53,7 @@ def map_in_chunks(
             leaf if axis is None else lax.dynamic_slice_in_dim(leaf, start, length, axis % jnp.ndim(leaf))
             for leaf, axis in zip(leaves, leaf_axes, strict=True)
         ]
-        return mapped(*jax.tree.unflatten(treedef, slices))
+        return mapped(length)(*jax.tree.unflatten(treedef, slices))
 
     shapes = jax.eval_shape(lambda: evaluate(0, chunk_size))
     out_leaves, out_treedef = jax.tree.flatten(shapes)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._arguments import (
     Argnums,
@@ -19,9 +20,9 @@ from ._arguments import (
     resolve_argnums,
     wrap_like,
 )
+from ._changes import call_with_models, passing_through
 from ._model import (
     Parts,
-    from_parts,
     is_parts,
     models_of,
     named_arrays,
@@ -60,7 +61,8 @@ def grad(
       TypeError: `argnums` or `cotangent` of a wrong type; an argument that is not of floating point; an output that is
         not a real scalar without `cotangent`.
       ValueError: `argnums` empty, out of range, or naming an argument twice; a `cotangent` of another structure, shape
-        or dtype than the output; modules that share a variable; a module whose parameters `fun` assigns.
+        or dtype than the output; modules that share a variable; a module whose parameters `fun` assigns, or whose
+        structure it changes.
 
     Cost:
       `fun` runs once, and its transpose once: about three times its FLOPs. Memory for all its residuals.
@@ -140,11 +142,13 @@ def _value_and_grad(
             for i, primal in zip(selected, primals, strict=True):
                 filled[i] = _with_trainable(arg_parts[i], primal)
             before = (owner_parts, tuple(filled), kwarg_parts)
-            model, arguments, keywords = inside = from_parts(before)
-            out = function(model, *arguments, **keywords)
-            after = [split(x) for x in models_of(inside)]
-            for parts, changed in zip(parts_of(before), after, strict=True):
-                _refuse_assigned(api, parts, changed)
+            out, left = call_with_models(function, before)
+            after = [split(model) for model in left]
+            for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
+                _refuse_restructured(api, left[i], then, now)
+                assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
+                if assigned:
+                    _refuse_assigned(api, assigned - passing_through(function, before)[i])
             out, aux = _pair(api, out) if has_aux else (out, None)
             return out, (aux, after)
 
@@ -184,7 +188,7 @@ def _gradient(tree: Any, values: Any) -> Any:
 
 def _check_differentiable(api: str, name: str, primal: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(primal):
-        dtype = getattr(leaf, "dtype", None) or (jnp.result_type(leaf) if jnp.isscalar(leaf) else None)
+        dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"{api}: argument `{leaf_name(name, path)}` is {describe(leaf)}, but only arrays of floating point "
@@ -200,41 +204,49 @@ def _pair(api: str, out: Any) -> tuple[Any, Any]:
     return tuple(out)
 
 
-def _refuse_assigned(api: str, before: Parts, after: Parts) -> None:
-    assigned = set(before.changes(after)) & set(named_arrays(before.trainable))
+def _refuse_restructured(api: str, model: Any, before: Parts, after: Parts) -> None:
+    if after.structure != before.structure:
+        path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
+        raise ValueError(
+            f"{api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of its "
+            "variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
+        )
+
+
+def _refuse_assigned(api: str, assigned: set[str]) -> None:
     if assigned:
         raise ValueError(
-            f"{api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep values that "
-            "fun computes in another kind of variable, such as nnx.BatchStat."
+            f"{api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep values "
+            "that fun computes in another kind of variable, such as nnx.BatchStat."
         )
 
 
 def _seed(api: str, out: Any, cotangent: Any) -> Any:
     """The cotangent of `out`: ones for a scalar, a Python number broadcast, anything else checked against it."""
+    if not jax.tree.leaves(out):
+        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
     if cotangent is None:
-        if (
-            isinstance(out, (tuple, list, dict))
-            or jnp.shape(out) != ()
-            or not jnp.issubdtype(_dtype(out), jnp.floating)
-        ):
+        if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(_dtype(out), jnp.floating):
             raise TypeError(
                 f"{api}: without a cotangent, fun must return one real scalar, but it returned {_outline(out)}; pass "
                 "cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
                 "returns a pair (output, aux)."
             )
-        return jnp.ones((), _dtype(out))
+        return lax.full_like(out, 1)
     if _is_number(cotangent):
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
-    if jax.tree.structure(cotangent) != jax.tree.structure(out):
+    if _structure(cotangent) != _structure(out):
         raise ValueError(
-            f"{api}: cotangent has the structure {jax.tree.structure(cotangent)}, but the output has "
-            f"{jax.tree.structure(out)}; give one array for each output."
+            f"{api}: cotangent has the structure {_structure(cotangent)}, but the output has {_structure(out)}; "
+            "give one array for each output."
         )
 
     def match(path: Any, seed: Any, leaf: Any) -> Any:
         place = leaf_name("output", path)
         if _is_number(seed):
             return _broadcast(api, place, seed, leaf)
+        if not hasattr(seed, "dtype"):
+            raise TypeError(f"{api}: the cotangent of {place} must be a number or an array, but got {describe(seed)}.")
         seed = jnp.asarray(seed)
         if seed.shape != jnp.shape(leaf) or seed.dtype != _dtype(leaf):
             raise ValueError(
@@ -253,14 +265,22 @@ def _is_number(x: Any) -> bool:
 def _broadcast(api: str, place: str, number: complex, leaf: Any) -> Any:
     if isinstance(number, complex) and not jnp.issubdtype(_dtype(leaf), jnp.complexfloating):
         raise TypeError(f"{api}: cotangent={number} is complex, but {place} is real; pass a real number.")
-    return jnp.full(jnp.shape(leaf), number, _dtype(leaf))
+    return lax.full_like(leaf, number)
 
 
 def _dtype(x: Any) -> Any:
     return jnp.result_type(x)
 
 
+def _is_leaf(out: Any) -> bool:
+    return _structure(out) == _structure(0)
+
+
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
 def _outline(out: Any) -> str:
-    if isinstance(out, (tuple, list, dict)):
-        return f"a pytree {jax.tree.structure(out)}"
+    if not _is_leaf(out):
+        return f"a pytree {_structure(out)}"
     return f"an array of shape {jnp.shape(out)} and dtype {_dtype(out)}"

@@ -37,7 +37,7 @@ class Model(Protocol):
     """An object with trainable parameters that is not an NNX module."""
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
-        """The structure, the trainable arrays and the other arrays; both pytrees."""
+        """The structure, the trainable arrays and the other arrays: pytrees that have no path in common."""
 
     def __plurax_update__(self, rest: Any) -> None:
         """Put in place of the other arrays those that a call has left."""
@@ -90,7 +90,8 @@ class ModuleStructure:
         return nnx.state(self.merge(trainable, rest), nnx.Param)
 
     def __repr__(self) -> str:
-        return self.graphdef.nodes[0].type.__name__
+        root: Any = self.graphdef.nodes[0]
+        return root.type.__name__
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, ModuleStructure) and self.graphdef == other.graphdef)
@@ -115,10 +116,13 @@ class Parts:
         """The model again."""
         return self.structure.merge(self.trainable, self.rest)
 
+    def arrays(self) -> dict[str, Any]:
+        """All arrays by their dotted paths, in the order of the leaves."""
+        return named_arrays(self.trainable) | named_arrays(self.rest)
+
     def changes(self, after: Parts) -> list[str]:
         """What differs between these parts and those `after` a call: dotted paths of arrays, by identity."""
-        then = named_arrays(self.trainable) | named_arrays(self.rest)
-        now = named_arrays(after.trainable) | named_arrays(after.rest)
+        then, now = self.arrays(), after.arrays()
         paths = [path for path in now if path not in then or now[path] is not then[path]]
         paths += [path for path in then if path not in now]
         return paths or ([] if self.structure == after.structure else ["configuration"])
@@ -142,7 +146,8 @@ def split(model: Any) -> Parts:
     from flax import nnx
 
     # Pure: a `State` would hold the module's own variables, and a copy made from it would change with the original.
-    graphdef, trainable, rest = nnx.split(model, nnx.Param, ...)
+    apart: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, trainable, rest = apart
     return Parts(ModuleStructure(graphdef), nnx.to_pure_dict(trainable), nnx.to_pure_dict(rest))
 
 
@@ -193,12 +198,12 @@ def parts_of(tree: Any) -> list[Parts]:
 def owner_of(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
     """The model whose state `fun` uses (None where there is none), and `fun` as a function of that model first."""
     if is_model(fun) or is_members(fun):
-        return fun, lambda model, *args, **kwargs: model(*args, **kwargs)
+        return fun, lambda model, /, *args, **kwargs: model(*args, **kwargs)
     owner = getattr(fun, "__self__", None)
     if isinstance(fun, MethodType) and is_model(owner):
         function = fun.__func__
         return owner, function
-    return None, lambda _, *args, **kwargs: fun(*args, **kwargs)
+    return None, lambda _, /, *args, **kwargs: fun(*args, **kwargs)
 
 
 def refuse_shared_state(

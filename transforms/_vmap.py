@@ -7,17 +7,18 @@ from typing import Any
 
 import jax
 
-from ._arguments import argument_name, check_callable, wrap_like
+from ._arguments import argument_name, check_callable, leaf_name, wrap_like
 from ._axes import (
     Axes,
     axes_per_argument,
+    broadcast_axes,
     check_axes,
     check_axis_size,
     check_in_axes,
     check_out_axes,
-    is_axis,
     mapped_size,
 )
+from ._changes import call_with_models, passing_through
 from ._chunk import check_chunk_size, map_in_chunks
 from ._model import (
     Parts,
@@ -27,6 +28,7 @@ from ._model import (
     is_parts,
     models_of,
     owner_of,
+    parts_of,
     refuse_shared_state,
     split,
 )
@@ -57,9 +59,10 @@ def vmap(
         argument takes 0, and `fun` receives each member as an ordinary model; or None, and it receives the ensemble.
         Keyword arguments are mapped over axis 0, as `jax.vmap` does; they are shared where an ensemble is `fun` and
         `in_axes` is None.
-      out_axes: where the mapped axis goes in each output: an int, None (for an output that does not depend on the mapped
-        arguments), or a prefix of the output with them. A model that `fun` returns is stacked along axis 0: a member
-        of an ensemble argument comes back as an ensemble, any other module as a module with stacked arrays.
+      out_axes: where the mapped axis goes in each output: an int, None (for an output that does not depend on the
+        mapped arguments), or a prefix of the output with them. A model that `fun` returns is stacked along axis 0: a
+        member of an ensemble argument, or a model of its structure, comes back as an ensemble, any other module as a
+        module with stacked arrays.
       axis_name: a name for the mapped axis, for collectives such as `jax.lax.psum`; not together with `chunk_size`.
       axis_size: the size of the mapped axis, needed only where nothing is mapped.
       spmd_axis_name: as for `jax.vmap`.
@@ -94,8 +97,8 @@ def vmap(
       (5,)
     """
     check_callable("vmap", fun)
-    check_in_axes("vmap", in_axes)
-    check_axes("vmap", "out_axes", out_axes)
+    in_axes = check_in_axes("vmap", in_axes)
+    out_axes = check_axes("vmap", "out_axes", out_axes)
     axis_size = check_axis_size("vmap", axis_size)
     check_chunk_size("vmap", chunk_size)
     if memory_budget is not None:
@@ -106,15 +109,17 @@ def vmap(
             "only; leave one of them out."
         )
     owner, function = owner_of(fun)
-    if is_members(fun) and axis_size not in (None, len(fun)):
-        raise ValueError(f"vmap: axis_size={axis_size}, but the ensemble has {len(fun)} members; leave axis_size out.")
+    if is_members(fun) and axis_size not in (None, len(owner)):
+        raise ValueError(
+            f"vmap: axis_size={axis_size}, but the ensemble has {len(owner)} members; leave axis_size out."
+        )
     owner_axis = 0 if is_members(fun) else None
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         argument_axes = axes_per_argument("vmap", in_axes, args)
         for i, (value, axis) in enumerate(zip(args, argument_axes, strict=True)):
-            _check_ensemble_axis(argument_name(fun, args, i), value, axis)
+            _check_model_axes(argument_name(fun, args, i), value, axis)
         refuse_shared_state("vmap", fun, owner, args, kwargs)
         size = mapped_size(
             "vmap",
@@ -132,12 +137,13 @@ def vmap(
         def lane(owner: Any, args: Any, kwargs: Any) -> Any:
             return _evaluate_lane(function, (owner, args, kwargs), axes, out_axes)
 
-        over_lanes = jax.vmap(lane, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name)
+        def over_lanes(size: int) -> Callable[..., Any]:
+            return jax.vmap(lane, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name)
+
         if chunk_size is None or chunk_size >= size:
-            out = over_lanes(*arrays)
+            out = over_lanes(size)(*arrays)
         else:
-            over_chunk = jax.vmap(lane, axes, out_axes, spmd_axis_name=spmd_axis_name)
-            out = map_in_chunks(over_chunk, arrays, axes, out_axes, size, chunk_size)
+            out = map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk_size)
         return from_parts(out)
 
     return wrap_like(fun, "vmap", mapped)
@@ -152,51 +158,58 @@ def _take_apart(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
 
 
-def _check_ensemble_axis(name: str, value: Any, axes: Axes) -> None:
-    if is_axis(axes) and axes not in (0, None) and any(is_members(x) for x in models_of(value)):
-        raise ValueError(
-            f"vmap: in_axes is {axes} for the ensemble `{name}`, whose members are its axis 0; pass 0 to map over them, "
-            "or None to hand on the whole ensemble."
-        )
+def _check_model_axes(name: str, value: Any, axes: Axes) -> None:
+    if models_of(axes):
+        raise ValueError(f"vmap: in_axes for `{name}` reaches into a model; give one axis for all of it, 0 or None.")
+    try:
+        leaf_axes = broadcast_axes(axes, value, is_leaf=is_model)
+    except (ValueError, TypeError, KeyError):
+        return  # refused with the structures, by `mapped_size`
+    for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
+        if is_members(leaf) and axis not in (0, None):
+            raise ValueError(
+                f"vmap: in_axes is {axis} for the ensemble `{leaf_name(name, path)}`, whose members are its axis 0; "
+                "pass 0 to map over them, or None to hand on the whole ensemble."
+            )
 
 
 def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
     """`function` on one slice: models are put together for it, and what it returns is taken apart again."""
-    models: list[tuple[Any, Parts]] = []
-    ensembles: list[tuple[Any, Parts, Any]] = []
+    ensembles: list[tuple[Any, Parts]] = []
 
-    def to_model(axis: Any, subtree: Any) -> Any:
-        def put_together(x: Any) -> Any:
-            if isinstance(x, Parts):
-                models.append((x.merge(), x))
-                return models[-1][0]
-            if is_members(x) and axis is not None:
-                member = x.__plurax_member__()
-                models.append((member, split(member)))
-                ensembles.append((x, *reversed(models[-1])))
-                return member
-            return x
+    def take_members(axis: Any, subtree: Any) -> Any:
+        def take_member(x: Any) -> Any:
+            if not is_members(x):
+                return x
+            if axis is None:
+                return split(x)
+            ensembles.append((x, split(x.__plurax_member__())))
+            return ensembles[-1][1]
 
-        return jax.tree.map(put_together, subtree, is_leaf=_is_stacked)
+        return jax.tree.map(take_member, subtree, is_leaf=_is_stacked)
 
-    owner, args, kwargs = jax.tree.map(to_model, axes, arrays, is_leaf=lambda x: x is None)
-    out = function(owner, *args, **kwargs)
+    arguments = jax.tree.map(take_members, axes, arrays, is_leaf=lambda x: x is None)
+    out, models = call_with_models(function, arguments)
     returned = models_of(out)
-    for model, before in models:
-        changed = before.changes(split(model))
-        if changed and not any(x is model for x in returned):
+    befores = parts_of(arguments)
+    for i, (before, model) in enumerate(zip(befores, models, strict=True)):
+        changes = [] if any(x is model for x in returned) else before.changes(split(model))
+        unchanged = passing_through(function, arguments)[i] if changes else set()
+        lost = [path for path in changes if path not in unchanged]
+        if lost:
             raise ValueError(
-                f"vmap: the mapped function changes the state of {type(model).__name__} (`{changed[0]}`), which would "
-                "be lost; return the model as well, or map its evaluation mode, such as "
-                "nnx.view(model, deterministic=True, use_running_average=True)."
+                f"vmap: the mapped function changes the state of {type(model).__name__} (`{lost[0]}`), which would "
+                "be lost; return the model as well, or map its evaluation mode: nnx.view(model, "
+                "use_running_average=True) for BatchNorm, deterministic=True for dropout."
             )
+    members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 
     def take_apart(x: Any) -> Any:
         if not is_model(x) or is_members(x):
             return x
         parts = split(x)
-        for ensemble, before, member in ensembles:
-            if x is member or parts.structure == before.structure:
+        for ensemble, structure, member in members:
+            if x is member or parts.structure == structure:
                 return ensemble.__plurax_stack__(x)
         return parts
 

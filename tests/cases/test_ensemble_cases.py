@@ -76,7 +76,7 @@ def trained(lenets):
 
 
 def test_ten_steps_of_amsgrad_are_those_of_each_member_alone(lenets, trained):
-    state, history = trained
+    _, history = trained
     curves = np.array([row["loss"] for row in history]).reshape(10, 4)
     np.testing.assert_allclose(curves[0], np.log(10), atol=0.25)
     images, labels = digits(10, 4, 3)

@@ -48,22 +48,22 @@ class Convolutional(nnx.Module):
         return self.dense(nnx.relu(self.conv(x)).reshape(len(x), -1))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def plain() -> type:
     return Plain
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def stateful() -> type:
     return Stateful
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def convolutional() -> type:
     return Convolutional
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cross_entropy() -> Callable[..., Any]:
     def loss(model, x, y):
         logits = model(x)
@@ -73,7 +73,7 @@ def cross_entropy() -> Callable[..., Any]:
     return loss
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_batches() -> Callable[..., list[Any]]:
     def make(count, *lead, features=4, batch=6):
         generator = np.random.default_rng(7)
@@ -88,7 +88,7 @@ def make_batches() -> Callable[..., list[Any]]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def leaves() -> Callable[[Any], list[np.ndarray]]:
     """The arrays of a tree as NumPy, keys as their data."""
 
@@ -101,7 +101,7 @@ def leaves() -> Callable[[Any], list[np.ndarray]]:
     return of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def assert_same(leaves) -> Callable[..., None]:
     """Equal to the bit, or within `tolerance`, in structure, shapes and dtypes."""
 

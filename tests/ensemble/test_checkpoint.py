@@ -12,12 +12,12 @@ from flax import nnx
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ens(stateful):
     return Ensemble.create(stateful, 3, seed=0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def state(ens, cross_entropy, make_batches):
     trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.1, 0.2, 0.3]})
     return trainer.fit(trainer.init(ens), make_batches(2), progress=False)[0]

@@ -8,7 +8,7 @@ from plurax.ensemble import Ensemble
 from plurax.transforms import grad
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ens(plain):
     return Ensemble.create(plain, 3, seed=0)
 
@@ -48,7 +48,12 @@ def test_members_of_a_created_ensemble_do_not_depend_on_its_size(plain, assert_s
 
 def test_make_is_traced_once(plain):
     calls = []
-    Ensemble.create(lambda rngs: calls.append(1) or plain(rngs), 7, seed=0)
+
+    def make(rngs):
+        calls.append(1)
+        return plain(rngs)
+
+    Ensemble.create(make, 7, seed=0)
     assert len(calls) == 1
 
 
@@ -73,8 +78,8 @@ def test_arguments_that_are_no_arrays_reach_the_members_as_they_are(ens, flip):
     expected = np.stack([member(X, flip=flip) for member in ens])
     np.testing.assert_allclose(ens(X, flip=flip), expected, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(ens(X, 1.0, flip), expected, rtol=1e-6, atol=1e-7)
-    expected = [member(x, flip=flip) for member, x in zip(ens, EACH, strict=True)]
-    np.testing.assert_allclose(ens(EACH, in_axes=0, flip=flip), expected, rtol=1e-6, atol=1e-7)
+    own = [member(x, flip=flip) for member, x in zip(ens, EACH, strict=True)]
+    np.testing.assert_allclose(ens(EACH, in_axes=0, flip=flip), own, rtol=1e-6, atol=1e-7)
 
 
 def test_one_and_true_are_different_arguments():
@@ -150,7 +155,8 @@ def test_shared_weights_stay_shared(leaves):
 
     ens = Ensemble.create(Tied, 2, seed=0)
     assert len(leaves(ens)) == 2
-    assert ens[0].encoder is ens[0].decoder
+    member = ens[0]
+    assert member.encoder is member.decoder
     np.testing.assert_allclose(ens(X), [member(X) for member in ens], rtol=1e-6, atol=1e-7)
 
 
@@ -221,7 +227,7 @@ class Test_refusals:
             Ensemble.stack(plain(nnx.Rngs(0)))
 
     def test_a_member_that_is_no_model(self, plain):
-        with pytest.raises(TypeError, match="member 1 is function, not an NNX module; .* from_apply"):
+        with pytest.raises(TypeError, match="member 1 is function, not an NNX module; .*from_apply"):
             Ensemble.stack([plain(nnx.Rngs(0)), lambda x: x])
 
     def test_members_of_other_shapes(self, plain):

@@ -13,12 +13,12 @@ from plurax.ensemble import _checkpoint as checkpoint
 STRATEGIES = ("vmap", "map", "unroll", "loop")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ens(stateful):
     return Ensemble.create(stateful, 3, seed=0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer(cross_entropy):
     return Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.01, 0.02, 0.03]}, strategy="vmap")
 

@@ -22,7 +22,7 @@ class Normed(nn.Module):
 NORMED = Normed()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def linen():
     return [NORMED.init(jax.random.key(i), X) for i in range(3)]
 
@@ -31,7 +31,7 @@ def apply_mlp(model, x):
     return jax.vmap(model)(x)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def equinox():
     return [eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(i)) for i in range(3)]
 

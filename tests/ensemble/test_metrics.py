@@ -27,7 +27,7 @@ def test_accuracy_is_scikit_learns(probabilities, labels):
 
 
 def test_nll_is_scikit_learns(probabilities, labels):
-    expected = log_loss(labels, np.asarray(probabilities[0], np.float64), labels=range(5))
+    expected = log_loss(labels, np.asarray(probabilities[0]), labels=range(5))
     np.testing.assert_allclose(metrics.nll(probabilities[0], labels), expected, rtol=1e-5)
 
 

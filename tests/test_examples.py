@@ -1,0 +1,68 @@
+"""Every example and every benchmark runs, small."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plurax.ensemble import _checkpoint as checkpoint
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *options: str) -> str:
+    """Run a script as a user would, in a process of its own; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *options], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SMALL = {
+    "examples/vmap_tour.py": (),
+    "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
+    "benchmarks/ensemble.py": ("--smoke",),
+}
+
+
+def test_none_is_forgotten():
+    scripts = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/[!_]*.py")]
+    assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, "examples/ensemble_digits.py"}
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_it_runs(script):
+    assert run(script, *SMALL[script])
+
+
+def test_a_failing_script_is_noticed(tmp_path):
+    (tmp_path / "broken.py").write_text("raise SystemExit('no')")
+    with pytest.raises(AssertionError, match="no"):
+        run(str(tmp_path / "broken.py"))
+
+
+def test_the_tour_says_what_is_refused():
+    shown = run("examples/vmap_tour.py")
+    assert "axis 0 of argument `x` has size 3, but axis 0 of argument `w` has size 2" in shown
+    assert "[[ 6.  9. 12.]" not in shown
+    assert "nothing is mapped: every entry of in_axes is None" in shown
+
+
+def test_the_demo(tmp_path):
+    shown = run("examples/ensemble_digits.py", "--members", "4", "--steps", "30", "--out", str(tmp_path / "out"))
+    assert shown.count("member ") >= 4
+    assert "members' mean" in shown
+    assert "360 of 360 predictions as inside the ensemble" in shown
+    assert "equal to the bit" in " ".join(shown.split())
+    assert (tmp_path / "out" / "ensemble_digits.png").read_bytes().startswith(b"\x89PNG")
+    manifest = json.loads((tmp_path / "out" / "ensemble_digits" / checkpoint._MANIFEST).read_text())
+    assert (manifest["size"], manifest["step"]) == (4, 30)
+
+
+def test_the_demo_refuses_what_makes_no_sense(tmp_path):
+    for options, message in ((("--members", "0"), "--members must be at least 1"), (("--steps", "-1"), "--steps must")):
+        with pytest.raises(AssertionError, match=message):
+            run("examples/ensemble_digits.py", *options, "--out", str(tmp_path))

@@ -1,0 +1,223 @@
+"""`vmap(chunk_size=)`: for every chunk size the results of the unchunked map, in less memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from plurax.transforms import vmap
+
+X = np.sin(np.arange(35.0, dtype=np.float32)).reshape(5, 7)
+
+
+def is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal structures, shapes and dtypes; floats to a few ulp, everything else exactly."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if is_key(a):
+            np.testing.assert_array_equal(jax.random.key_data(a), jax.random.key_data(b))
+        elif jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_allclose(a, b, rtol=8 * float(jnp.finfo(a.dtype).eps), atol=1e-6)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [jnp.ones(3), jnp.ones(2, jnp.int32), 1.01 * jnp.ones(2), [jnp.ones(2)]],
+    ids=["shape", "dtype", "value", "structure"],
+)
+def test_the_helper_sees_differences(other: Any) -> None:
+    assert_same(jnp.ones(2), jnp.ones(2))
+    with pytest.raises(AssertionError, match="differ|equal|dtype|shape|tolerance"):
+        assert_same(jnp.ones(2), other)
+
+
+def test_the_helper_sees_other_keys() -> None:
+    with pytest.raises(AssertionError, match="not equal"):
+        assert_same(jax.random.key(0), jax.random.key(1))
+
+
+def everything(tree: Any, shared: Any, key: Any, *, scale: Any) -> Any:
+    """A bit of everything: containers, constants, dtypes, random numbers, an output that nothing maps."""
+    x = tree["x"][0]
+    out = {
+        "float": jnp.sin(x) @ shared * scale["s"],
+        "half": (x[:2].astype(jnp.bfloat16), jnp.exp(1j * x[0])),
+        "int": [jnp.argsort(x).astype(jnp.int8), x > 0],
+        "key": jax.random.split(key),
+        "drawn": jax.random.normal(key, (2,)),
+        "constant": 2.0,
+        "empty": jnp.zeros((0, 3)),
+    }
+    return out, shared.sum()
+
+
+AXES = ({"x": [1, None]}, None, 0)
+OUT_AXES = ({"float": -1, "half": (1, 0), "int": 0, "key": 1, "drawn": -1, "constant": 0, "empty": 2}, None)
+ARGUMENTS = ({"x": [X.T, None]}, np.cos(np.arange(14, dtype=np.float32)).reshape(7, 2))
+
+
+def arguments() -> tuple[Any, dict[str, Any]]:
+    return (*ARGUMENTS, jax.random.split(jax.random.key(0), 5)), {"scale": {"s": np.arange(5.0, dtype=np.float32)}}
+
+
+@pytest.fixture(scope="module")
+def unchunked() -> Any:
+    args, kwargs = arguments()
+    return jax.jit(jax.vmap(everything, AXES, OUT_AXES))(*args, **kwargs)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, np.int64(99)])
+def test_every_chunk_size_gives_the_same(unchunked: Any, chunk_size: int) -> None:
+    args, kwargs = arguments()
+    assert_same(jax.jit(vmap(everything, AXES, OUT_AXES, chunk_size=chunk_size))(*args, **kwargs), unchunked)
+
+
+@given(data=st.data(), size=st.integers(0, 5), chunk_size=st.integers(1, 6))
+def test_any_chunk_size_and_axes_give_the_same(data: st.DataObject, size: int, chunk_size: int) -> None:
+    shape = data.draw(st.lists(st.integers(0, 3), max_size=2))
+    rank = len(shape)
+    axis, out_axis = (data.draw(st.integers(-rank - 1, rank)) for _ in range(2))
+    shape.insert(axis % (rank + 1), size)
+    x = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    out = vmap(lambda x: x + 1, axis, out_axis, chunk_size=chunk_size)(x)
+    assert_same(out, jnp.moveaxis(x + 1, axis, out_axis))
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_short_axes_are_one_chunk(size: int) -> None:
+    x = np.ones((3, size, 2), np.float32)
+    assert_same(vmap(jnp.sin, 1, 2, chunk_size=1)(x), jnp.sin(x.swapaxes(1, 2)))
+
+
+def test_the_last_chunk_holds_what_remains() -> None:
+    sizes = []
+
+    @jax.custom_batching.custom_vmap
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    @double.def_vmap
+    def _(axis_size: int, in_batched: Any, x: Any) -> Any:
+        sizes.append(axis_size)
+        return 2 * x + 0, True
+
+    assert_same(vmap(lambda x: double(x) + 1, chunk_size=3)(jnp.asarray(X)), jnp.asarray(2 * X + 1))
+    assert set(sizes) == {3, 2}
+
+
+def test_what_nothing_maps_is_repeated_or_left() -> None:
+    fun = lambda *xs: jnp.arange(3)
+    assert_same(vmap(fun, axis_size=5, chunk_size=2)(), jnp.tile(jnp.arange(3), (5, 1)))
+    assert_same(vmap(fun, None, 1, axis_size=5, chunk_size=2)(1.0), jnp.tile(jnp.arange(3), (5, 1)).T)
+    assert_same(vmap(fun, (0, None), None, chunk_size=2)(X, "shared"), jnp.arange(3))
+
+
+def test_chunks_never_change_the_random_numbers() -> None:
+    key = jax.random.key(0)
+    draw = lambda key, x: jax.random.bits(key, (2,)) + x
+    x = jnp.zeros(5, jnp.uint32)
+    for axis, keys in [(0, jax.random.split(key, 5)), (None, key), (0, jax.random.split(jax.random.PRNGKey(0), 5))]:
+        expected = jnp.stack([draw(keys if axis is None else keys[i], x[0]) for i in range(5)])
+        assert_same(vmap(draw, (axis, 0), chunk_size=2)(keys, x), expected)
+
+
+def test_branches_differ_between_the_slices_of_a_chunk() -> None:
+    fun = lambda x: lax.cond(x[0] > 0, jnp.cos, lambda x: 3 * x, x)
+    assert_same(vmap(fun, chunk_size=3)(X), jnp.where(X[:, :1] > 0, jnp.cos(X), 3 * X))
+
+
+# Under other transforms.
+
+
+def loss(chunk_size: int | None, w: Any, x: Any) -> Any:
+    rows = vmap(lambda row, bias: jnp.tanh(w["kernel"] @ row) + bias, (1, None), 1, chunk_size=chunk_size)
+    return jnp.sum(jnp.sin(rows(x, w["bias"])))
+
+
+W = {"kernel": np.cos(np.arange(21.0, dtype=np.float32)).reshape(3, 7), "bias": np.arange(3, dtype=np.float32)}
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(lambda f: jax.value_and_grad(f, (0, 1)), id="value_and_grad"),
+        pytest.param(lambda f: jax.value_and_grad(jax.checkpoint(f), (0, 1)), id="checkpoint"),
+        pytest.param(lambda f: lambda *args: jax.jvp(f, args, args), id="jvp"),
+        pytest.param(lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x), id="linearize"),
+        pytest.param(lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, jnp.stack([x, -x])), id="vmap"),
+        pytest.param(lambda f: lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, jnp.stack([x, 2 * x])), id="vmap-grad"),
+        pytest.param(lambda f: jax.grad(lambda w, x: jax.grad(f)(w, x)["kernel"].sum()), id="grad-grad"),
+    ],
+)
+def test_chunks_pass_through_transforms(transform: Callable[..., Any]) -> None:
+    expected, actual = (jax.jit(transform(functools.partial(loss, chunk_size)))(W, X.T) for chunk_size in (None, 2))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_maps_in_chunks_nest() -> None:
+    fun = lambda x, y: x * y
+    for inner, outer in [(2, 3), (None, 2), (2, None)]:
+        nested = vmap(vmap(fun, (None, 0), chunk_size=inner), (0, None), 1, chunk_size=outer)
+        assert_same(jax.jit(nested)(X[:, 0], X[0]), X[0][:, None] * X[:, 0])
+
+
+def test_an_inner_map_in_chunks_takes_the_collectives_of_an_outer_one() -> None:
+    inner = vmap(lambda x: x - lax.pmean(x, "outer"), chunk_size=2)
+    assert_same(vmap(inner, axis_name="outer")(X), X - X.mean(0))
+
+
+def test_floats_are_equal_under_float64() -> None:
+    with jax.enable_x64(True):
+        x = np.sin(np.arange(10.0)).reshape(5, 2)
+        assert_same(vmap(jnp.exp, chunk_size=2)(x), jnp.exp(x))
+
+
+# Memory, as the compiler plans it.
+
+
+def temporaries(fun: Callable[..., Any], *args: Any) -> int:
+    analysis = jax.jit(fun).lower(*args).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def test_the_temporaries_are_those_of_one_chunk() -> None:
+    n, width = 32, 64
+
+    def fun(x: Any) -> Any:
+        square = jnp.sin(jnp.outer(x, x))  # a product of matrices needs it in memory
+        return jnp.sum((square @ square) ** 2)
+
+    x = jax.ShapeDtypeStruct((n, width), jnp.float32)
+    for chunk_size in (1, 3, 8, None):
+        held = temporaries(vmap(fun, chunk_size=chunk_size), x) / (width * width * 4)
+        assert held == pytest.approx(chunk_size or n, rel=0.1)
+
+
+@pytest.mark.parametrize("out_axes", [0, 1, -1])
+def test_the_result_is_held_once(out_axes: int) -> None:
+    n, width = 128, 48
+    fun = lambda x: jnp.cos(jnp.outer(x, x))
+    x = jax.ShapeDtypeStruct((n, width), jnp.float32)
+    result = n * width * width * 4
+    assert temporaries(vmap(fun, out_axes=out_axes, chunk_size=4), x) < result / 8
+    # Mapping with `lax.map` and moving the axis afterwards is what this avoids.
+    twice = lambda x: jnp.moveaxis(lax.map(fun, x, batch_size=4), 0, out_axes)
+    assert out_axes == 0 or temporaries(twice, x) >= result

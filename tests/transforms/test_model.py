@@ -1,0 +1,132 @@
+"""What counts as a model: NNX modules, and whatever follows the small protocol; and life without Flax."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plurax.transforms import grad, vmap
+from plurax.transforms._changes import passing_through
+from plurax.transforms._model import is_model, is_module, named_arrays, to_parts
+
+WITHOUT_FLAX = """
+import sys, jax.numpy as jnp
+from plurax.transforms import grad, vmap
+assert vmap(jnp.sin, chunk_size=2)(jnp.ones((3, 2))).shape == (3, 2)
+assert float(grad(lambda tree: tree["x"] ** 2)({"x": 3.0})["x"]) == 6
+sys.exit(any(name.partition(".")[0] == "flax" for name in sys.modules))
+"""
+
+
+def test_flax_is_not_loaded_where_there_are_no_modules() -> None:
+    assert subprocess.run([sys.executable, "-c", WITHOUT_FLAX], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", "import flax\n" + WITHOUT_FLAX], check=False).returncode == 1
+
+
+@dataclass(frozen=True)
+class LineStructure:
+    """The static part of a line: the name of its slope."""
+
+    name: str
+
+    def merge(self, trainable: Any, rest: Any) -> Line:
+        return Line(self.name, trainable[self.name], rest["seen"])
+
+    def gradient(self, trainable: Any, rest: Any) -> Any:
+        return trainable
+
+
+class Line:
+    """A model of somebody else's making: a slope that trains, and a sum of all it has seen."""
+
+    def __init__(self, name: str, slope: Any, seen: Any) -> None:
+        self.name, self.slope, self.seen = name, slope, seen
+
+    def __call__(self, x: Any) -> Any:
+        self.seen = self.seen + jnp.sum(x)
+        return self.slope * x
+
+    def __plurax_split__(self) -> tuple[LineStructure, Any, Any]:
+        return LineStructure(self.name), {self.name: self.slope}, {"seen": self.seen}
+
+    def __plurax_update__(self, rest: Any) -> None:
+        self.seen = rest["seen"]
+
+
+def test_a_model_needs_no_library() -> None:
+    line = Line("slope", jnp.asarray(2.0), jnp.asarray(0.0))
+    x = np.arange(3, dtype=np.float32)
+    assert is_model(line)
+    assert not is_module(line)
+    gradient = grad(lambda line, x: jnp.sum(line(x)))(line, x)
+    assert {name: float(value) for name, value in gradient.items()} == {"slope": 3.0}
+    assert float(line.seen) == 3
+    with pytest.raises(
+        ValueError, match=r"changes the state of Line \(`seen`\), which would be lost; return the model"
+    ):
+        vmap(line)(x)
+    many = vmap(lambda line, x: (line(x), line)[1], (None, 0), chunk_size=2)(line, x)
+    assert isinstance(many, Line)
+    np.testing.assert_array_equal(many.seen, 3 + x)
+
+
+def test_what_is_no_model() -> None:
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    for other in (nnx.state(model), model.kernel, nnx.Linear, Line, {"a": model}, jnp.ones(2), None, "model"):
+        assert not is_model(other)
+    assert all(is_model(x) for x in (model, nnx.Rngs(0), nnx.Dict(a=model)))
+
+
+def test_arrays_have_the_names_that_code_gives_them() -> None:
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    parts = to_parts({"a": [model]})["a"][0]
+    assert sorted(named_arrays(parts.trainable)) == [
+        f"layers.{name}" for name in ("0.bias", "0.kernel", "1.bias", "1.scale")
+    ]
+    assert sorted(parts.arrays()) == sorted([*named_arrays(parts.trainable), "layers.1.mean", "layers.1.var"])
+
+
+class Two(nnx.Module):
+    def __init__(self) -> None:
+        self.a, self.b, self.c = nnx.Param(jnp.ones(2)), nnx.Param(jnp.zeros(2)), nnx.BatchStat(jnp.ones(2))
+
+
+def swap(two: Any) -> None:
+    two.a[...], two.b[...] = two.b[...], two.a[...]
+
+
+def leave(two: Any) -> None:
+    two.a[...] = two.a[...]
+
+
+def add(two: Any) -> None:
+    two.c[...] = two.c[...] + 0 * two.a[...]
+
+
+def repeat(two: Any) -> None:
+    two.c[...] = jax.lax.scan(lambda c, _: (-c, None), two.c[...], None, length=2)[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, nnx.remat, lambda f: nnx.remat(nnx.jit(f))])
+@pytest.mark.parametrize(("fun", "kept"), [(swap, "c"), (leave, "abc"), (add, "ab"), (repeat, "ab")])
+def test_an_array_passes_through_if_the_program_hands_it_on(wrap: Any, fun: Any, kept: str) -> None:
+    arguments = to_parts((None, ({"two": Two()}, "text", 3), {"other": Two()}))
+    unchanged = passing_through(lambda _, tree, text, number, other: wrap(fun)(tree["two"]), arguments)
+    assert unchanged == [set(kept), set("abc")]
+
+
+def test_structures_are_equal_for_one_architecture() -> None:
+    first, second = (to_parts(nnx.Linear(2, 3, rngs=nnx.Rngs(seed))).structure for seed in (0, 1))
+    other = to_parts(nnx.Linear(2, 4, rngs=nnx.Rngs(0))).structure
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != other
+    assert repr(first) == "Linear"

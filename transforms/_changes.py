@@ -1,0 +1,53 @@
+"""What a call changes of the models that it is given, and what merely passes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._model import Parts, from_parts, is_parts, models_of, parts_of, split
+
+
+def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
+    """`function(owner, *args, **kwargs)`, and the models that were put together for it, in the order of their parts."""
+    owner, args, kwargs = together = from_parts(arguments)
+    out = function(owner, *args, **kwargs)
+    return out, models_of(together)
+
+
+def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
+    """For each model in `arguments` the paths of the arrays that `function` leaves as they are, by its program.
+
+    An inner `nnx.jit` or `nnx.remat` hands back every array of a module as a new object, whether it has changed or not;
+    so where objects differ, `function` is traced once more and each array is followed back.
+    """
+    before = parts_of(arguments)
+    outputs: list[tuple[int, str]] = []
+
+    def arrays_after(before: list[Parts]) -> list[dict[str, Any]]:
+        parts = iter(before)
+        filled = jax.tree.map(lambda x: next(parts) if is_parts(x) else x, arguments, is_leaf=is_parts)
+        after = [split(model).arrays() for model in call_with_models(function, filled)[1]]
+        outputs.extend((i, path) for i, arrays in enumerate(after) for path in sorted(arrays))
+        return after
+
+    sources = _sources(jax.make_jaxpr(arrays_after)(before).jaxpr)
+    inputs = [(i, path) for i, parts in enumerate(before) for path in parts.arrays()]
+    kept = {
+        name for name, source in zip(outputs, sources, strict=True) if source is not None and inputs[source] == name
+    }
+    return [{path for j, path in kept if j == i} for i in range(len(before))]
+
+
+def _sources(jaxpr: Any) -> list[int | None]:
+    """For each output of `jaxpr` the number of the input that it is, or None where it was computed."""
+    inputs = {id(variable): i for i, variable in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "remat2"):
+            inner = eqn.params["jaxpr"]
+            for variable, i in zip(eqn.outvars, _sources(getattr(inner, "jaxpr", inner)), strict=True):
+                if i is not None and id(eqn.invars[i]) in inputs:
+                    inputs[id(variable)] = inputs[id(eqn.invars[i])]
+    return [inputs.get(id(variable)) for variable in jaxpr.outvars]
