@@ -56,4 +56,4 @@ fuzz: $(READY)
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -m hypothesis $(PYTEST_ARGS)
 
 clean:
-	@rm -rf build dist plurax.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist plurax.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo

@@ -48,15 +48,14 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
       One copy of the arrays in host memory, and about half a second beside the writing.
 
     Example:
-      >>> import tempfile, os
+      >>> import tempfile
       >>> from flax import nnx
-      >>> from plurax.ensemble import Ensemble, load_member, save
+      >>> from plurax.ensemble import Ensemble, load, save
       >>> ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     path = os.path.join(directory, "ensemble")
-      ...     save(path, ens)
-      ...     model = load_member(path, 1, ens)
-      >>> bool((model.kernel[...] == ens[1].kernel[...]).all())
+      ...     save(f"{directory}/trained", ens)
+      ...     same = load(f"{directory}/trained", ens)
+      >>> bool((same[1].kernel[...] == ens[1].kernel[...]).all())
       True
     """
     if not isinstance(state_or_ensemble, (TrainState, Ensemble)):
@@ -79,6 +78,16 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
       TypeError: `like` is neither.
       FileNotFoundError: there is no such directory.
       ValueError: it is no checkpoint, is damaged, or holds other arrays than `like`; the first difference is named.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, load, save
+      >>> make = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save(f"{directory}/trained", Ensemble.create(make, 2, seed=0))
+      ...     load(f"{directory}/trained", Ensemble.create(make, 2, seed=1))
+      Ensemble of 2 × Linear, 15 parameters each
     """
     checkpoint = _Checkpoint.open("load", path)
     if isinstance(like, Ensemble):
@@ -102,6 +111,17 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     Raises:
       TypeError, FileNotFoundError, ValueError: as for `load`.
       IndexError: there is no such member.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, load_member, save
+      >>> make = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save(f"{directory}/trained", Ensemble.create(make, 2, seed=0))
+      ...     model = load_member(f"{directory}/trained", 1, make(nnx.Rngs(0)))
+      >>> type(model).__name__
+      'Linear'
     """
     checkpoint = _Checkpoint.open("load_member", path)
     if isinstance(like, TrainState):

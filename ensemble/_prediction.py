@@ -24,6 +24,14 @@ class Prediction(NamedTuple):
 
     Source:
       Depeweg et al. 2018, "Decomposition of Uncertainty in Bayesian Deep Learning".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble import Ensemble
+      >>> sure = [jnp.array([[9.0, 0.0]]), jnp.array([[0.0, 9.0]])]  # but of different things
+      >>> prediction = Ensemble.from_apply(lambda logits, x: logits, sure).predict(None)
+      >>> prediction.mean
+      Array([[0.5, 0.5]], dtype=float32)
     """
 
     mean: jax.Array

@@ -20,6 +20,15 @@ class TrainState:
       ensemble: the `Ensemble`.
       opt_state: the optax state, with the members along axis 0 of every array.
       step: how many steps were taken, an int32 scalar.
+
+    Example:
+      >>> import optax
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, Trainer
+      >>> trainer = Trainer(lambda model, x: model(x).sum(), optax.sgd(0.1))
+      >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0))
+      >>> int(state.step), len(state.ensemble)
+      (0, 2)
     """
 
     ensemble: Ensemble

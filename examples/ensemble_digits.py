@@ -182,7 +182,7 @@ def main() -> None:
     console.print(f"Picture: {picture}\nCheckpoint: {checkpoint}")
 
     i = min(3, options.members - 1)
-    alone = load_member(checkpoint, i, LeNet(nnx.Rngs(0)))
+    alone = load_member(checkpoint, i, ensemble)
     logits = alone(tests.images)
     exact = bool((logits == ensemble[i](tests.images)).all())
     inside = test.members[i].argmax(axis=-1)

@@ -33,7 +33,7 @@ def test_none_is_forgotten():
     assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, "examples/ensemble_digits.py"}
 
 
-@pytest.mark.parametrize("script", SMALL)
+@pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script])
 def test_it_runs(script):
     assert run(script, *SMALL[script])
 
@@ -60,9 +60,3 @@ def test_the_demo(tmp_path):
     assert (tmp_path / "out" / "ensemble_digits.png").read_bytes().startswith(b"\x89PNG")
     manifest = json.loads((tmp_path / "out" / "ensemble_digits" / checkpoint._MANIFEST).read_text())
     assert (manifest["size"], manifest["step"]) == (4, 30)
-
-
-def test_the_demo_refuses_what_makes_no_sense(tmp_path):
-    for options, message in ((("--members", "0"), "--members must be at least 1"), (("--steps", "-1"), "--steps must")):
-        with pytest.raises(AssertionError, match=message):
-            run("examples/ensemble_digits.py", *options, "--out", str(tmp_path))

@@ -76,8 +76,9 @@ def vmap(
     Raises:
       TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is no integer; `in_axes` is a dict.
       ValueError: an axis is out of range; `in_axes` or `out_axes` does not fit the structure; mapped sizes differ;
-        nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; a model would
-        change its own state (BatchNorm in training, dropout) and is not returned; models share a variable.
+        nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; the axis of
+        an ensemble, or of a model in the output, is not 0; a model would change its own state (BatchNorm in training,
+        dropout) and is not returned; models share a variable.
       NotImplementedError: `memory_budget` is given.
 
     Cost:
@@ -118,8 +119,7 @@ def vmap(
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         argument_axes = axes_per_argument("vmap", in_axes, args)
-        for i, (value, axis) in enumerate(zip(args, argument_axes, strict=True)):
-            _check_model_axes(argument_name(fun, args, i), value, axis)
+        _check_model_axes(fun, args, argument_axes)
         refuse_shared_state("vmap", fun, owner, args, kwargs)
         size = mapped_size(
             "vmap",
@@ -158,19 +158,25 @@ def _take_apart(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
 
 
-def _check_model_axes(name: str, value: Any, axes: Axes) -> None:
-    if models_of(axes):
-        raise ValueError(f"vmap: in_axes for `{name}` reaches into a model; give one axis for all of it, 0 or None.")
-    try:
-        leaf_axes = broadcast_axes(axes, value, is_leaf=is_model)
-    except (ValueError, TypeError, KeyError):
-        return  # refused with the structures, by `mapped_size`
-    for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
-        if is_members(leaf) and axis not in (0, None):
+def _check_model_axes(fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
+    """Refuse axes for a model that are not one axis for all of it, and for an ensemble 0 or None."""
+    for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
+        if models_of(axes_of_value):
             raise ValueError(
-                f"vmap: in_axes is {axis} for the ensemble `{leaf_name(name, path)}`, whose members are its axis 0; "
-                "pass 0 to map over them, or None to hand on the whole ensemble."
+                f"vmap: in_axes for `{argument_name(fun, args, i)}` reaches into a model; give one axis for all of it."
             )
+        if not any(is_members(x) for x in models_of(value)):
+            continue
+        try:
+            leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
+        except (ValueError, TypeError, KeyError):
+            continue  # refused with the structures, by `mapped_size`
+        for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
+            if is_members(leaf) and axis not in (0, None):
+                raise ValueError(
+                    f"vmap: in_axes is {axis} for the ensemble `{leaf_name(argument_name(fun, args, i), path)}`, whose "
+                    "members are its axis 0; pass 0 to map over them, or None to hand on the whole ensemble."
+                )
 
 
 def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
@@ -205,8 +211,13 @@ def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axe
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 
     def take_apart(x: Any) -> Any:
-        if not is_model(x) or is_members(x):
+        if not is_model(x):
             return x
+        if is_members(x):
+            raise ValueError(
+                "vmap: the mapped function returns a whole ensemble, whose members would no longer be its axis 0; "
+                "return its arrays or outputs, or map over its members with in_axes=0."
+            )
         parts = split(x)
         for ensemble, structure, member in members:
             if x is member or parts.structure == structure:

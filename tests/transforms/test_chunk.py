@@ -157,9 +157,7 @@ W = {"kernel": np.cos(np.arange(21.0, dtype=np.float32)).reshape(3, 7), "bias": 
     "transform",
     [
         pytest.param(lambda f: jax.value_and_grad(f, (0, 1)), id="value_and_grad"),
-        pytest.param(lambda f: jax.value_and_grad(jax.checkpoint(f), (0, 1)), id="checkpoint"),
         pytest.param(lambda f: lambda *args: jax.jvp(f, args, args), id="jvp"),
-        pytest.param(lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x), id="linearize"),
         pytest.param(lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, jnp.stack([x, -x])), id="vmap"),
         pytest.param(lambda f: lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, jnp.stack([x, 2 * x])), id="vmap-grad"),
         pytest.param(lambda f: jax.grad(lambda w, x: jax.grad(f)(w, x)["kernel"].sum()), id="grad-grad"),

@@ -22,13 +22,15 @@ import sys, jax.numpy as jnp
 from plurax.transforms import grad, vmap
 assert vmap(jnp.sin, chunk_size=2)(jnp.ones((3, 2))).shape == (3, 2)
 assert float(grad(lambda tree: tree["x"] ** 2)({"x": 3.0})["x"]) == 6
-sys.exit(any(name.partition(".")[0] == "flax" for name in sys.modules))
+print("flax" in sys.modules)
+import flax
+print("flax" in sys.modules)
 """
 
 
 def test_flax_is_not_loaded_where_there_are_no_modules() -> None:
-    assert subprocess.run([sys.executable, "-c", WITHOUT_FLAX], check=False).returncode == 0
-    assert subprocess.run([sys.executable, "-c", "import flax\n" + WITHOUT_FLAX], check=False).returncode == 1
+    run = subprocess.run([sys.executable, "-c", WITHOUT_FLAX], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "True"]
 
 
 @dataclass(frozen=True)
