@@ -52,7 +52,17 @@ def test_the_tour_says_what_is_refused():
 
 
 def test_the_demo(tmp_path):
-    shown = run("examples/ensemble_digits.py", "--members", "4", "--steps", "30", "--out", str(tmp_path / "out"))
+    shown = run(
+        "examples/ensemble_digits.py",
+        "--members",
+        "4",
+        "--steps",
+        "30",
+        "--strategy",
+        "vmap",
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert shown.count("member ") >= 4
     assert "members' mean" in shown
     assert "360 of 360 predictions as inside the ensemble" in shown

@@ -34,8 +34,15 @@ def train(trainer, ensemble, batches):
     return state, np.array(losses)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
-@pytest.mark.parametrize("kind", ["plain", "stateful", "convolutional"])
+# Dropout compiles slowly: where a test asks only whether members are kept apart, two strategies have it.
+KINDS = [("vmap", "stateful"), ("map", "plain"), ("unroll", "plain"), ("loop", "stateful")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [(strategy, "stateful") for strategy in (*STRATEGIES, "auto")]
+    + [("vmap", "plain"), ("loop", "plain"), ("map", "convolutional"), ("auto", "convolutional")],
+)
 def test_training_together_is_training_each_alone(request, kind, strategy, cross_entropy, make_batches, assert_same):
     make = request.getfixturevalue(kind)
     batches = make_batches(4, features=20 if kind == "convolutional" else 4)
@@ -59,7 +66,7 @@ def test_each_member_may_have_its_own_batch(plain, cross_entropy, make_batches, 
         assert_same(state.ensemble[i], member, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
 def test_axes_of_a_batch_are_given_by_element(plain, cross_entropy, make_batches, strategy):
     x, y = make_batches(1)[0]
     scales = np.array([1.0, 2.0, 4.0], np.float32)
@@ -90,9 +97,9 @@ def test_a_batch_that_is_no_tuple_is_one_argument(plain):
 
 
 def test_chunks_of_members_change_nothing(stateful, cross_entropy, make_batches, assert_same):
-    ens = Ensemble.create(stateful, 5, seed=0)
+    ens = Ensemble.create(stateful, 3, seed=0)
     states = []
-    for chunk_size in (None, 1, 2, 7):
+    for chunk_size in (None, 1, 2, 4):
         trainer = Trainer(cross_entropy, optax.adam(0.01), chunk_size=chunk_size, strategy="vmap")
         states.append(train(trainer, ens, make_batches(2))[0])
     for state in states[1:]:
@@ -105,24 +112,24 @@ def test_what_the_loss_reports_has_the_members_first(plain, cross_entropy, make_
     assert {name: value.shape for name, value in metrics.items()} == {"loss": (3,), "accuracy": (3,)}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_members_do_not_depend_on_how_many_there_are(stateful, cross_entropy, make_batches, assert_same, strategy):
+@pytest.mark.parametrize(("strategy", "kind"), KINDS)
+def test_members_do_not_depend_on_how_many_there_are(request, kind, cross_entropy, make_batches, assert_same, strategy):
     batches = make_batches(6)
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
-    eight = Ensemble.create(stateful, 8, seed=0)
+    eight = Ensemble.create(request.getfixturevalue(kind), 8, seed=0)
     whole, half, one = (train(trainer, part, batches)[0] for part in (eight, eight[:4], eight[2:3]))
     assert_same(half.ensemble[2], whole.ensemble[2], tolerance=1e-6)
     assert_same(one.ensemble[0], whole.ensemble[2], tolerance=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "kind"), KINDS)
 def test_a_member_of_nans_leaves_the_others_as_they_were(
-    stateful, cross_entropy, make_batches, assert_same, leaves, strategy
+    request, kind, cross_entropy, make_batches, assert_same, leaves, strategy
 ):
     batches = make_batches(3)
-    ens = Ensemble.create(stateful, 3, seed=0)
+    ens = Ensemble.create(request.getfixturevalue(kind), 3, seed=0)
     members = ens.unstack()
-    members[1].first.kernel[...] = jnp.full((4, 6), jnp.nan)
+    members[1].first.kernel[...] = jnp.full_like(members[1].first.kernel[...], jnp.nan)
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
     healthy, _ = train(trainer, ens, batches)
     sick, losses = train(trainer, Ensemble.stack(members), batches)
@@ -134,7 +141,7 @@ def test_a_member_of_nans_leaves_the_others_as_they_were(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_leaves_its_argument_and_the_ensemble_usable(plain, cross_entropy, make_batches, leaves, strategy):
-    ens = Ensemble.create(plain, 2, seed=0)
+    ens = Ensemble.create(plain, 3, seed=0)
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
     state = trainer.init(ens)
     before = leaves((ens, state))
@@ -149,10 +156,10 @@ def test_a_step_leaves_its_argument_and_the_ensemble_usable(plain, cross_entropy
     assert int(first.step) == 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_a_step_can_be_traced(plain, cross_entropy, make_batches, assert_same, strategy):
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
-    state = trainer.init(Ensemble.create(plain, 2, seed=0))
+    state = trainer.init(Ensemble.create(plain, 3, seed=0))
     batches = make_batches(3)
     expected = state
     for batch in batches:
@@ -160,7 +167,7 @@ def test_a_step_can_be_traced(plain, cross_entropy, make_batches, assert_same, s
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
     scanned, metrics = jax.lax.scan(trainer.step, state, stacked)
     assert isinstance(scanned, TrainState)
-    assert metrics["loss"].shape == (3, 2)
+    assert metrics["loss"].shape == (3, 3)
     assert_same(scanned, expected, tolerance=1e-6)
 
 
