@@ -370,7 +370,8 @@ def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
     """`fun()`, compiled for a single run: at LLVM's level 2 in 1.3 s where 3 takes 5 to 8, with the same numbers."""
     if isinstance(key, Tracer) or isinstance(jnp.zeros(()), Tracer):
         return fun()
-    return jax.jit(fun).lower().compile(compiler_options={"xla_backend_optimization_level": 2})()
+    options: dict[str, Any] = {"xla_backend_optimization_level": 2}
+    return jax.jit(fun).lower().compile(compiler_options=options)()
 
 
 def _stack(trees: Sequence[Any]) -> Any:
