@@ -22,7 +22,7 @@ from ._applied import Applied, Rule
 from ._mismatch import check_same_architecture
 from ._prediction import Prediction, predict
 from ._static import Static
-from ._strategy import in_turn
+from ._strategy import in_turn, stack
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["trainable", "rest"], meta_fields=["structure"])
@@ -90,11 +90,7 @@ class Ensemble:
                     f"Ensemble.stack: member {i} is {type(member).__name__}, not an NNX module; for Linen, Equinox or "
                     "functions use Ensemble.from_apply(apply, variables)."
                 )
-        parts = [split(member) for member in members]
-        for i in range(1, len(parts)):
-            check_same_architecture("Ensemble.stack", i, (members[0], parts[0]), (members[i], parts[i]))
-        _check_arrays("Ensemble.stack", parts[0])
-        return cls(parts[0].structure, *_stack([(part.trainable, part.rest) for part in parts]))
+        return _stacked("Ensemble.stack", members)
 
     @classmethod
     def create(cls, make: Callable[..., Any], size: int, *, seed: Any) -> Ensemble:
@@ -187,11 +183,7 @@ class Ensemble:
                 "Ensemble.from_apply: the list of variables is empty; an ensemble has at least one member."
             )
         members = [Applied(apply, value, trainable) for value in variables]
-        parts = [split(member) for member in members]
-        for i in range(1, len(parts)):
-            check_same_architecture("Ensemble.from_apply", i, (members[0], parts[0]), (members[i], parts[i]))
-        _check_arrays("Ensemble.from_apply", parts[0])
-        return cls(parts[0].structure, *_stack([(part.trainable, part.rest) for part in parts]))
+        return _stacked("Ensemble.from_apply", members)
 
     def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
         """Evaluate every member, in one compiled program.
@@ -374,8 +366,12 @@ def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
     return jax.jit(fun).lower().compile(compiler_options=options)()
 
 
-def _stack(trees: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+def _stacked(api: str, members: Sequence[Any]) -> Ensemble:
+    parts = [split(member) for member in members]
+    for i in range(1, len(parts)):
+        check_same_architecture(api, i, (members[0], parts[0]), (members[i], parts[i]))
+    _check_arrays(api, parts[0])
+    return Ensemble(parts[0].structure, *stack([(part.trainable, part.rest) for part in parts]))
 
 
 def _check_arrays(api: str, parts: Parts) -> None:
