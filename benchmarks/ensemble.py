@@ -127,15 +127,17 @@ def train_candidates(
 def torch_candidates(kind: type, size: int, x: np.ndarray, y: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same two jobs in PyTorch: the forward pass and the step, each by a loop and by `torch.func.vmap`."""
     nn, func = torch.nn, torch.func
-    if kind is MLP:
-        layers = lambda: nn.Sequential(  # noqa: E731
-            nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-        )
-    else:
-        layers = lambda: nn.Sequential(  # noqa: E731
+
+    def layers() -> Any:
+        if kind is MLP:
+            return nn.Sequential(
+                nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+            )
+        return nn.Sequential(
             *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
         )
+
     models = [layers() for _ in range(size)]
     params, buffers = func.stack_module_state(models)
     base = layers().to("meta")
