@@ -111,17 +111,38 @@ def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, 
 def train_candidates(
     ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]
 ) -> dict[str, Callable[[], Any]]:
+    """Each takes a step from where its last one ended, as a training loop does, and returns the losses."""
     hand = ByHand(ensemble)
     candidates: dict[str, Callable[[], Any]] = {}
     for strategy in (*strategies, "auto"):
         trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy)
-        state = trainer.init(ensemble)
-        candidates[f"ours {strategy}"] = lambda trainer=trainer, state=state: trainer.step(state, (x, y))
+        candidates[f"ours {strategy}"] = chained(lambda state, t=trainer: t.step(state, (x, y)), trainer.init(ensemble))
     for strategy in (name for name in strategies if name != "loop"):
         run = hand.stacked(hand.train, strategy)
-        candidates[f"JAX {strategy}"] = lambda run=run: run((hand.params, hand.opt_state), (x, y))
-    candidates["JAX loop"] = lambda: [hand.train_jit(*member, x, y) for member in hand.members]
+
+        def step(state: Any, run: Callable[..., Any] = run) -> Any:
+            *state, losses = run(state, (x, y))
+            return tuple(state), losses
+
+        candidates[f"JAX {strategy}"] = chained(step, (hand.params, hand.opt_state))
+
+    def loop(members: Any) -> Any:
+        results = [hand.train_jit(*member, x, y) for member in members]
+        return [member for *member, _ in results], [loss for *_, loss in results]
+
+    candidates["JAX loop"] = chained(loop, hand.members)
     return candidates
+
+
+def chained(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], Any]:
+    """A call of `step` from the state of the call before; it returns the rest of its result."""
+
+    def call() -> Any:
+        nonlocal state
+        state, rest = step(state)
+        return rest
+
+    return call
 
 
 def torch_candidates(kind: type, size: int, x: np.ndarray, y: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:

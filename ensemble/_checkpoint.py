@@ -1,9 +1,9 @@
 """Checkpoints: an ensemble or a training state on disk, one subtree per member.
 
 A checkpoint is a directory: `arrays/`, written by orbax, with `members/000003/ensemble/0000` and so on; `history.npz`,
-where there is a history; and `plurax.json`, which names every array with its path, shape and dtype, and every file with
-its size. It is written under another name and renamed when it is whole, so what has its name is whole, unless somebody
-damages it later; the sizes tell.
+where there is a history; and `plurax.json`, which names every array with its path, shape, dtype and checksums, and
+every file with its size. It is written under another name and renamed when it is whole, so what has its name is whole,
+unless somebody damages it later; the sizes and the checksums tell.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import os
 import shutil
 import uuid
-import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,18 +31,25 @@ from ._state import TrainState
 _FORMAT = "plurax checkpoint"
 _VERSION = 1
 _MANIFEST = "plurax.json"
+_HISTORY = "history.npz"
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be read whole."""
 
 
 def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble) -> None:
     """Write an ensemble or a training state to a directory, atomically.
 
     Args:
-      path: the directory to make. A checkpoint that is there already is replaced once the new one is whole.
+      path: the directory to make. A checkpoint that is there already is replaced once the new one is whole: it is
+        renamed to a hidden name beside it, then the new one takes its name. (Who is killed between the two finds the
+        earlier one there.)
       state_or_ensemble: what to write.
 
     Raises:
       TypeError: neither an `Ensemble` nor a `TrainState`.
-      FileExistsError: `path` exists and is not a checkpoint.
+      FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
 
     Cost:
       One copy of the arrays in host memory, and about half a second beside the writing.
@@ -60,7 +67,7 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
     """
     if not isinstance(state_or_ensemble, (TrainState, Ensemble)):
         raise TypeError(f"save: needs an Ensemble or a TrainState, but got {type(state_or_ensemble).__name__}.")
-    _write(Path(path).absolute(), state_or_ensemble, {}, None)
+    write("save", Path(path), state_or_ensemble)
 
 
 def load(path: str | os.PathLike[str], like: Any) -> Any:
@@ -89,7 +96,7 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
       ...     load(f"{directory}/trained", Ensemble.create(make, 2, seed=1))
       Ensemble of 2 × Linear, 15 parameters each
     """
-    checkpoint = _Checkpoint.open("load", path)
+    checkpoint = Checkpoint.open("load", path)
     if isinstance(like, Ensemble):
         return checkpoint.ensemble(like)
     if isinstance(like, TrainState):
@@ -123,7 +130,7 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
       >>> type(model).__name__
       'Linear'
     """
-    checkpoint = _Checkpoint.open("load_member", path)
+    checkpoint = Checkpoint.open("load_member", path)
     if isinstance(like, TrainState):
         like = like.ensemble
     if isinstance(like, Ensemble):
@@ -142,140 +149,104 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
         raise TypeError(f"load_member: i must be an int, but got {describe(i)}.")
     if not -size <= i < size:
         raise IndexError(f"load_member: member {i} is out of range; the checkpoint at {checkpoint.path} has {size}.")
-    checkpoint.check("ensemble", outline)
-    (leaves,) = checkpoint.read([operator.index(i) % size], ["ensemble"])
+    order = {"ensemble": checkpoint.order("ensemble", outline)}
+    (leaves,) = checkpoint.read([operator.index(i) % size], order)
     return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves["ensemble"]))
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What a run goes on from."""
-
-    state: TrainState
-    columns: dict[str, np.ndarray]
-    strategy: str | None
-
-
-@dataclass(frozen=True)
-class Store:
-    """The checkpoints of one run, `step_00000100` and so on, in a directory."""
-
-    directory: Path
-    keep: int
-
-    def resume(self, like: TrainState, hyperparams: Mapping[str, Any]) -> Resumed | None:
-        """The newest whole checkpoint, or None; refuses one of another run."""
-        for path in reversed(self._paths()):
-            try:
-                checkpoint = _Checkpoint.open("Trainer.fit", path)
-            except ValueError as error:
-                warnings.warn(f"{error} It is skipped.", stacklevel=4)
-                continue
-            written = checkpoint.manifest.get("hyperparams", {})
-            current = _plain(hyperparams)
-            for name in sorted({*written, *current}):
-                if written.get(name) != current.get(name):
-                    raise ValueError(
-                        f"Trainer.fit: the checkpoint {path} was written with {name}={written.get(name)}, but the "
-                        f"trainer has {name}={current.get(name)}; use another checkpoint_dir, or the same "
-                        "hyperparameters."
-                    )
-            state = checkpoint.train_state(like)
-            return Resumed(state, checkpoint.columns(), checkpoint.manifest.get("strategy"))
-        return None
-
-    def write(
-        self,
-        state: TrainState,
-        columns: dict[str, np.ndarray],
-        strategy: str | None,
-        chunk_size: int | None,
-        hyperparams: Mapping[str, Any],
-    ) -> None:
-        """Write a checkpoint, and remove those that are no longer to be kept."""
-        about = {"strategy": strategy, "chunk_size": chunk_size, "hyperparams": _plain(hyperparams)}
-        _write(self.directory.absolute() / f"step_{int(state.step):08d}", state, about, columns)
-        for path in self._paths()[: -self.keep]:
-            shutil.rmtree(path)
-
-    def _paths(self) -> list[Path]:
-        return sorted(path for path in self.directory.glob("step_*") if path.name[5:].isdigit())
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A checkpoint that was found whole."""
+class Checkpoint:
+    """A checkpoint whose manifest was read, and whose files have the sizes that it names."""
 
     api: str
     path: Path
     manifest: dict[str, Any]
 
     @classmethod
-    def open(cls, api: str, path: str | os.PathLike[str]) -> _Checkpoint:
+    def open(cls, api: str, path: str | os.PathLike[str]) -> Checkpoint:
         """Read the manifest, and check that every file has the size that it names."""
-        path = Path(path).absolute()
+        path = Path(path).resolve()
         if not path.exists():
-            raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.")
+            earlier = sorted(path.parent.glob(f".{path.name}.*.replaced"))
+            hint = f" The one that a save was replacing is at {earlier[-1]}; rename it back." if earlier else ""
+            raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.{hint}")
         manifest = _manifest(path)
         if manifest is None:
+            raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
+        checkpoint = cls(api, path, manifest)
+        if manifest.get("version") != _VERSION:
             raise ValueError(
-                f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}."
+                f"{api}: the checkpoint at {path} has version {manifest.get('version')}, but this library reads "
+                f"{_VERSION}."
             )
-        if manifest["version"] != _VERSION:
-            raise ValueError(
-                f"{api}: the checkpoint at {path} has version {manifest['version']}, but this library reads {_VERSION}."
-            )
+        if manifest.pop("checksum", None) != _checksum(manifest):
+            raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
         for name, size in manifest["files"].items():
             file = path / name
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise ValueError(f"{api}: the checkpoint at {path} is damaged: {name} {state}.")
-        return cls(api, path, manifest)
+                raise checkpoint.damaged(f"{name} {state}")
+        return checkpoint
+
+    def damaged(self, fact: object) -> Damaged:
+        """The error that says so."""
+        return Damaged(f"{self.api}: the checkpoint at {self.path} is damaged: {fact}.")
 
     def ensemble(self, like: Ensemble) -> Ensemble:
+        """The ensemble, as `like`."""
+        order = {"ensemble": self.order("ensemble", _outline_members(like), len(like))}
+        members = self.read(range(len(like)), order)
         arrays = (like.trainable, like.rest)
-        self.check("ensemble", _outline_members(like), len(like))
-        members = self.read(range(self.manifest["size"]), ["ensemble"])
         return Ensemble(like.structure, *_restack(arrays, [member["ensemble"] for member in members]))
 
     def train_state(self, like: TrainState) -> TrainState:
+        """The training state, as `like`."""
         if "opt_state" not in self.manifest["arrays"]:
             raise ValueError(
                 f"{self.api}: the checkpoint at {self.path} holds an ensemble, but no training state; load it with an "
                 "Ensemble as like."
             )
+        order = {
+            "ensemble": self.order("ensemble", _outline_members(like.ensemble), len(like.ensemble)),
+            "opt_state": self.order("opt_state", _outline(like.opt_state, drop_axis=True)),
+        }
+        members = self.read(range(len(like.ensemble)), order)
         arrays = (like.ensemble.trainable, like.ensemble.rest)
-        self.check("ensemble", _outline_members(like.ensemble), len(like.ensemble))
-        self.check("opt_state", _outline(like.opt_state, drop_axis=True))
-        members = self.read(range(self.manifest["size"]), ["ensemble", "opt_state"])
         trainable, rest = _restack(arrays, [member["ensemble"] for member in members])
         opt_state = _restack(like.opt_state, [member["opt_state"] for member in members])
         step = jnp.asarray(self.manifest["step"], like.step.dtype)
         return TrainState(Ensemble(like.ensemble.structure, trainable, rest), opt_state, step)
 
-    def columns(self) -> dict[str, np.ndarray]:
-        with np.load(self.path / "history.npz", allow_pickle=False) as file:
-            return dict(file)
+    def history(self) -> dict[str, np.ndarray]:
+        """The arrays that `write` was given."""
+        try:
+            with np.load(self.path / _HISTORY, allow_pickle=False) as file:
+                return {name: file[f"{i}"] for i, name in enumerate(self.manifest["history"])}
+        except Exception as error:  # numpy and zipfile raise many kinds for one fact: the bytes cannot be read
+            raise self.damaged(f"{_HISTORY}: {error}") from error
 
-    def check(self, part: str, expected: list[dict[str, Any]], size: int | None = None) -> None:
-        """Refuse arrays that are not those of the checkpoint."""
+    def order(self, part: str, expected: list[dict[str, Any]], size: int | None = None) -> list[int]:
+        """Where the expected arrays stand in the checkpoint; refuses other arrays than those it has."""
         if size is not None and size != self.manifest["size"]:
             raise ValueError(
                 f"{self.api}: the checkpoint at {self.path} has {self.manifest['size']} members, but like has {size}."
             )
-        written = {array["path"]: array for array in self.manifest["arrays"][part]}
-        wanted = {array["path"]: array for array in expected}
-        for path in [*wanted, *written]:
-            if written.get(path) != wanted.get(path):
+        written = {array["key"]: array for array in self.manifest["arrays"][part]}
+        wanted = {array["key"]: array for array in expected}
+        for key in [*wanted, *written]:
+            if written.get(key) != wanted.get(key):
+                path = (wanted.get(key) or written[key])["path"]
                 raise ValueError(
-                    f"{self.api}: the checkpoint at {self.path} has {_say(written.get(path))} at `{path}` of a "
-                    f"member's {part}, but like has {_say(wanted.get(path))}; pass one of the architecture and "
+                    f"{self.api}: the checkpoint at {self.path} has {_say(written.get(key))} at `{path}` of a "
+                    f"member's {part}, but like has {_say(wanted.get(key))}; pass one of the architecture and "
                     "optimiser that was saved."
                 )
+        places = {key: place for place, key in enumerate(written)}
+        return [places[key] for key in wanted]
 
-    def read(self, members: Sequence[int], parts: Sequence[str]) -> list[dict[str, list[Any]]]:
-        """The arrays of some members: for each a dict from parts to lists."""
+    def read(self, members: Sequence[int], order: Mapping[str, list[int]]) -> list[dict[str, list[Any]]]:
+        """For each of some members, a dict from parts to their arrays in the order that `order` gives for each part."""
         import orbax.checkpoint as ocp
 
         arrays = self.manifest["arrays"]
@@ -286,7 +257,7 @@ class _Checkpoint:
                     for j, array in enumerate(arrays[part])
                     if 0 not in array["stored"]
                 }
-                for part in parts
+                for part in order
             }
             for i in members
         }
@@ -300,45 +271,68 @@ class _Checkpoint:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 read = checkpointer.restore(self.path / "arrays", args=restore)["members"]
         except Exception as error:  # orbax and tensorstore raise many kinds for one fact: the bytes cannot be read
-            raise ValueError(f"{self.api}: the checkpoint at {self.path} is damaged: {error}") from error
+            raise self.damaged(error) from error
         return [
             {
-                part: [
-                    _from_stored(read[_member(i)][part].get(_leaf(j)), array) for j, array in enumerate(arrays[part])
-                ]
-                for part in parts
+                part: [self._array(i, part, j, read[_member(i)][part].get(_leaf(j))) for j in order[part]]
+                for part in order
             }
             for i in members
         ]
 
+    def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> Any:
+        """Array `j` of a part of member `i`, as it was saved."""
+        outline = self.manifest["arrays"][part][j]
+        if stored is None:  # orbax takes no arrays without elements
+            stored = np.zeros(outline["stored"], outline["stored_dtype"])
+        if list(stored.shape) != outline["stored"] or str(stored.dtype) != outline["stored_dtype"]:
+            raise self.damaged(f"`{outline['path']}` is stored as {describe(stored)}")
+        if zlib.crc32(stored.tobytes()) != self.manifest["checksums"][part][i][j]:
+            raise self.damaged(f"the bytes of `{outline['path']}` of member {i} have changed since they were saved")
+        array = jnp.asarray(stored)
+        if array.dtype != stored.dtype:
+            raise ValueError(
+                f"{self.api}: the checkpoint at {self.path} has dtype {stored.dtype} at `{outline['path']}`, which "
+                "needs jax_enable_x64; enable it."
+            )
+        if outline["dtype"] == outline["stored_dtype"]:
+            return array
+        return jax.random.wrap_key_data(array, impl=outline["dtype"].removeprefix("key<").removesuffix(">"))
 
-def _write(
+
+def write(
+    api: str,
     path: Path,
     saved: TrainState | Ensemble,
-    about: dict[str, Any],
-    columns: dict[str, np.ndarray] | None,
+    about: Mapping[str, Any] | None = None,
+    history: Mapping[str, np.ndarray] | None = None,
 ) -> None:
+    """Write a checkpoint: `about` goes into its manifest, `history` beside its arrays."""
     import orbax.checkpoint as ocp
 
-    if path.exists() and _manifest(path) is None:
-        raise FileExistsError(f"save: {path} exists and is not a checkpoint; give another path.")
+    path = path.resolve()
+    _check_replaceable(api, path)
     ensemble = saved.ensemble if isinstance(saved, TrainState) else saved
     parts: dict[str, Any] = {"ensemble": (ensemble.trainable, ensemble.rest)}
+    outlines = {"ensemble": _outline_members(ensemble)}
+    manifest = {"format": _FORMAT, "version": _VERSION, "size": len(ensemble), **(about or {})}
     if isinstance(saved, TrainState):
         parts["opt_state"] = saved.opt_state
-        about = {"step": int(saved.step), **about}
-    manifest = {"format": _FORMAT, "version": _VERSION, "size": len(ensemble), **about}
-    manifest["arrays"] = {"ensemble": _outline_members(ensemble)}
-    if isinstance(saved, TrainState):
-        manifest["arrays"]["opt_state"] = _outline(saved.opt_state, drop_axis=True)
+        outlines["opt_state"] = _outline(saved.opt_state, drop_axis=True)
+        manifest["step"] = int(saved.step)
     stored = {part: [_to_stored(leaf) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
+    members = range(len(ensemble))
+    manifest["arrays"] = outlines
+    manifest["checksums"] = {
+        part: [[zlib.crc32(array[i].tobytes()) for array in arrays] for i in members] for part, arrays in stored.items()
+    }
     tree = {
         "members": {
             _member(i): {
                 part: {_leaf(j): np.asarray(array[i]) for j, array in enumerate(arrays) if array[i].size}
                 for part, arrays in stored.items()
             }
-            for i in range(len(ensemble))
+            for i in members
         }
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -347,11 +341,14 @@ def _write(
         unfinished.mkdir()
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(tree))
-        if columns is not None:
-            np.savez(unfinished / "history.npz", allow_pickle=False, **columns)
+        if history is not None:
+            # Under numbers: a name may be anything, but savez has parameters of its own.
+            manifest["history"] = list(history)
+            numbered = {f"{i}": array for i, array in enumerate(history.values())}
+            np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
         files = [file for file in unfinished.rglob("*") if file.is_file()]
         manifest["files"] = {file.relative_to(unfinished).as_posix(): file.stat().st_size for file in files}
-        (unfinished / _MANIFEST).write_text(json.dumps(manifest))
+        (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
         for file in [*files, unfinished / _MANIFEST, *(d for d in unfinished.rglob("*") if d.is_dir()), unfinished]:
             _sync(file)
         _replace(unfinished, path)
@@ -359,12 +356,34 @@ def _write(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _check_replaceable(api: str, path: Path) -> None:
+    """Refuse to replace anything but what `write` wrote."""
+    if not path.exists():
+        return
+    manifest = _manifest(path)
+    if manifest is None:
+        raise FileExistsError(f"{api}: {path} exists and is not a checkpoint; give another path.")
+    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
+    others = sorted(files - {_MANIFEST, *manifest.get("files", {})})
+    if others:
+        raise FileExistsError(
+            f"{api}: the checkpoint at {path} also holds {others[0]!r}, which would be lost; move it, or give another "
+            "path."
+        )
+
+
 def _replace(new: Path, path: Path) -> None:
     """Put the directory `new` where `path` is. Between the two renames `path` is absent, but never half written."""
     old = new.with_suffix(".replaced")
-    if path.exists():
+    if not path.exists():
+        new.rename(path)
+    else:
         path.rename(old)
-    new.rename(path)
+        try:
+            new.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
     _sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -395,10 +414,11 @@ def _outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
         shape = leaf.shape[1:] if drop_axis else leaf.shape
-        outline = {"path": dotted(path), "shape": list(shape), "dtype": _dtype_name(leaf.dtype)}
+        # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
+        outline = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}
         data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
         stored = data.shape[1:] if drop_axis else data.shape
-        return {**outline, "stored": list(stored), "stored_dtype": str(data.dtype)}
+        return {**outline, "dtype": _dtype_name(leaf.dtype), "stored": list(stored), "stored_dtype": str(data.dtype)}
 
     return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
@@ -421,29 +441,13 @@ def _to_stored(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
-def _from_stored(array: np.ndarray | None, outline: dict[str, Any]) -> Any:
-    if array is None:  # orbax takes no arrays without elements
-        array = np.zeros(outline["stored"], outline["stored_dtype"])
-    if list(array.shape) != outline["stored"] or str(array.dtype) != outline["stored_dtype"]:
-        raise ValueError(f"`{outline['path']}` is stored as {describe(array)}, but its manifest says otherwise.")
-    if outline["dtype"] == outline["stored_dtype"]:
-        return jnp.asarray(array)
-    return jax.random.wrap_key_data(jnp.asarray(array), impl=outline["dtype"].removeprefix("key<").removesuffix(">"))
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _restack(like: Any, members: list[list[Any]]) -> Any:
     """The tree `like`, with the members' arrays along axis 0."""
     return jax.tree.unflatten(jax.tree.structure(like), [jnp.stack(leaves) for leaves in zip(*members, strict=True)])
-
-
-def _plain(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that are numbers, as JSON has them."""
-    plain = {}
-    for name, value in hyperparams.items():
-        array = np.asarray(value) if not callable(value) else np.asarray(None)
-        if array.dtype.kind in "fiub":
-            plain[name] = array.astype(float).tolist()
-    return plain
 
 
 def _member(i: int) -> str:

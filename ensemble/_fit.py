@@ -7,16 +7,18 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from ..transforms._arguments import describe
 from ._history import History, Recorder
 from ._state import TrainState
+from ._store import Store
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -38,9 +40,6 @@ def fit(
     history_every: int,
 ) -> tuple[TrainState, History]:
     """See `Trainer.fit`."""
-    from . import _checkpoint
-    from ._trainer import Run
-
     if not isinstance(state, TrainState):
         raise TypeError(f"Trainer.fit: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
     _check_count("steps", steps, 0)
@@ -52,28 +51,23 @@ def fit(
     source = _iterate(batches)
     start = int(state.step)
     target = None if steps is None else start + steps
-    columns: dict[str, np.ndarray] = {}
-    strategy = None
-    saved = start
-    store = None
-    if checkpoint_dir is not None:
-        store = _checkpoint.Store(Path(checkpoint_dir), checkpoint_keep)
-        resumed = store.resume(state, trainer.hyperparams)
-        if resumed is not None and int(resumed.state.step) >= start:
-            columns, strategy = resumed.columns, resumed.strategy
-        if resumed is not None and int(resumed.state.step) > start:
-            state = resumed.state
-            saved = int(state.step)
-            if target is not None and saved > target:
-                raise ValueError(
-                    f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {saved}, later than step "
-                    f"{target} that was asked for; ask for more steps or use another directory."
-                )
-            _skip(source, saved - start)
+    store = None if checkpoint_dir is None else Store.open(checkpoint_dir, checkpoint_keep)
+    resumed = None if store is None else store.resume(state, trainer.settings())
+    if resumed is not None and int(resumed.state.step) < start:
+        resumed = None
+    if resumed is not None and int(resumed.state.step) > start:
+        state = resumed.state
+        if target is not None and int(state.step) > target:
+            raise ValueError(
+                f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than "
+                f"step {target} that was asked for; ask for more steps or use another directory."
+            )
+        _skip(source, int(state.step) - start)
 
-    run = Run(trainer, state, donate=True, strategy=strategy)
-    recorder = Recorder(history_every, columns)
-    step = int(state.step)
+    state = jax.tree.map(jnp.copy, state)
+    execution = None if resumed is None else resumed.execution
+    recorder = Recorder(history_every, None if resumed is None else resumed.history)
+    step = saved = int(state.step)
     waiting: deque[tuple[int, dict[str, Any]]] = deque()
     total = _total(batches, steps)
     with (
@@ -98,18 +92,17 @@ def fit(
                     raise
                 interrupt.requested = True
                 break
-            metrics = run.advance(batch)
+            state, metrics, execution = trainer.advance(state, batch, execution, donate=True)
             step += 1
             waiting.append((step, metrics))
             settle(_AHEAD)
             if store is not None and checkpoint_every is not None and step % checkpoint_every == 0:
                 settle(0)
-                store.write(run.state(), recorder.columns(), run.strategy, trainer.chunk_size, trainer.hyperparams)
+                store.write(state, recorder.arrays(), trainer.settings(execution))
                 saved = step
         settle(0)
-        state = run.state()
         if store is not None and saved != step:
-            store.write(state, recorder.columns(), run.strategy, trainer.chunk_size, trainer.hyperparams)
+            store.write(state, recorder.arrays(), trainer.settings(execution))
         if interrupt.requested and progress:
             tqdm.write(f"Stopped by Ctrl-C after step {step}.")
     if target is not None and step < target and not interrupt.requested:

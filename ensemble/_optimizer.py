@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,17 @@ class MemberOptimizer:
     Args:
       optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation`.
       hyperparams: arguments of the factory: a list or a 1-D array holds one value per member, anything else is shared.
+
+    Attributes:
+      per_member: the hyperparameters with one value for each member.
+      name: what the factory is called; None for a ready transformation.
+      numbers: the hyperparameters that are numbers, as JSON has them.
     """
 
     def __init__(self, optimizer: Any, hyperparams: Mapping[str, Any] | None) -> None:
-        self.per_member: dict[str, jax.Array] = {}
+        self.per_member: dict[str, np.ndarray] = {}
+        self.name: str | None = None
+        self.numbers: dict[str, Any] = {}
         if isinstance(optimizer, optax.GradientTransformation):
             if hyperparams is not None:
                 raise ValueError(
@@ -37,12 +44,21 @@ class MemberOptimizer:
                 "Trainer: optimizer must be an optax factory such as optax.adam, or a GradientTransformation, but got "
                 f"{describe(optimizer)}."
             )
+        if hyperparams is not None and not isinstance(hyperparams, Mapping):
+            raise TypeError(
+                "Trainer: hyperparams must be a dict from the names of the factory's arguments to values, but got "
+                f"{describe(hyperparams)}."
+            )
         shared: dict[str, Any] = {}
         for name, value in (hyperparams or {}).items():
             if _is_per_member(value):
                 self.per_member[name] = _values(name, value)
+                self.numbers[name] = self.per_member[name].astype(float).tolist()
             else:
                 shared[name] = value
+                if isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+                    self.numbers[name] = float(value)
+        self.name = getattr(optimizer, "__name__", type(optimizer).__name__)
         names = _check_names(optimizer, {**shared, **self.per_member})
         if not self.per_member:
             self._transform = optax.with_extra_args_support(optimizer(**shared))
@@ -70,24 +86,30 @@ class MemberOptimizer:
 
         return jax.vmap(init_member)(trainable, self.per_member)
 
-    def update(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """One member's new parameters and state."""
-        updates, state = self._transform.update(gradients, state, params)
+    def update(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """One member's new parameters and state; `extra` is for optimisers that ask for it, such as `optax.lbfgs`."""
+        updates, state = self._transform.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
 
 def _is_per_member(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) or (isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0)
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _values(name: str, value: Any) -> jax.Array:
-    array = np.asarray(value) if not isinstance(value, jax.Array) else value
-    if array.ndim != 1 or array.dtype.kind not in "fiu":
+def _values(name: str, value: Any) -> np.ndarray:
+    """A copy, so that a change of the caller's array is none of the optimiser's."""
+    try:
+        array = np.array(value)
+    except ValueError:  # a ragged list
+        array = np.array(None)
+    if array.ndim != 1 or not array.size or not jnp.issubdtype(array.dtype, jnp.number):
         raise TypeError(
             f"Trainer: hyperparams[{name!r}] must be a number or a list with one number for each member, but got "
             f"{value!r}."
         )
-    return jnp.asarray(array)
+    return array
 
 
 def _check_names(factory: Callable[..., Any], hyperparams: Mapping[str, Any]) -> list[str]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 
+from ..transforms._model import Structure
 from ._ensemble import Ensemble
+from ._strategy import stack, unstack
+
+# The arrays of one member, or of all of them stacked: trainable, rest, optimiser state.
+Arrays = tuple[Any, Any, Any]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step"], meta_fields=[])
@@ -34,3 +40,47 @@ class TrainState:
     ensemble: Ensemble
     opt_state: Any
     step: jax.Array
+
+    @classmethod
+    def of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
+        """A state of members that are not stacked until somebody looks: a loop over them would stack them in vain."""
+        state = object.__new__(cls)
+        vars(state).update(step=step, _members=(structure, members))
+        return state
+
+    @classmethod
+    def of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
+        """A state of stacked arrays."""
+        trainable, rest, opt_state = arrays
+        return cls(Ensemble(structure, trainable, rest), opt_state, step)
+
+    def arrays(self) -> Arrays:
+        """Its arrays, stacked."""
+        return self.ensemble.trainable, self.ensemble.rest, self.opt_state
+
+    def members(self) -> Sequence[Arrays]:
+        """The arrays of each member."""
+        if "_members" in vars(self):
+            return vars(self)["_members"][1]
+        return _unstack(self.arrays(), len(self.ensemble))
+
+    def structure_and_size(self) -> tuple[Structure, int]:
+        """The static part that the members share, and how many there are."""
+        if "_members" in vars(self):
+            structure, members = vars(self)["_members"]
+            return structure, len(members)
+        return self.ensemble.structure, len(self.ensemble)
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks here for what it did not find: the stacked arrays of a state made `of_members`.
+        if name not in ("ensemble", "opt_state") or "_members" not in vars(self):
+            raise AttributeError(f"TrainState has no attribute {name!r}.")
+        structure, members = vars(self)["_members"]
+        stacked = TrainState.of_arrays(structure, _stack(members), self.step)
+        vars(self).update(vars(stacked))
+        vars(self).pop("_members", None)
+        return vars(self)[name]
+
+
+_stack = jax.jit(stack)
+_unstack = jax.jit(unstack, static_argnums=(1,))

@@ -7,7 +7,7 @@ the operations for each member. `loop` is a Python loop over a compiled program 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,40 +17,39 @@ from jax.extend import core
 from ..transforms import vmap
 from ..transforms._axes import Axes, broadcast_axes
 
-Strategy = Literal["auto", "vmap", "map", "unroll", "loop"]
 STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
 
 
+class Execution(NamedTuple):
+    """How members are executed.
+
+    Attributes:
+      strategy: "vmap", "map", "unroll" or "loop".
+      chunk_size: for "vmap", how many members at a time; None for all at once.
+    """
+
+    strategy: str
+    chunk_size: int | None = None
+
+
 def over_members(
-    fun: Callable[..., Any], strategy: str, in_axes: Sequence[Axes], size: int, chunk_size: int | None
+    fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int
 ) -> Callable[..., Any]:
     """`fun` over `size` members, with the members along axis 0 of its outputs; a function that can be traced.
 
     Args:
       fun: a function of one member's arguments.
-      strategy: "vmap", "map" or "unroll".
+      execution: how; a "loop" cannot be traced.
       in_axes: an axis specification for each argument.
       size: how many members.
-      chunk_size: for "vmap", how many members at a time.
     """
-    if strategy == "vmap":
-        return vmap(fun, tuple(in_axes), axis_size=size, chunk_size=chunk_size)
+    if execution.strategy == "vmap":
+        return vmap(fun, tuple(in_axes), axis_size=size, chunk_size=execution.chunk_size)
 
     def mapped(*args: Any) -> Any:
-        if strategy == "unroll":
+        if execution.strategy == "unroll":
             return stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
-        leaves, treedef = jax.tree.flatten(args)
-        axes = broadcast_axes(tuple(in_axes), args)
-
-        def of_slices(slices: list[Any]) -> Any:
-            rest = iter(slices)
-            taken = [leaf if axis is None else next(rest) for leaf, axis in zip(leaves, axes, strict=True)]
-            return fun(*jax.tree.unflatten(treedef, taken))
-
-        return lax.map(
-            of_slices,
-            [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None],
-        )
+        return lax.map(lambda i: fun(*take_member(args, in_axes, i)), jnp.arange(size, dtype=jnp.uint32))
 
     return mapped
 

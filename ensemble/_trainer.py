@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..transforms import value_and_grad
-from ..transforms._arguments import check_callable, describe
+from ..transforms._arguments import describe
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
 from ..transforms._chunk import check_chunk_size
 from ..transforms._compat import Tracer
@@ -19,12 +19,10 @@ from ..transforms._model import Parts, Structure, named_arrays, split, to_pure
 from ._ensemble import Ensemble
 from ._fit import History, fit
 from ._optimizer import MemberOptimizer
-from ._state import TrainState
+from ._state import Arrays, TrainState
 from ._static import Static
-from ._strategy import STRATEGIES, in_turn, over_members, stack, take_member, unstack
-
-# The arrays of one member, or of all of them stacked: trainable, rest, optimiser state.
-Arrays = tuple[Any, Any, Any]
+from ._store import Settings
+from ._strategy import STRATEGIES, Execution, in_turn, over_members, stack, take_member
 
 
 class Trainer:
@@ -82,7 +80,8 @@ class Trainer:
         memory_budget: int | str | None = None,
         mesh: Any = None,
     ) -> None:
-        check_callable("Trainer", loss)
+        if not callable(loss):
+            raise TypeError(f"Trainer: loss must be a function of a model and a batch, but got {describe(loss)}.")
         if grad_fn is not None and not callable(grad_fn):
             raise TypeError(f"Trainer: grad_fn must be a function of the loss, but got {describe(grad_fn)}.")
         check_in_axes("Trainer", in_axes)
@@ -95,14 +94,13 @@ class Trainer:
             raise NotImplementedError("Trainer: memory_budget is not available yet; use chunk_size=k.")
         if mesh is not None:
             raise NotImplementedError("Trainer: mesh is not available yet; members run on one device.")
-        self.loss = loss
-        self.in_axes = in_axes
-        self.strategy = strategy
-        self.chunk_size = chunk_size
-        self.hyperparams = dict(hyperparams or {})
+        self._loss = loss
+        self._in_axes = in_axes
+        self._strategy = strategy
+        self._chunk_size = chunk_size
         self._optimizer = MemberOptimizer(optimizer, hyperparams)
         self._gradients = _value_and_grad(loss) if grad_fn is None else grad_fn(loss)
-        self._chosen: dict[Structure, str] = {}
+        self._in_turn: dict[Structure, bool] = {}
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [
             jax.jit(self._step_of_all, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
@@ -122,10 +120,15 @@ class Trainer:
 
         Raises:
           TypeError: not an `Ensemble`.
-          ValueError: a list of hyperparameters does not have one value for each member.
+          ValueError: a list of hyperparameters does not have one value for each member; nothing trains.
         """
         if not isinstance(ensemble, Ensemble):
             raise TypeError(f"Trainer.init: needs an Ensemble, but got {type(ensemble).__name__}.")
+        if not jax.tree.leaves(ensemble.trainable):
+            raise ValueError(
+                "Trainer.init: the members have no trainable arrays, so there is nothing to train; give them nnx.Param "
+                "variables, or a `trainable` rule that matches."
+            )
         opt_state = self._optimizer.init(ensemble.trainable, len(ensemble))
         return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.zeros((), jnp.int32)))
 
@@ -146,12 +149,10 @@ class Trainer:
           TypeError: the loss returns something else than a scalar, or a scalar and a dict.
 
         Cost:
-          Under "loop", a copy of the state beside the steps of the members.
+          Under "loop" the new state is stacked when somebody looks at it, not before.
         """
         _check_state("Trainer.step", state)
-        run = Run(self, state, donate=False)
-        metrics = run.advance(batch)
-        return run.state(), metrics
+        return self.advance(state, batch)[:2]
 
     def fit(
         self,
@@ -182,7 +183,8 @@ class Trainer:
         Returns:
           The state after the last step, and the history: a list of dicts, one for each recorded step and member, with
           "step", "member", "loss" and what else the loss reports. Ctrl-C ends training cleanly after the current step
-          with the same results; a second one interrupts it.
+          with the same results; a second one interrupts it. With `checkpoint_dir` the history has the earlier steps of
+          the run too.
 
         Raises:
           TypeError, ValueError: as for `step`; `steps` or another count is no int or too small; a checkpoint of another
@@ -203,34 +205,79 @@ class Trainer:
             history_every=history_every,
         )
 
-    def check_batch(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
-        """The arguments of the loss after the model, and the axes of each; refuses a batch that does not fit."""
+    def advance(
+        self, state: TrainState, batch: Any, execution: Execution | None = None, *, donate: bool = False
+    ) -> tuple[TrainState, dict[str, jax.Array], Execution]:
+        """`step`, and how it was executed.
+
+        Args:
+          state: where to start.
+          batch: as for `step`.
+          execution: how an earlier step was executed: it stands for what the trainer leaves open.
+          donate: whether the step takes over the memory of `state`.
+        """
+        structure, size = state.structure_and_size()
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        axes = axes_per_argument("Trainer.step", self.in_axes, arguments)
+        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
         # The model comes first, so that the loss's own names are those of the errors.
         mapped_size(
-            "Trainer.step", self.loss, (None, *arguments), {}, (None, *axes), None, size, "the number of members"
+            "Trainer.step", self._loss, (None, *arguments), {}, (None, *axes), None, size, "the number of members"
         )
-        return arguments, axes
+        execution = self._choose(state, arguments, axes, execution)
+        if donate:
+            # A loader may fill the same buffer again, while the step still reads it.
+            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
+        if execution.strategy != "loop":
+            program = self._programs[donate]
+            arrays, step, metrics = program(
+                structure, execution, Static.of(axes), state.arrays(), state.step, arguments
+            )
+            return TrainState.of_arrays(structure, arrays, step), metrics, execution
+        # On the device once, not once for each member.
+        arguments = jax.tree.map(jnp.asarray, arguments)
+        results = [
+            self._member_programs[donate](structure, Static.of(axes), arrays, np.uint32(i), arguments)
+            for i, arrays in enumerate(state.members())
+        ]
+        members, metrics = zip(*results, strict=True)
+        return TrainState.of_members(structure, members, state.step + 1), _stack(metrics), execution
 
-    def choose_strategy(self, structure: Structure, arrays: Arrays, batch: tuple[Any, ...], axes: Any) -> str:
+    def settings(self, execution: Execution | None = None) -> Settings:
+        """What the steps are computed with."""
+        execution = execution or Execution(self._strategy, self._chunk_size)
+        return Settings(self._optimizer.name, self._optimizer.numbers, execution.strategy, execution.chunk_size)
+
+    def _choose(
+        self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], earlier: Execution | None
+    ) -> Execution:
+        """How a step is executed: as the trainer says, else as an earlier one was, else by the rule."""
+        strategy, chunk_size = self._strategy, self._chunk_size
+        if strategy == "auto" and chunk_size is not None:
+            strategy = "vmap"
+        elif strategy == "auto":
+            strategy = earlier.strategy if earlier else self._by_rule(state, arguments, axes)
+        if strategy == "vmap" and chunk_size is None and earlier and earlier.strategy == "vmap":
+            chunk_size = earlier.chunk_size
+        # The variables of the state, since looking at its attributes would stack it.
+        if strategy == "loop" and any(isinstance(x, Tracer) for x in jax.tree.leaves((vars(state), arguments))):
+            strategy = "unroll"
+        return Execution(strategy, chunk_size)
+
+    def _by_rule(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> str:
         """The strategy that "auto" stands for, found once for each kind of model."""
-        if self.strategy != "auto":
-            return self.strategy
-        if self.chunk_size is not None:
-            return "vmap"
-        if structure not in self._chosen:
-            shapes = jax.eval_shape(lambda *args: take_member(args, (0, *axes), 0), arrays, *batch)
-            jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*shapes)
-            self._chosen[structure] = "loop" if in_turn(jaxpr.jaxpr, jax.default_backend()) else "vmap"
-        return self._chosen[structure]
+        structure, _ = state.structure_and_size()
+        if structure not in self._in_turn:
+            one = jax.eval_shape(lambda *args: take_member(args, (0, *axes), 0), state.arrays(), *arguments)
+            jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*one)
+            self._in_turn[structure] = in_turn(jaxpr.jaxpr, jax.default_backend())
+        return "loop" if self._in_turn[structure] else "vmap"
 
     def _step_of_all(
-        self, structure: Structure, strategy: str, axes: Static, arrays: Arrays, step: jax.Array, batch: Any
+        self, structure: Structure, execution: Execution, axes: Static, arrays: Arrays, step: jax.Array, batch: Any
     ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
         size = jax.tree.leaves(arrays)[0].shape[0]
         of_member = partial(self._member_step, structure)
-        mapped = over_members(of_member, strategy, (0, *axes.value), size, self.chunk_size)
+        mapped = over_members(of_member, execution, (0, *axes.value), size)
         arrays, metrics = mapped(arrays, *batch)
         return arrays, step + 1, metrics
 
@@ -246,78 +293,17 @@ class Trainer:
         gradients = _checked_gradients(gradients, trainable)
         after = split(model)
         _check_structure(Parts(structure, trainable, rest), after)
-        trainable, opt_state = self._optimizer.update(gradients, opt_state, trainable)
+
+        def loss_at(trainable: Any) -> jax.Array:
+            return _metrics(self._loss(structure.merge(trainable, rest), *batch))["loss"]
+
+        trainable, opt_state = self._optimizer.update(
+            gradients, opt_state, after.trainable, value=metrics["loss"], grad=gradients, value_fn=loss_at
+        )
         return (trainable, after.rest, opt_state), metrics
 
 
-class Run:
-    """Steps of one trainer, one after another, in the layout that its strategy wants.
-
-    Args:
-      trainer: the trainer.
-      state: where to start.
-      donate: whether each step takes over the memory of the one before; `state` itself is copied.
-      strategy: what "auto" stood for earlier; None lets the trainer choose.
-    """
-
-    def __init__(self, trainer: Trainer, state: TrainState, *, donate: bool, strategy: str | None = None) -> None:
-        self._trainer = trainer
-        self._structure = state.ensemble.structure
-        self._size = len(state.ensemble)
-        self._step = state.step
-        self._donate = donate
-        # Stacked, or for "loop" a list with the arrays of each member.
-        self._arrays: Any = (state.ensemble.trainable, state.ensemble.rest, state.opt_state)
-        if donate:
-            self._arrays = jax.tree.map(jnp.copy, self._arrays)
-        self._earlier = strategy if trainer.strategy == "auto" else None
-        self.strategy: str | None = None
-
-    def advance(self, batch: Any) -> dict[str, jax.Array]:
-        """Take one step; returns its metrics."""
-        trainer = self._trainer
-        arguments, axes = trainer.check_batch(batch, self._size)
-        if self.strategy is None:
-            chosen = self._earlier or trainer.choose_strategy(self._structure, self._arrays, arguments, axes)
-            self._enter(chosen, arguments)
-        if self.strategy == "loop":
-            # On the device once, not once for each member.
-            arguments = jax.tree.map(jnp.asarray, arguments)
-            program = trainer._member_programs[self._donate]
-            results = [
-                program(self._structure, Static.of(axes), arrays, np.int32(i), arguments)
-                for i, arrays in enumerate(self._arrays)
-            ]
-            self._arrays = [arrays for arrays, _ in results]
-            metrics = _stack([metrics for _, metrics in results])
-            self._step = self._step + 1
-        else:
-            program = trainer._programs[self._donate]
-            self._arrays, self._step, metrics = program(
-                self._structure, self.strategy, Static.of(axes), self._arrays, self._step, arguments
-            )
-        return metrics
-
-    def state(self) -> TrainState:
-        """The state after the steps so far; it stays usable whatever this run does next."""
-        arrays = self._arrays
-        if isinstance(arrays, list):
-            arrays = _stack(arrays)
-        elif self._donate:
-            arrays = jax.tree.map(jnp.copy, arrays)
-        trainable, rest, opt_state = arrays
-        return TrainState(Ensemble(self._structure, trainable, rest), opt_state, self._step)
-
-    def _enter(self, strategy: str, arguments: Any) -> None:
-        if strategy == "loop" and any(isinstance(x, Tracer) for x in jax.tree.leaves((self._arrays, arguments))):
-            strategy = "unroll"
-        self.strategy = strategy
-        if strategy == "loop":
-            self._arrays = _unstack(self._arrays, self._size)
-
-
 _stack = jax.jit(stack)
-_unstack = jax.jit(unstack, static_argnums=(1,))
 
 
 def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,13 +311,8 @@ def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     def with_aux(*args: Any) -> tuple[Any, Any]:
         out = loss(*args)
-        value, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-        if isinstance(value, (tuple, list, dict)) or jnp.shape(value) != ():
-            raise TypeError(
-                "Trainer: loss must return a scalar, or a pair of a scalar and a dict, but it returned "
-                f"{jax.tree.map(jnp.shape, value)} (shapes); reduce it, such as by its mean."
-            )
-        return value, aux
+        metrics = _metrics(out)
+        return metrics.pop("loss"), metrics
 
     return value_and_grad(with_aux, has_aux=True)
 
@@ -347,11 +328,19 @@ def _checked_pair(result: Any) -> tuple[Any, Any]:
 
 def _metrics(value: Any) -> dict[str, Any]:
     """The loss and what is reported beside it."""
-    loss, aux = value if isinstance(value, (tuple, list)) else (value, {})
+    loss, aux = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, {})
+    if isinstance(loss, (tuple, list, dict)) or jnp.shape(loss) != ():
+        raise TypeError(
+            "Trainer: loss must return a scalar, or a pair of a scalar and a dict, but it returned "
+            f"{jax.tree.map(jnp.shape, loss)} (shapes); reduce it, such as by its mean."
+        )
     if not isinstance(aux, Mapping):
         raise TypeError(f"Trainer: beside its scalar, loss must return a dict, but it returned {describe(aux)}.")
-    if "loss" in aux:
-        raise ValueError('Trainer: loss reports something called "loss", which is the name of its value; rename it.')
+    for name in ("loss", "step", "member"):
+        if name in aux:
+            raise ValueError(
+                f'Trainer: loss reports something called "{name}", a name that the history uses; rename it.'
+            )
     return {"loss": loss, **aux}
 
 
@@ -375,6 +364,13 @@ def _check_structure(before: Parts, after: Parts) -> None:
             f"Trainer: loss changes the structure of the model (`{before.changes(after)[0]}`), but only the values of "
             "its variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
         )
+    then, now = before.arrays(), after.arrays()
+    for path in then:
+        if then[path].shape != now[path].shape or then[path].dtype != now[path].dtype:
+            raise ValueError(
+                f"Trainer: loss turns the variable `{path}` of the model, {describe(then[path])}, into "
+                f"{describe(now[path])}; keep its shape and dtype."
+            )
 
 
 def _check_state(api: str, state: Any) -> None:

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,74 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, ens, assert_same, mon
     assert_same(load(tmp_path / "a", ens), ens)
 
 
+def test_a_save_that_fails_at_the_very_end_leaves_what_was_there(tmp_path, ens, assert_same, monkeypatch):
+    save(tmp_path / "a", ens)
+    rename = Path.rename
+
+    def fail(self, target):
+        if self.name.endswith(".unfinished"):
+            raise OSError("no")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="no"):
+            save(tmp_path / "a", jax.tree.map(jnp.zeros_like, ens))
+    assert os.listdir(tmp_path) == ["a"]
+    assert_same(load(tmp_path / "a", ens), ens)
+
+
+def test_a_save_killed_between_its_renames_says_where_the_earlier_one_is(tmp_path, ens):
+    save(tmp_path / "a", ens)
+    (tmp_path / "a").rename(tmp_path / ".a.0123.replaced")
+    with pytest.raises(FileNotFoundError, match=r"is at .*\.a\.0123\.replaced; rename it back"):
+        load(tmp_path / "a", ens)
+
+
+def test_a_link_stays_a_link(tmp_path, ens, assert_same):
+    save(tmp_path / "a", ens)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    zeros = jax.tree.map(jnp.zeros_like, ens)
+    save(tmp_path / "link", zeros)
+    assert (tmp_path / "link").is_symlink()
+    assert_same(load(tmp_path / "a", ens), zeros)
+
+
+def test_arrays_are_found_by_their_paths_whatever_trains(tmp_path, assert_same):
+    """What trains comes first among the leaves, so another rule means another order."""
+
+    def apply(variables, x):
+        return x
+
+    variables = [{"a": jnp.full(3, i), "b": jnp.full(3, 10 + i), "c": {"d": jnp.full(3, 20 + i)}} for i in range(2)]
+    save(tmp_path / "a", Ensemble.from_apply(apply, variables))
+    for rule in (lambda path, _: path == "b", lambda path, _: path == "c.d"):
+        like = Ensemble.from_apply(apply, variables, trainable=rule)
+        assert_same(load(tmp_path / "a", like), like)
+        assert_same(load_member(tmp_path / "a", 1, like).variables, variables[1])
+        assert_same(load_member(tmp_path / "a", 1, like[0]).variables, variables[1])
+
+
+def test_a_frozen_layer_is_no_other_one(tmp_path):
+    class Frozen(nnx.Variable):
+        pass
+
+    class Three(nnx.Module):
+        def __init__(self, kind, a, b, c):
+            self.a, self.b, self.c = kind(jnp.float32(a)), nnx.Param(jnp.float32(b)), nnx.Param(jnp.float32(c))
+
+    save(tmp_path / "a", Ensemble.stack([Three(nnx.Param, 1, 2, 3)]))
+    member = load(tmp_path / "a", Ensemble.stack([Three(Frozen, 0, 0, 0)]))[0]
+    assert [float(x[...]) for x in (member.a, member.b, member.c)] == [1, 2, 3]
+
+
+def test_paths_that_read_alike_are_kept_apart(tmp_path, assert_same):
+    variables = [{"a.b": jnp.full(2, i), "a": {"b": jnp.full(2, 10 + i)}} for i in range(2)]
+    ens = Ensemble.from_apply(lambda variables, x: x, variables)
+    save(tmp_path / "a", ens)
+    assert_same(load(tmp_path / "a", jax.tree.map(jnp.zeros_like, ens)), ens)
+
+
 def test_no_pickle_is_written(tmp_path, state):
     save(tmp_path / "a", state)
     assert not [name for name in files(tmp_path) if name.endswith((".pkl", ".pickle"))]
@@ -180,11 +249,43 @@ class Test_refusals:
                 load_member(tmp_path / "b", 0, ens)
             shutil.rmtree(tmp_path / "b")
 
-    def test_bytes_that_were_changed(self, tmp_path, ens):
+    def test_a_bit_that_was_flipped(self, tmp_path):
+        ens = Ensemble.stack([nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(2)])
         save(tmp_path / "a", ens)
         data = max((p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-        data.write_bytes(bytes(len(data.read_bytes())))
-        with pytest.raises(ValueError, match="is damaged"):
+        whole = data.read_bytes()
+        refused = 0
+        for place in range(100, len(whole), len(whole) // 7):
+            data.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match="is damaged"):
+                load(tmp_path / "a", ens)
+            for i in range(2):
+                try:
+                    load_member(tmp_path / "a", i, ens)
+                except ValueError:
+                    refused += 1
+        assert refused >= 7
+
+    def test_a_manifest_that_was_changed(self, tmp_path, ens):
+        save(tmp_path / "a", ens)
+        manifest = json.loads((tmp_path / "a" / "plurax.json").read_text())
+        for changed in ({**manifest, "size": 2}, {name: manifest[name] for name in ("format", "version")}):
+            (tmp_path / "a" / "plurax.json").write_text(json.dumps(changed))
+            with pytest.raises(ValueError, match="is damaged: plurax.json has changed since it was written"):
+                load(tmp_path / "a", ens)
+
+    def test_other_files_among_those_of_a_checkpoint(self, tmp_path, ens, assert_same):
+        save(tmp_path / "a", ens)
+        (tmp_path / "a" / "notes.txt").write_text("mine")
+        with pytest.raises(FileExistsError, match=r"also holds 'notes.txt', which would be lost; move it"):
+            save(tmp_path / "a", ens)
+        assert_same(load(tmp_path / "a", ens), ens)
+
+    def test_float64_where_it_is_off(self, tmp_path):
+        with jax.enable_x64(True):
+            ens = Ensemble.from_apply(lambda v, x: x, [{"w": jnp.ones(3, "float64")}])
+            save(tmp_path / "a", ens)
+        with pytest.raises(ValueError, match="has dtype float64 at `w`, which needs jax_enable_x64; enable it"):
             load(tmp_path / "a", ens)
 
     def test_another_size(self, tmp_path, ens):

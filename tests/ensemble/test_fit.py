@@ -1,7 +1,9 @@
+import json
 import os
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pandas as pd
@@ -219,6 +221,98 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, trainer, ens, 
     assert_same(state, whole)
 
 
+# Orbax starts all its reads at once; those that fail after the first one complain to nobody.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["arrays/manifest.ocdbt", "history.npz", "plurax.json"])
+def test_bytes_that_changed_make_a_checkpoint_damaged_too(tmp_path, trainer, ens, make_batches, assert_same, name):
+    """And training on to its step replaces it, at the same name."""
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    trainer.fit(trainer.init(ens), make_batches(9)[:4], **options)
+    file = tmp_path / "step_00000004" / name
+    file.write_bytes(bytes(file.stat().st_size))
+    whole, _ = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
+    with pytest.warns(UserWarning, match="It is skipped"):
+        state, history = trainer.fit(trainer.init(ens), make_batches(4), **options)
+    assert_same(state, whole)
+    assert_same(checkpoint.load(tmp_path / "step_00000004", state), whole)
+    assert [row["step"] for row in history[::3]] == [1, 2, 3, 4]
+    _, again = trainer.fit(trainer.init(ens), make_batches(4), **options)
+    assert again == history
+
+
+def test_only_checkpoints_are_removed_and_counted(tmp_path, trainer, ens, make_batches):
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "step_00000001" / "thesis.txt").write_text("mine")
+    (tmp_path / "step_5").mkdir()
+    with pytest.warns(UserWarning, match="step_00000001 is not a checkpoint of this library, or is damaged"):
+        trainer.fit(
+            trainer.init(ens), make_batches(6), progress=False, checkpoint_dir=tmp_path, checkpoint_every=2,
+            checkpoint_keep=2,
+        )  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000004", "step_00000006", "step_5"]
+    assert (tmp_path / "step_00000001" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_damaged_checkpoint_takes_nobody_s_place(tmp_path, trainer, ens, make_batches):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_keep": 1}
+    trainer.fit(trainer.init(ens), make_batches(8), checkpoint_every=4, **options)
+    (tmp_path / "step_00000008" / "plurax.json").unlink()
+    with pytest.warns(UserWarning, match="is damaged: it has no plurax.json. It is skipped"):
+        trainer.fit(trainer.init(ens), make_batches(6), checkpoint_every=1, **options)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000006", "step_00000008"]
+
+
+def test_metrics_may_come_and_go(tmp_path, ens, make_batches):
+    """The loss of a later run reports something else, and a batch of another kind too."""
+
+    def loss(model, x, y, *extra):
+        return (model(x) ** 2).mean(), {"file": x.mean(), **({"extra": x.max()} if extra else {})}
+
+    def other(model, x, y):
+        return (model(x) ** 2).mean().astype(jnp.bfloat16), {"other": jnp.int32(y.max())}
+
+    batches = make_batches(4)
+    for strategy in ("vmap", "loop"):
+        trainer = Trainer(loss, optax.sgd(0.1), strategy=strategy)
+        options = {"progress": False, "checkpoint_dir": tmp_path / strategy}
+        mixed = [batches[0], (*batches[1], np.ones(1, np.float32))]
+        trainer.fit(trainer.init(ens), mixed, **options)
+        trainer = Trainer(other, optax.sgd(0.1), strategy=strategy)
+        _, history = trainer.fit(trainer.init(ens), batches, **options)
+        assert [set(row) for row in history[::3]] == [
+            {"step", "member", "loss", "file"},
+            {"step", "member", "loss", "file", "extra"},
+            *[{"step", "member", "loss", "other"}] * 2,
+        ]
+        table = pd.DataFrame(history)
+        assert table.other.isna().sum() == 6
+        assert table.extra[3] == batches[1][0].max()
+        _, again = trainer.fit(trainer.init(ens), batches, **options)
+        assert again == history
+
+
+def test_a_metric_that_is_a_key_stays_out_of_the_history(ens, make_batches):
+    trainer = Trainer(lambda m, x, y: ((m(x) ** 2).mean(), {"key": jax.random.key(0)}), optax.sgd(0.1))
+    _, history = trainer.fit(trainer.init(ens), make_batches(1), progress=False)
+    assert set(history[0]) == {"step", "member", "loss"}
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+def test_batches_may_be_refilled_in_place(ens, cross_entropy, make_batches, assert_same, strategy):
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+
+    def refilled():
+        x, y = (np.empty_like(a) for a in make_batches(1)[0])
+        for batch in make_batches(20):
+            x[...], y[...] = batch
+            yield x, y
+            x[...], y[...] = np.nan, 0
+
+    state, _ = trainer.fit(trainer.init(ens), refilled(), progress=False)
+    expected, _ = trainer.fit(trainer.init(ens), make_batches(20), progress=False)
+    assert_same(state, expected)
+
+
 def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches, monkeypatch):
     def auto():
         return Trainer(cross_entropy, optax.sgd(0.1))
@@ -226,6 +320,28 @@ def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entr
     auto().fit(auto().init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
     monkeypatch.setattr("plurax.ensemble._trainer.in_turn", lambda *_: pytest.fail("chosen anew"))
     auto().fit(auto().init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
+
+
+def settings(path):
+    manifest = json.loads((path / "plurax.json").read_text())
+    return manifest["strategy"], manifest["chunk_size"]
+
+
+def test_the_chunk_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches):
+    """What a trainer leaves open is as before; what it says is as it says."""
+    for i, (options, expected) in enumerate(
+        (
+            ({"chunk_size": 2}, ("vmap", 2)),
+            ({}, ("vmap", 2)),
+            ({"strategy": "vmap"}, ("vmap", 2)),
+            ({"chunk_size": 3}, ("vmap", 3)),
+            ({"strategy": "loop"}, ("loop", None)),
+            ({"chunk_size": 2}, ("vmap", 2)),
+        )
+    ):
+        trainer = Trainer(cross_entropy, optax.sgd(0.1), **options)
+        trainer.fit(trainer.init(ens), make_batches(i + 1), progress=False, checkpoint_dir=tmp_path)
+        assert settings(tmp_path / f"step_{i + 1:08d}") == expected
 
 
 def test_what_a_killed_run_left_is_ignored(tmp_path, trainer, ens, make_batches):
@@ -258,6 +374,8 @@ class Test_refusals:
             ({"checkpoint_keep": 0}, ValueError, "checkpoint_keep must be at least 1"),
             ({"history_every": 0}, ValueError, "history_every must be at least 1"),
             ({"history_every": None}, TypeError, "history_every must be an int"),
+            ({"checkpoint_every": 2.0, "checkpoint_dir": "x"}, TypeError, "checkpoint_every must be an int"),
+            ({"checkpoint_keep": True}, TypeError, "checkpoint_keep must be an int"),
         ],
     )
     def test_counts(self, trainer, ens, options, error, match):
@@ -275,6 +393,31 @@ class Test_refusals:
         other = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.01, 0.02, 0.04]})
         with pytest.raises(ValueError, match=r"written with learning_rate=\[0.01, 0.02, 0.03\], but the trainer has"):
             other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+
+    def test_a_checkpoint_of_another_optimizer(self, tmp_path, trainer, ens, cross_entropy, make_batches):
+        """Of the same state: nothing else tells."""
+        first = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": 0.1})
+        first.fit(first.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+        other = Trainer(cross_entropy, optax.adamw, hyperparams={"learning_rate": 0.1})
+        with pytest.raises(ValueError, match="written with optimizer=adam, but the trainer has optimizer=adamw"):
+            other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+
+    def test_a_directory_that_cannot_be_made(self, tmp_path, trainer, ens):
+        """Before the first step, not after the last."""
+        (tmp_path / "file").write_text("mine")
+        batches = iter([None])
+        for path in (tmp_path / "file", tmp_path / "file" / "inside"):
+            with pytest.raises(
+                OSError, match=r"Trainer.fit: checkpoint_dir='.*file.*' cannot be made: .*; give another"
+            ):
+                trainer.fit(trainer.init(ens), batches, progress=False, checkpoint_dir=path)
+        assert list(batches) == [None]
+
+    def test_a_checkpoint_of_another_size(self, tmp_path, ens, cross_entropy, make_batches):
+        trainer = Trainer(cross_entropy, optax.sgd(0.1))
+        trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+        with pytest.raises(ValueError, match="has 3 members, but like has 2"):
+            trainer.fit(trainer.init(ens[:2]), [], progress=False, checkpoint_dir=tmp_path)
 
     def test_a_checkpoint_of_another_ensemble(self, tmp_path, trainer, ens, cross_entropy, stateful, make_batches):
         trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)

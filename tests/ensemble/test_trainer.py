@@ -1,3 +1,5 @@
+import copy
+import dataclasses
 import inspect
 
 import jax
@@ -254,6 +256,93 @@ class Test_optimizers:
         state, _ = train(trainer, Ensemble.create(make, 2, seed=0), make_batches(2))
         assert state.ensemble[0].kernel.dtype == jnp.bfloat16
 
+    def test_optimizers_that_ask_for_the_loss(self, plain, cross_entropy, make_batches, assert_same):
+        """A line search evaluates the loss; it ends after other counts of evaluations for each member."""
+        x, y = make_batches(1)[0]
+
+        def loss(model, x, y):
+            return cross_entropy(model, x, y)[0]
+
+        ens = Ensemble.create(plain, 2, seed=0)
+        searching = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5))
+        for optimizer in (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)), searching):
+            state, _ = train(Trainer(loss, optimizer, strategy="vmap"), ens, [(x, y)] * 3)
+            for i, member in enumerate(ens):
+                graphdef, params = nnx.split(member)
+                opt_state = optimizer.init(params)
+
+                def value_fn(params, graphdef=graphdef):
+                    return loss(nnx.merge(graphdef, params), x, y)
+
+                for _ in range(3):
+                    value, grad = jax.value_and_grad(value_fn)(params)
+                    updates, opt_state = optimizer.update(
+                        grad, opt_state, params, value=value, grad=grad, value_fn=value_fn
+                    )
+                    params = optax.apply_updates(params, updates)
+                assert_same(state.ensemble[i], nnx.merge(graphdef, params), tolerance=1e-4)
+
+    def test_values_of_any_sequence_and_dtype(self, plain, cross_entropy):
+        ens = Ensemble.create(plain, 2, seed=0)
+        for values in (range(2), (0, 1), np.float16([0, 1]), jnp.bfloat16([0, 1]), np.array([0, 1])):
+            trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": values})
+            np.testing.assert_array_equal(trainer.init(ens).opt_state.hyperparams["learning_rate"], [0, 1])
+
+    def test_a_later_change_of_the_callers_array_is_none_of_the_trainers(self, plain, cross_entropy):
+        rates = np.array([0.1, 0.2])
+        trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": rates})
+        rates[:] = 0
+        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        np.testing.assert_array_equal(state.opt_state.hyperparams["learning_rate"], np.float32([0.1, 0.2]))
+
+
+@pytest.fixture(scope="module")
+def pair(plain, cross_entropy, make_batches):
+    """What makes a state after a step of a loop, and the same state made as one program."""
+    ens = Ensemble.create(plain, 3, seed=0)
+
+    def stepped(strategy):
+        trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+        return lambda: trainer.step(trainer.init(ens), make_batches(1)[0])[0]
+
+    return stepped("loop"), stepped("unroll")()
+
+
+class Test_states_of_loops:
+    """They are stacked when somebody looks, which nobody should notice."""
+
+    @pytest.mark.parametrize(
+        "look",
+        [
+            lambda state: state,
+            lambda state: state.ensemble,
+            lambda state: state.opt_state,
+            lambda state: jax.jit(lambda state: state)(state),
+            lambda state: jax.tree.map(lambda x: x + 1, state),
+            lambda state: copy.deepcopy(state),
+            lambda state: dataclasses.replace(state, step=state.step + 1),
+        ],
+    )
+    def test_every_look_sees_the_stacked_arrays(self, pair, assert_same, look):
+        stepped, expected = pair
+        seen = look(stepped())
+        assert type(seen) is type(look(expected))
+        assert_same(seen, look(expected), tolerance=1e-6)
+
+    def test_looking_once_or_often_is_the_same(self, pair, cross_entropy, make_batches, assert_same):
+        trainer = Trainer(cross_entropy, optax.adam(0.01), strategy="loop")
+        state = pair[0]()
+        unseen, _ = trainer.step(state, make_batches(2)[1])
+        assert state.ensemble is state.ensemble
+        seen, _ = trainer.step(state, make_batches(2)[1])
+        assert_same(unseen, seen)
+
+    def test_what_it_does_not_have_is_named(self, pair):
+        with pytest.raises(AttributeError, match="TrainState has no attribute 'params'"):
+            _ = pair[0]().params
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            pair[0]().step = 3
+
 
 class Test_grad_fn:
     def test_it_replaces_value_and_grad(self, plain, cross_entropy, make_batches, assert_same):
@@ -268,6 +357,25 @@ class Test_grad_fn:
         a, _ = train(Trainer(cross_entropy, optax.sgd(0.2), grad_fn=halved), ens, make_batches(2))
         b, _ = train(Trainer(cross_entropy, optax.sgd(0.1)), ens, make_batches(2))
         assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
+
+    def test_what_it_assigns_to_the_parameters_holds(self, plain, cross_entropy, make_batches, assert_same):
+        """As in a plain Flax loop, where the optimiser updates the module as it is then."""
+
+        def clipped(loss):
+            def gradients(model, *batch):
+                result = value_and_grad(loss, has_aux=True)(model, *batch)
+                nnx.update(model, jax.tree.map(lambda p: p.clip(-0.2, 0.2), nnx.state(model, nnx.Param)))
+                return result
+
+            return gradients
+
+        ens = Ensemble.create(plain, 2, seed=0)
+        state, _ = train(Trainer(cross_entropy, optax.sgd(0.1), grad_fn=clipped), ens, make_batches(2))
+        for i, member in enumerate(ens):
+            for batch in make_batches(2):
+                _, gradient = clipped(cross_entropy)(member, *batch)
+                nnx.update(member, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), gradient))
+            assert_same(state.ensemble[i], member, tolerance=1e-5)
 
     def test_sharpness_aware_steps(self, plain, cross_entropy, make_batches, assert_same):
         def sharpness_aware(loss):
@@ -292,6 +400,7 @@ class Test_grad_fn:
     @pytest.mark.parametrize(
         ("gradients", "error", "match"),
         [
+            (lambda m, *b: (jnp.zeros(4), nnx.state(m, nnx.Param)), TypeError, r"loss must return a scalar, .* \(4,\)"),
             (lambda m, *b: 0.0, TypeError, r"must return a pair \(value, gradients\)"),
             (lambda m, *b: (0.0, {}), ValueError, "gives nothing for the parameter `first.bias`"),
             (
@@ -312,7 +421,7 @@ class Test_refusals:
         return Trainer(lambda model, x, y: (model(x) ** 2).mean(), *args, **kwargs)
 
     def test_things_that_cannot_be_called(self):
-        with pytest.raises(TypeError, match="Trainer: fun must be a function"):
+        with pytest.raises(TypeError, match="Trainer: loss must be a function of a model and a batch, but got 3"):
             Trainer(3, optax.adam(1e-3))
         with pytest.raises(TypeError, match="optimizer must be an optax factory"):
             self.make("adam")
@@ -327,10 +436,16 @@ class Test_refusals:
         with pytest.raises(ValueError, match="hyperparams need an optax factory"):
             self.make(optax.adam(0.1), hyperparams={"learning_rate": 0.1})
 
-    @pytest.mark.parametrize("value", [["a", "b"], [[0.1, 0.2]], [optax.constant_schedule(0.1)] * 2, [True, False]])
+    @pytest.mark.parametrize(
+        "value", [["a", "b"], [[0.1, 0.2]], [optax.constant_schedule(0.1)] * 2, [True, False], [], [[1], [2, 3]]]
+    )
     def test_hyperparameters_that_are_no_numbers(self, value):
         with pytest.raises(TypeError, match=r"hyperparams\['learning_rate'\] must be a number or a list"):
             self.make(optax.adam, hyperparams={"learning_rate": value})
+
+    def test_hyperparameters_that_are_no_dict(self):
+        with pytest.raises(TypeError, match=r"hyperparams must be a dict .* but got \[0.1\] of type list"):
+            self.make(optax.adam, hyperparams=[0.1])
 
     def test_hyperparameters_of_the_wrong_length(self, plain):
         trainer = self.make(optax.adam, hyperparams={"learning_rate": [0.1, 0.2, 0.3]})
@@ -340,10 +455,23 @@ class Test_refusals:
     def test_unknown_strategies_and_chunks(self):
         with pytest.raises(ValueError, match="strategy must be one of auto, vmap, map, unroll, loop, but got 'pmap'"):
             self.make(optax.sgd(0.1), strategy="pmap")
-        with pytest.raises(ValueError, match="chunk_size must be at least 1"):
-            self.make(optax.sgd(0.1), chunk_size=0)
+        for chunk_size in (0, -2):
+            with pytest.raises(ValueError, match="chunk_size must be at least 1"):
+                self.make(optax.sgd(0.1), chunk_size=chunk_size)
+        for chunk_size in (1.5, True):
+            with pytest.raises(TypeError, match="chunk_size must be a positive int or None"):
+                self.make(optax.sgd(0.1), chunk_size=chunk_size)
         with pytest.raises(ValueError, match="chunk_size needs strategy=\"vmap\", but the strategy is 'loop'"):
             self.make(optax.sgd(0.1), chunk_size=2, strategy="loop")
+
+    def test_axes_of_another_kind(self):
+        with pytest.raises(TypeError, match="in_axes"):
+            self.make(optax.sgd(0.1), in_axes="first")
+
+    def test_members_in_which_nothing_trains(self):
+        ens = Ensemble.stack([nnx.Dropout(0.5, rngs=nnx.Rngs(i)) for i in range(2)])
+        with pytest.raises(ValueError, match="the members have no trainable arrays, so there is nothing to train"):
+            self.make(optax.sgd(0.1)).init(ens)
 
     def test_what_is_not_available_yet(self):
         with pytest.raises(NotImplementedError, match="memory_budget is not available yet; use chunk_size"):
@@ -374,6 +502,8 @@ class Test_refusals:
             (lambda m, x, y: m(x), TypeError, r"loss must return a scalar, .* \(6, 3\) \(shapes\)"),
             (lambda m, x, y: (m(x).mean(), 3), TypeError, "beside its scalar, loss must return a dict"),
             (lambda m, x, y: (m(x).mean(), {"loss": 1}), ValueError, 'reports something called "loss"'),
+            (lambda m, x, y: (m(x).mean(), {"step": 1}), ValueError, 'reports something called "step"'),
+            (lambda m, x, y: (m(x).mean(), {"member": 1}), ValueError, 'reports something called "member"'),
         ):
             trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
             with pytest.raises(error, match=match):
@@ -388,6 +518,21 @@ class Test_refusals:
         state = trainer.init(Ensemble.create(plain, 2, seed=0))
         with pytest.raises(ValueError, match="changes the structure of"):
             trainer.step(state, make_batches(1)[0])
+
+    def test_a_loss_that_changes_the_shape_or_dtype_of_a_variable(self, stateful, make_batches):
+        for change, match in (
+            (lambda mean: jnp.stack([mean, mean]), r"`norm.mean` .* shape \(6,\) .* into an array of shape \(2, 6\)"),
+            (lambda mean: mean.astype(jnp.bfloat16), "`norm.mean` .* float32, into .* bfloat16; keep its shape"),
+        ):
+
+            def loss(model, x, y, change=change):
+                model.norm.mean[...] = 0.0
+                model.norm.mean.set_value(change(model.norm.mean.get_value()))
+                return (model.first(x) ** 2).mean()
+
+            trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
+            with pytest.raises(ValueError, match=match):
+                trainer.step(trainer.init(Ensemble.create(stateful, 2, seed=0)), make_batches(1)[0])
 
     def test_everything_promised_is_documented(self):
         assert all(name in inspect.getdoc(Trainer) for name in inspect.signature(Trainer).parameters)
