@@ -25,7 +25,13 @@ def describe(value: Any) -> str:
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     if value is None:
         return "None"
-    return f"{value!r} of type {type(value).__name__}"
+    return f"{short(value)} of type {type(value).__name__}"
+
+
+def short(value: Any) -> str:
+    """`repr(value)`, cut where it is long: that of a module takes dozens of lines."""
+    line, _, more = repr(value).partition("\n")
+    return f"{line[:100]}..." if more or len(line) > 100 else line
 
 
 def argument_name(fun: Any, args: Sequence[Any], position: int) -> str:
@@ -44,7 +50,7 @@ def argument_name(fun: Any, args: Sequence[Any], position: int) -> str:
 
 def leaf_name(name: str, path: tuple[Any, ...]) -> str:
     """`name` with a pytree path behind it, such as `batch['image']` or `model.conv.kernel`."""
-    return name + keystr(path).removesuffix(".value")
+    return name + keystr(path).removesuffix(".value")  # the key of an `nnx.Variable`'s array
 
 
 def check_argnums(api: str, argnums: Any) -> tuple[int, ...]:

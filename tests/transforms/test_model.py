@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +18,7 @@ from flax import nnx
 
 from plurax.transforms import grad, vmap
 from plurax.transforms._changes import passing_through
-from plurax.transforms._model import is_model, is_module, named_arrays, to_parts
+from plurax.transforms._model import by_value, is_model, is_module, named_arrays, split, to_parts
 
 WITHOUT_FLAX = """
 import sys, jax.numpy as jnp
@@ -96,6 +99,53 @@ def test_arrays_have_the_names_that_code_gives_them() -> None:
     assert sorted(parts.arrays()) == sorted([*named_arrays(parts.trainable), "layers.1.mean", "layers.1.var"])
 
 
+def test_a_name_that_ends_in_value_is_kept_whole() -> None:
+    assert sorted(named_arrays({"attn": {"query": 1.0, "value": 2.0}})) == ["attn.query", "attn.value"]
+    model = nnx.Dict(value=nnx.Param(jnp.ones(2)), query=nnx.Param(jnp.ones(2)))
+    assert sorted(split(model).arrays()) == ["query", "value"]
+
+
+class Held(nnx.Module):
+    """Variables that hold pytrees: parameters, and what was seen."""
+
+    def __init__(self) -> None:
+        self.weights: Any = nnx.Param({"w": jnp.full((2, 3), 0.5), "b": [jnp.zeros(3), jnp.ones(())]})
+        self.seen: Any = nnx.BatchStat((jnp.zeros(2), {"count": jnp.zeros((), jnp.int32)}))
+        self.empty: Any = nnx.Variable({})
+
+    def __call__(self, x: Any) -> Any:
+        total, counted = self.seen.get_value()
+        self.seen.set_value((total + x.sum(0), {"count": counted["count"] + 1}))
+        weights = self.weights.get_value()
+        return (x @ weights["w"] + weights["b"][0]) * weights["b"][1]
+
+
+def test_a_variable_may_hold_a_pytree() -> None:
+    model, x = Held(), np.arange(8, dtype=np.float32).reshape(4, 2)
+    parts = split(model)
+    assert sorted(parts.arrays()) == ["seen.0", "seen.1.count", "weights.b.0", "weights.b.1", "weights.w"]
+    for again in (parts.merge(), jax.tree.map(lambda leaf: leaf, parts).merge()):
+        assert jax.tree.structure(again) == jax.tree.structure(model)
+        jax.tree.map(np.testing.assert_array_equal, split(again), parts)
+
+    gradient = grad(lambda model, x: (model(x) ** 2).sum())(model, x)
+    weights = {"w": jnp.full((2, 3), 0.5), "b": [jnp.zeros(3), jnp.ones(())]}
+    expected = jax.grad(lambda p: (((x @ p["w"] + p["b"][0]) * p["b"][1]) ** 2).sum())(weights)
+    jax.tree.map(np.testing.assert_array_equal, gradient["weights"].get_value(), expected)
+    np.testing.assert_array_equal(model.seen.get_value()[0], x.sum(0))
+    assert model.seen.get_value()[1]["count"] == 1
+
+
+def test_arrays_go_back_to_their_places() -> None:
+    rngs = nnx.Rngs(0)
+    layers = nnx.List([nnx.Linear(1 + i % 3, 2, rngs=rngs) for i in range(12)])
+    model = nnx.Dict(layers=layers, tied=layers[11], norm=nnx.BatchNorm(2, rngs=rngs), plain=jnp.ones(3))
+    again = split(model).merge()
+    assert again.tied is again.layers[11]
+    assert jax.tree.structure(nnx.split(again)) == jax.tree.structure(nnx.split(model))
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), nnx.to_pure_dict(nnx.state(model)))
+
+
 class Two(nnx.Module):
     def __init__(self) -> None:
         self.a, self.b, self.c = nnx.Param(jnp.ones(2)), nnx.Param(jnp.zeros(2)), nnx.BatchStat(jnp.ones(2))
@@ -132,3 +182,39 @@ def test_structures_are_equal_for_one_architecture() -> None:
     assert hash(first) == hash(second)
     assert first != other
     assert repr(first) == "Linear"
+
+
+def test_partials_are_equal_by_value() -> None:
+    def of(*args: Any, **keywords: Any) -> Any:
+        return by_value(partial(nnx.gelu, *args, **keywords))
+
+    assert of(approximate=False) == of(approximate=False)
+    assert hash(of(approximate=False)) == hash(of(approximate=False))
+    assert by_value((partial(of, 1), "a")) == by_value((partial(of, 1), "a"))
+    assert of(x=partial(of, 1)) == of(x=partial(of, 1))
+    for other in (of(approximate=True), of(approximate=0), of(False), of(), by_value(partial(nnx.relu))):
+        assert of(approximate=False) != other
+    assert of([1]) != of([1])  # not hashable, so by identity
+    assert by_value("a") == "a"
+
+
+def test_structures_with_equal_partials_are_equal() -> None:
+    first, second = (
+        split(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), partial(nnx.gelu, approximate=False))).structure
+        for _ in range(2)
+    )
+    other = split(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), partial(nnx.gelu, approximate=True))).structure
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != other
+
+
+def test_a_copied_structure_is_equal() -> None:
+    structure = split(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)).structure
+    for again in (copy.copy(structure), copy.deepcopy(structure)):
+        assert again == structure
+        assert hash(again) == hash(structure)
+    parts = split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    again = pickle.loads(pickle.dumps(parts))
+    assert jax.tree.structure(again) == jax.tree.structure(parts)
+    assert isinstance(again.merge(), nnx.Linear)
