@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..transforms._model import dotted
-from ._static import Static
+from ._static import Placeholder, Static
 
 Rule = Callable[[str, Any], bool]
 
@@ -40,16 +40,20 @@ class Applied:
     def __plurax_split__(self) -> tuple[AppliedStructure, Any, Any]:
         named, treedef = jax.tree.flatten_with_path(self.variables)
         rule = self._rule or (_trains_params if _is_linen(self.variables) else _trains_floats)
-        kinds = tuple(
-            (_TRAINS if rule(dotted(path), leaf) else _RESTS) if Static.is_array(leaf) else leaf for path, leaf in named
-        )
 
-        def part(kind: object) -> Any:
-            leaves = [leaf if k is kind else None for k, (_, leaf) in zip(kinds, named, strict=True)]
+        def kind_of(path: Any, leaf: Any) -> Any:
+            if not Static.is_array(leaf):
+                return leaf
+            return Placeholder.TRAINABLE if rule(dotted(path), leaf) else Placeholder.REST
+
+        kinds = tuple(kind_of(path, leaf) for path, leaf in named)
+
+        def part(wanted: Placeholder) -> Any:
+            leaves = [leaf if kind is wanted else None for kind, (_, leaf) in zip(kinds, named, strict=True)]
             return jax.tree.unflatten(treedef, leaves)
 
         structure = AppliedStructure(self.apply, self._rule, Static(kinds, treedef))
-        return structure, part(_TRAINS), part(_RESTS)
+        return structure, part(Placeholder.TRAINABLE), part(Placeholder.REST)
 
     def __plurax_update__(self, rest: Any) -> None:
         structure, trainable, _ = self.__plurax_split__()
@@ -68,10 +72,11 @@ class AppliedStructure:
 
     def merge(self, trainable: Any, rest: Any) -> Applied:
         """The model with these arrays; each tree has None where the other has an array."""
-        trains, rests = iter(jax.tree.leaves(trainable)), iter(jax.tree.leaves(rest))
-        variables = self._static.map(
-            lambda kind: next(trains) if kind is _TRAINS else next(rests) if kind is _RESTS else kind
-        )
+        arrays = {
+            Placeholder.TRAINABLE: iter(jax.tree.leaves(trainable)),
+            Placeholder.REST: iter(jax.tree.leaves(rest)),
+        }
+        variables = self._static.map(lambda kind: next(arrays[kind]) if isinstance(kind, Placeholder) else kind)
         return Applied(self.apply, variables, self.rule)
 
     def gradient(self, trainable: Any, _: Any) -> Any:
@@ -80,6 +85,9 @@ class AppliedStructure:
 
     def __repr__(self) -> str:
         return _name(self.apply)
+
+    def __deepcopy__(self, _: Any) -> AppliedStructure:
+        return self  # it never changes, and a copied function would no longer be equal
 
     def _key(self) -> tuple[Any, ...]:
         return self.apply, self.rule, self._static
@@ -96,8 +104,6 @@ jax.tree_util.register_pytree_node(
     lambda model: ((parts := model.__plurax_split__())[1:], parts[0]),
     lambda structure, children: structure.merge(*children),
 )
-
-_TRAINS, _RESTS = object(), object()
 
 
 def _is_linen(variables: Any) -> bool:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import jax
 import numpy as np
+
+from ..transforms._model import by_value
+
+
+class Placeholder(Enum):
+    """What stands in place of an array. It stays itself when it is copied or pickled."""
+
+    ARRAY = "array"
+    TRAINABLE = "trainable"
+    REST = "rest"
 
 
 class Static:
@@ -23,7 +34,7 @@ class Static:
         """The arrays of `tree`, and the rest of it."""
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [leaf for leaf in leaves if cls.is_array(leaf)]
-        return arrays, cls(tuple(_ARRAY if cls.is_array(leaf) else leaf for leaf in leaves), treedef)
+        return arrays, cls(tuple(Placeholder.ARRAY if cls.is_array(leaf) else leaf for leaf in leaves), treedef)
 
     @classmethod
     def of(cls, tree: Any) -> Static:
@@ -39,7 +50,7 @@ class Static:
     def join(self, arrays: list[Any]) -> Any:
         """The inverse of `separate`."""
         rest = iter(arrays)
-        return self.map(lambda leaf: next(rest) if leaf is _ARRAY else leaf)
+        return self.map(lambda leaf: next(rest) if leaf is Placeholder.ARRAY else leaf)
 
     def map(self, fun: Callable[[Any], Any]) -> Any:
         """The tree with `fun` of each leaf."""
@@ -52,13 +63,10 @@ class Static:
 
     def _key(self) -> tuple[Any, ...]:
         # 1, 1.0 and True are equal, but a function may do something else with each.
-        return self._treedef, self._leaves, tuple(map(type, self._leaves))
+        return self._treedef, by_value(self._leaves), tuple(map(type, self._leaves))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
-
-
-_ARRAY = object()
