@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from ..transforms import vmap
@@ -19,7 +21,7 @@ from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_si
 from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, is_model, is_module, split
 from ._applied import Applied, Rule
-from ._mismatch import check_same_architecture
+from ._mismatch import check_same_architecture, check_separate
 from ._prediction import Prediction, predict
 from ._static import Static
 from ._strategy import in_turn, stack
@@ -60,15 +62,17 @@ class Ensemble:
         """Stack models of one architecture, as MindSpore's `CellList`.
 
         Args:
-          members: a list or tuple of NNX modules (or of what indexing an ensemble gives); they are copied.
+          members: a list or another sequence of NNX modules (or of what indexing an ensemble gives); they are copied.
 
         Returns:
           An ensemble of `len(members)` models.
 
         Raises:
-          TypeError: `members` is no sequence, or holds something that is not a model; members of different classes.
-          ValueError: `members` is empty, holds models without arrays, or models that differ in the path, shape or dtype
-            of an array or in their configuration. The first difference is named, and the member's index.
+          TypeError: `members` is no sequence, or holds something that is not a model; members of different classes, or
+            with a variable that is not an array.
+          ValueError: `members` is empty, holds models without arrays, models that share a variable (such as those of an
+            `nnx.Rngs` that all of them keep), or models that differ in the path, shape or dtype of an array or in their
+            configuration. The first difference is named, and the member's index.
 
         Cost:
           One copy of every array.
@@ -80,7 +84,7 @@ class Ensemble:
           >>> len(ens)
           3
         """
-        if not isinstance(members, (list, tuple)):
+        if not isinstance(members, Sequence) or isinstance(members, (str, bytes)):
             raise TypeError(f"Ensemble.stack: members must be a list of models, but got {describe(members)}.")
         if not members:
             raise ValueError("Ensemble.stack: the list of members is empty; an ensemble has at least one.")
@@ -133,9 +137,10 @@ class Ensemble:
             if not is_model(member):
                 raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
             parts = split(member)
-            _check_arrays("Ensemble.create", parts)
+            _check_leaves("Ensemble.create", "the model that make returns", parts)
+            _check_any_arrays("Ensemble.create", parts)
             structures.append(parts.structure)
-            return parts.trainable, parts.rest
+            return _strong((parts.trainable, parts.rest))
 
         # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap.
         trainable, rest = _run_once(lambda: jax.lax.map(make_one, jnp.arange(size)), key)
@@ -208,6 +213,9 @@ class Ensemble:
 
     def predict(self, x: Any, *, kind: str = "classification", **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode, and say how sure they are.
+
+        Evaluation mode is `deterministic=True` and `use_running_average=True` in every module that has such an
+        attribute.
 
         Args:
           x: inputs, shared by all members, shape (batch, ...).
@@ -283,10 +291,10 @@ class Ensemble:
         return jax.tree.map(lambda x: x[i], self).__plurax_member__()
 
     def __repr__(self) -> str:
-        arrays = jax.tree.leaves(self.trainable)
-        if not all(isinstance(x, (jax.Array, np.ndarray)) and x.ndim for x in jax.tree.leaves(self)):
+        arrays = jax.tree.leaves(self)
+        if not arrays or not all(getattr(x, "ndim", 0) for x in arrays):
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
-        count = sum(x.size for x in arrays) // len(self)
+        count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
 
     def _modules(self, api: str) -> Any:
@@ -301,10 +309,13 @@ class Ensemble:
     def _evaluating(self) -> Ensemble:
         """The ensemble in evaluation mode; functions of variables are left as they are."""
         model = self.__plurax_member__()
-        if not hasattr(model, "eval"):
+        if not is_module(model):
             return self
-        model.eval()
-        return self.__plurax_stack__(model)
+        from flax import nnx
+
+        # Not `model.eval()`, which may be a method of another meaning.
+        evaluating = nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
+        return self.__plurax_stack__(evaluating)
 
     # The protocols by which the transforms know an ensemble.
 
@@ -367,16 +378,34 @@ def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
 
 
 def _stacked(api: str, members: Sequence[Any]) -> Ensemble:
+    check_separate(api, members)
     parts = [split(member) for member in members]
+    for i, part in enumerate(parts):
+        _check_leaves(api, f"member {i}", part)
     for i in range(1, len(parts)):
         check_same_architecture(api, i, (members[0], parts[0]), (members[i], parts[i]))
-    _check_arrays(api, parts[0])
-    return Ensemble(parts[0].structure, *stack([(part.trainable, part.rest) for part in parts]))
+    _check_any_arrays(api, parts[0])
+    trainable, rest = stack([(part.trainable, part.rest) for part in parts])
+    return Ensemble(parts[0].structure, *_strong((trainable, rest)))
 
 
-def _check_arrays(api: str, parts: Parts) -> None:
+def _check_any_arrays(api: str, parts: Parts) -> None:
     if not jax.tree.leaves(parts):
         raise ValueError(f"{api}: the models hold no arrays, so there is nothing to stack.")
+
+
+def _check_leaves(api: str, whose: str, parts: Parts) -> None:
+    for path, leaf in parts.arrays().items():
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
+            raise TypeError(
+                f"{api}: `{path}` of {whose} holds {describe(leaf)}, but only arrays can be stacked; make it a plain "
+                "attribute instead of a variable."
+            )
+
+
+def _strong(tree: Any) -> Any:
+    """`tree` without weak types: an update makes them strong, and a program would be compiled for both."""
+    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
 def _key(seed: Any) -> jax.Array:

@@ -1,10 +1,15 @@
+import copy
+import pickle
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Ensemble
+from plurax.ensemble import Ensemble, Trainer, load, load_member, save
 from plurax.transforms import grad
 
 
@@ -177,6 +182,129 @@ def test_mixed_dtypes_and_keys_are_stacked_as_they_are():
     np.testing.assert_array_equal(jax.random.key_data(member.rngs.default.key[...]), jax.random.key_data(expected))
 
 
+class Held(nnx.Module):
+    """Variables that hold pytrees."""
+
+    def __init__(self, rngs, width=3):
+        self.weights = nnx.Param({"w": rngs.params.normal((4, width)), "b": [jnp.zeros(width)]})
+        self.seen = nnx.BatchStat((jnp.zeros(4), {"count": jnp.zeros((), jnp.int32)}))
+
+    def __call__(self, x):
+        weights = self.weights.get_value()
+        return x @ weights["w"] + weights["b"][0]
+
+
+def test_variables_may_hold_pytrees(tmp_path, assert_same):
+    members = [Held(nnx.Rngs(jax.random.fold_in(jax.random.key(0), i))) for i in range(3)]
+    ens = Ensemble.stack(members)
+    assert_same(ens.unstack(), members)
+    assert_same(Ensemble.create(Held, 3, seed=0).unstack(), members, 1e-6)
+    np.testing.assert_allclose(ens(X), [member(X) for member in members], rtol=1e-6)
+    save(tmp_path / "held", ens)
+    assert_same(load(tmp_path / "held", ens), ens)
+    assert_same(load_member(tmp_path / "held", 1, members[0]), members[1])
+    with pytest.raises(ValueError, match=r"at `weights.b.0`: it has shape \(2,\)"):
+        Ensemble.stack([members[0], Held(nnx.Rngs(0), width=2)])
+
+    def loss(model, x):
+        total, counted = model.seen.get_value()
+        model.seen.set_value((total + x.sum(0), {"count": counted["count"] + 1}))
+        return (model(x) ** 2).mean()
+
+    trainer = Trainer(loss, optax.sgd(0.1))
+    state = trainer.init(ens)
+    for _ in range(2):
+        state, _ = trainer.step(state, X)
+    for member, trained in zip(members, state.ensemble, strict=True):
+        weights = member.weights.get_value()
+        for _ in range(2):
+            gradient = jax.grad(lambda p: ((X @ p["w"] + p["b"][0]) ** 2).mean())(weights)
+            weights = jax.tree.map(lambda p, g: p - 0.1 * g, weights, gradient)
+        assert_same(trained.weights.get_value(), weights, 1e-5)
+        assert trained.seen.get_value()[1]["count"] == 2
+        np.testing.assert_allclose(trained.seen.get_value()[0], 2 * X.sum(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [0.5, 3, True])
+def test_python_numbers_are_stacked_as_created(number, assert_same):
+    def make(rngs):
+        return nnx.Dict(number=nnx.Variable(number), weight=nnx.Param(jnp.ones(2)))
+
+    stacked, created = Ensemble.stack([make(None) for _ in range(3)]), Ensemble.create(make, 3, seed=0)
+    assert_same(stacked, created)
+    assert stacked[2].number[...] == number
+
+
+@pytest.mark.parametrize("collect", [list, tuple, nnx.List])
+def test_members_come_in_any_sequence(plain, collect, assert_same):
+    members = [plain(nnx.Rngs(i)) for i in range(2)]
+    assert_same(Ensemble.stack(collect(members)).unstack(), members)
+
+
+class Weak(nnx.Module):
+    """Its arrays are weakly typed, as `jnp.full` and Python's numbers make them."""
+
+    def __init__(self, rngs):
+        self.scale, self.offset = nnx.Param(jnp.full(3, 2.0)), nnx.Variable(0.5)
+
+    def __call__(self, x):
+        return x * self.scale + self.offset[...]
+
+
+@pytest.mark.parametrize("make", [lambda: Ensemble.stack([Weak(None)] * 1), lambda: Ensemble.create(Weak, 2, seed=0)])
+def test_weak_types_become_strong_so_that_only_the_first_step_compiles(make):
+    traces = []
+
+    def loss(model, x):
+        traces.append(1)
+        return model(x).sum()
+
+    assert Weak(None).scale[...].weak_type
+    ens = make()
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(ens))
+    assert {leaf.dtype for leaf in jax.tree.leaves(ens)} == {jnp.dtype("float32")}
+    np.testing.assert_array_equal(ens[0].scale[...], np.full(3, 2.0, np.float32))
+    trainer = Trainer(loss, optax.adam(0.1))
+    state, _ = trainer.step(trainer.init(ens), jnp.ones(3))
+    traces.clear()
+    for _ in range(3):
+        state, _ = trainer.step(state, jnp.ones(3))
+    assert not traces
+
+
+class Active(nnx.Module):
+    def __init__(self, rngs, act):
+        self.linear, self.act = nnx.Linear(4, 3, rngs=rngs), act
+
+    def __call__(self, x):
+        return self.act(self.linear(x))
+
+
+def test_partials_made_anew_are_one_configuration():
+    members = [Active(nnx.Rngs(i), partial(nnx.gelu, approximate=False)) for i in range(3)]
+    np.testing.assert_allclose(Ensemble.stack(members)(X), [member(X) for member in members], rtol=1e-5, atol=1e-6)
+    nested = [Active(nnx.Rngs(i), partial(partial(jnp.add, i // 2), 1)) for i in range(2)]
+    assert len(Ensemble.stack(nested)) == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_works_as_the_original(duplicate, assert_same):
+    ens = Ensemble.stack([Active(nnx.Rngs(i), nnx.relu) for i in range(2)])
+    trainer = Trainer(lambda model, x: (model(x) ** 2).mean(), optax.adam(0.1))
+    state = trainer.init(ens)
+    assert_same(duplicate(ens), ens)
+    assert_same(duplicate(ens)[1], ens[1])
+    np.testing.assert_array_equal(duplicate(ens)(X), ens(X))
+    assert_same(trainer.step(duplicate(state), X), trainer.step(state, X))
+
+
+def test_an_ensemble_is_pickled(assert_same):
+    ens = Ensemble.stack([nnx.Linear(4, 3, rngs=nnx.Rngs(i)) for i in range(2)])
+    again = pickle.loads(pickle.dumps(ens))
+    assert_same(again, ens)
+    np.testing.assert_array_equal(again(X), ens(X))
+
+
 def test_a_view_changes_a_copy(stateful, assert_same):
     ens = Ensemble.create(stateful, 2, seed=0)
     evaluating = ens.view(deterministic=True, use_running_average=True)
@@ -201,6 +329,40 @@ def test_calling_indexing_viewing_and_predicting_change_nothing(stateful, leaves
     assert not ens[0].dropout.deterministic
 
 
+class Judged(nnx.Module):
+    """`eval` is something else here, and so is the training mode."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.own = _Own()
+
+    def __call__(self, x):
+        return self.own(self.dropout(self.inner(x)))
+
+    def eval(self, x, y):  # type: ignore[override]
+        raise AssertionError
+
+
+class _Own(nnx.Module):
+    """A module with an attribute of evaluation, and no `set_view`."""
+
+    def __init__(self):
+        self.deterministic = False
+
+    def __call__(self, x):
+        return x if self.deterministic else x + 100
+
+
+def test_evaluation_mode_calls_no_method_of_the_members():
+    members = [Judged(nnx.Rngs(i)) for i in range(2)]
+    ens = Ensemble.stack(members)
+    expected = [jax.nn.softmax(member.inner(X)) for member in members]
+    np.testing.assert_allclose(ens.predict(X).members, expected, rtol=1e-5, atol=1e-6)
+    assert ens.view(deterministic=True)[0].dropout.deterministic
+    assert not ens[0].dropout.deterministic
+
+
 def test_it_is_frozen(ens):
     with pytest.raises(AttributeError, match="cannot assign"):
         ens.trainable = {}
@@ -217,7 +379,81 @@ def test_repr_says_what_it_holds(ens):
     assert repr(ens) == "Ensemble of 3 × Plain, 43 parameters each"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: None, lambda x: 0.5, lambda x: object(), lambda x: x.sum(), lambda x: x[:0], lambda x: "text"],
+)
+def test_repr_never_raises(ens, change):
+    assert repr(jax.tree.map(change, ens)).startswith("Ensemble")
+
+
+def test_repr_of_shapes_is_that_of_arrays(ens):
+    assert repr(jax.eval_shape(lambda: ens)) == repr(ens)
+
+
+class Noisy(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.rngs = nnx.Linear(4, 3, rngs=rngs), rngs
+
+    def __call__(self, x):
+        return self.linear(x) + self.rngs.noise.normal((3,))
+
+
 class Test_refusals:
+    def test_members_that_keep_one_rngs(self):
+        rngs = nnx.Rngs(0)
+        with pytest.raises(
+            ValueError,
+            match=r"members 0 and 1 share a variable, `rngs.default.count` of the one and `rngs.default.count` of the "
+            r"other, .* an nnx.Rngs of its own, or pass nnx.clone\(member\)",
+        ):
+            Ensemble.stack([Noisy(rngs) for _ in range(3)])
+        assert len(Ensemble.stack([Noisy(nnx.Rngs(i)) for i in range(3)])) == 3
+
+    def test_members_that_share_a_module(self):
+        backbone = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        heads = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)]
+        members = [nnx.Sequential(heads[0], heads[1]), nnx.Sequential(heads[2], backbone), nnx.Sequential(backbone)]
+        with pytest.raises(ValueError, match="members 1 and 2 share a variable, `layers.1.bias` .* `layers.0.bias`"):
+            Ensemble.stack(members)
+
+    def test_one_member_listed_twice(self, plain):
+        member = plain(nnx.Rngs(0))
+        with pytest.raises(ValueError, match="members 0 and 1 share a variable, `first.bias` .* `first.bias`"):
+            Ensemble.stack([member, member])
+        assert len(Ensemble.stack([member, nnx.clone(member)])) == 2
+
+    def test_functions_made_anew(self):
+        def make(i, act):
+            return Active(nnx.Rngs(i), act)
+
+        with pytest.raises(ValueError, match="act of the model is .*lambda.*, a different object in each; define it "):
+            Ensemble.stack([make(i, lambda x: x) for i in range(2)])
+        with pytest.raises(ValueError, match=r"at module level, or use Ensemble.create\.$"):
+            Ensemble.stack([make(i, partial(nnx.gelu, approximate=[])) for i in range(2)])
+        with pytest.raises(ValueError, match="approximate=1.*, but there .*approximate=True.*; build all members"):
+            Ensemble.stack([make(i, partial(nnx.gelu, approximate=a)) for i, a in enumerate([True, 1])])
+
+    def test_variables_of_other_kinds(self):
+        def pair(*values):
+            return Ensemble.stack([nnx.Dict(a=value) for value in values])
+
+        with pytest.raises(ValueError, match="a is a BatchStat, but there a Param"):
+            pair(nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.ones(2)))
+        with pytest.raises(ValueError, match="hold other containers"):
+            pair(nnx.Param([jnp.ones(2)]), nnx.Param((jnp.ones(2),)))
+        with pytest.raises(ValueError, match=r"at `a`: it has shape \(\) and dtype int32, but .* dtype float32"):
+            pair(nnx.Variable(0.5), nnx.Variable(3))
+
+    def test_a_variable_that_holds_no_array(self):
+        def make(rngs):
+            return nnx.Dict(name=nnx.Variable("text"))
+
+        with pytest.raises(TypeError, match="`name` of member 0 holds 'text' of type str, but only arrays"):
+            Ensemble.stack([make(None)])
+        with pytest.raises(TypeError, match="`name` of the model that make returns holds 'text'"):
+            Ensemble.create(make, 2, seed=0)
+
     def test_an_empty_list(self):
         with pytest.raises(ValueError, match="the list of members is empty"):
             Ensemble.stack([])
@@ -225,6 +461,12 @@ class Test_refusals:
     def test_no_list(self, plain):
         with pytest.raises(TypeError, match="members must be a list of models"):
             Ensemble.stack(plain(nnx.Rngs(0)))
+        with pytest.raises(TypeError, match="members must be a list of models, but got 'ab' of type str"):
+            Ensemble.stack("ab")
+
+    def test_a_message_is_one_line(self, plain):
+        with pytest.raises(TypeError, match=r"^Ensemble.stack: .*, but got .{0,120} of type Sequential\.$"):
+            Ensemble.stack(nnx.Sequential(*[plain(nnx.Rngs(i)) for i in range(9)]))
 
     def test_a_member_that_is_no_model(self, plain):
         with pytest.raises(TypeError, match="member 1 is function, not an NNX module; .*from_apply"):
@@ -264,6 +506,8 @@ class Test_refusals:
     def test_models_without_arrays(self):
         with pytest.raises(ValueError, match="hold no arrays"):
             Ensemble.stack([nnx.Dropout(0.5), nnx.Dropout(0.5)])
+        with pytest.raises(ValueError, match="Ensemble.create: the models hold no arrays"):
+            Ensemble.create(lambda rngs: nnx.Dropout(0.5), 2, seed=0)
 
     @pytest.mark.parametrize(
         ("size", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]

@@ -1,3 +1,7 @@
+import copy
+import pickle
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -121,6 +125,61 @@ def test_integers_do_not_train_by_default():
     assert ens.trainable["n"] is None
 
 
+def test_a_rule_sees_whole_paths():
+    attention = {"attn": {name: jnp.ones(2) for name in ("query", "key", "value")}}
+    seen = []
+
+    def rule(path, _):
+        seen.append(path)
+        return path.endswith(("query", "value"))
+
+    ens = Ensemble.from_apply(lambda v: v["attn"]["value"], [attention], trainable=rule)
+    assert sorted(set(seen)) == ["attn.key", "attn.query", "attn.value"]
+    assert [name for name, leaf in ens.trainable["attn"].items() if leaf is not None] == ["query", "value"]
+    with pytest.raises(ValueError, match="at `attn.value`"):
+        Ensemble.from_apply(jnp.sin, [attention, {"attn": {**attention["attn"], "value": jnp.ones(3)}}])
+
+
+def _scaled(variables, x):
+    return variables["w"] * x * variables["f"](x)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_works_as_the_original(duplicate, assert_same):
+    variables = [{"w": jnp.full(4, i + 1.0), "n": jnp.int32(i), "f": len} for i in range(2)]
+    ens = Ensemble.from_apply(_scaled, variables)
+    trainer = Trainer(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
+    state = trainer.init(ens)
+    assert_same(duplicate(ens), ens)
+    assert_same(duplicate(ens)[1].variables["w"], variables[1]["w"])
+    np.testing.assert_array_equal(duplicate(ens)(X), ens(X))
+    assert_same(trainer.step(duplicate(state), X), trainer.step(state, X))
+
+
+def test_weak_types_become_strong_so_that_only_the_first_step_compiles():
+    traces = []
+
+    def loss(model, x):
+        traces.append(1)
+        return model(x).sum()
+
+    ens = Ensemble.from_apply(lambda v, x: v * x, [jnp.full(4, 2.0), jnp.full(4, 3.0)])
+    assert (ens.trainable.weak_type, ens.trainable.dtype) == (False, jnp.float32)
+    trainer = Trainer(loss, optax.sgd(0.1))
+    state, _ = trainer.step(trainer.init(ens), X)
+    traces.clear()
+    for _ in range(3):
+        state, _ = trainer.step(state, X)
+    assert not traces
+
+
+def test_partials_made_anew_are_one_configuration():
+    variables = [{"w": jnp.full(4, i - 1.0), "f": partial(jax.nn.gelu, approximate=False)} for i in range(3)]
+    ens = Ensemble.from_apply(lambda v, x: v["f"](x * v["w"]), variables)
+    expected = [jax.nn.gelu(X * v["w"], approximate=False) for v in variables]
+    np.testing.assert_allclose(ens(X), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_member_is_differentiated_in_what_trains(linen):
     member = Ensemble.from_apply(NORMED.apply, linen)[0]
     gradient = grad(lambda m, x: (m(x) ** 2).sum())(member, X)
@@ -186,6 +245,22 @@ class Test_refusals:
             Ensemble.from_apply(lambda v: v, [{"w": jnp.ones(2)}, {"w": jnp.ones(3)}])
         with pytest.raises(ValueError, match="member 1 differs from member 0 in its configuration"):
             Ensemble.from_apply(lambda v: v, [{"w": jnp.ones(2), "rate": 0.1}, {"w": jnp.ones(2), "rate": 0.2}])
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ((0.1, 0.2), "`a.rate` is 0.2, but there 0.1; build all members with one configuration"),
+            ((1, 1.0), "`a.rate` is 1.0, but there 1;"),
+            (([1], (1,)), "their variables are in other containers"),
+            (
+                [(lambda: lambda: 0)() for _ in range(2)],
+                "`a.rate` is .*, a different object in each; define it once, at module ",
+            ),
+        ],
+    )
+    def test_members_of_another_configuration(self, values, message):
+        with pytest.raises(ValueError, match=message):
+            Ensemble.from_apply(jnp.sin, [{"w": jnp.ones(2), "a": {"rate": value}} for value in values])
 
     def test_a_view(self):
         with pytest.raises(TypeError, match="functions of variables, not NNX modules"):
