@@ -22,7 +22,7 @@ def interleaved(candidates: dict[str, Callable[[], Any]], *, rounds: int, second
     first call, which compiles, is timed apart. Each turn repeats the call for about `seconds`, and counts its mean.
 
     Returns:
-      For each candidate the median of its turns in ms, the spread from the first to the third quartile, and the first
+      For each candidate its turns in ms, their median, the spread from the first to the third quartile, and the first
       call in ms.
     """
     first, turns = {}, {}
@@ -39,9 +39,16 @@ def interleaved(candidates: dict[str, Callable[[], Any]], *, rounds: int, second
             "median_ms": statistics.median(values) * 1e3,
             "quartiles_ms": [q * 1e3 for q in statistics.quantiles(values, n=4)[::2]],
             "first_call_ms": first[name] * 1e3,
+            "turns_ms": [value * 1e3 for value in values],
         }
         for name, values in times.items()
     }
+
+
+def ratio(times: dict[str, dict[str, Any]], name: str, peer: str) -> float:
+    """How much longer `name` takes than `peer`: the median over the rounds, since a round's two share its noise."""
+    pairs = zip(times[name]["turns_ms"], times[peer]["turns_ms"], strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
 def _time(call: Callable[[], Any], repeats: int) -> float:

@@ -413,6 +413,7 @@ def _outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
     """Path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
+        leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
         shape = leaf.shape[1:] if drop_axis else leaf.shape
         # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
         outline = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}

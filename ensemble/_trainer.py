@@ -33,10 +33,12 @@ class Trainer:
         an ordinary module. What it changes of its own state is carried along.
       optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` that all members share.
       hyperparams: arguments of the factory: a list or 1-D array holds one value per member, anything else is shared.
+        The values per member live in the state (`state.opt_state.hyperparams`), where `init` puts them.
       in_axes: for the batch: None (all members share it), 0 (member i takes slice i of every array), or a tuple with
         one entry for each element of the batch.
       grad_fn: replaces `plurax.transforms.value_and_grad`: `grad_fn(loss)(model, *batch)` returns `(value, gradients)`,
-        where value is what `loss` returns and the gradients are like those of `value_and_grad`.
+        where value is what `loss` returns and the gradients are like those of `value_and_grad`. What it assigns to
+        the model holds.
       strategy: how the members are executed, never what they compute. "vmap": batched operations; "map": a compiled
         loop; "unroll": one program with each member's operations in turn; "loop": a Python loop over the compiled step
         of one member. "auto" takes "loop" on a CPU where the step contains a convolution, else "vmap". Where a step is
@@ -175,7 +177,8 @@ class Trainer:
           progress: whether to show a bar with the range of the loss over the members, and steps per second.
           checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
             a whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later
-            are taken and skipped, and the steps count from `state`. A final checkpoint is always written.
+            are taken and skipped, and the steps count from `state`. A damaged one is passed over with a warning. What
+            else is in the directory stays as it is. A final checkpoint is always written.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: how many checkpoints to keep, the newest.
           history_every: steps between rows of the history.
@@ -188,7 +191,9 @@ class Trainer:
 
         Raises:
           TypeError, ValueError: as for `step`; `steps` or another count is no int or too small; a checkpoint of another
-            ensemble or other hyperparameters, or later than the steps asked for.
+            ensemble, another factory or other hyperparameters, or later than the steps asked for. (Two ready
+            optimisers with states of one structure cannot be told apart.)
+          OSError: `checkpoint_dir` cannot be made.
 
         Cost:
           The state is copied once, then each step takes over the memory of the one before.

@@ -189,6 +189,15 @@ def test_a_frozen_layer_is_no_other_one(tmp_path):
     assert [float(x[...]) for x in (member.a, member.b, member.c)] == [1, 2, 3]
 
 
+def test_a_variable_that_holds_a_number(tmp_path):
+    class Number(nnx.Module):
+        def __init__(self, value):
+            self.value = nnx.Param(value)
+
+    save(tmp_path / "a", Ensemble.stack([Number(0.5), Number(1.5)]))
+    assert load_member(tmp_path / "a", 1, Number(0.0)).value[...] == 1.5
+
+
 def test_paths_that_read_alike_are_kept_apart(tmp_path, assert_same):
     variables = [{"a.b": jnp.full(2, i), "a": {"b": jnp.full(2, 10 + i)}} for i in range(2)]
     ens = Ensemble.from_apply(lambda variables, x: x, variables)

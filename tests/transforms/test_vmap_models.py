@@ -231,7 +231,7 @@ def test_tied_weights_stay_tied() -> None:
         model.again[...] = 2 * model.gain[...]
         return model
 
-    member = vmap(double)(Ensemble.stack([tied, tied]))[1]
+    member = vmap(double)(Ensemble.stack([tied, nnx.clone(tied)]))[1]
     assert member.again is member.gain
     assert_close(member.gain[...], 2 * tied.gain[...])
 
