@@ -7,16 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .metrics import entropy
+from ..transforms._arguments import describe
+from .metrics import _at_least_float32, _entropy, _first
 
 
 class Prediction(NamedTuple):
     """What the members predict together.
 
+    Everything has the dtype of the members' outputs, but is computed and given in float32 where those are of half
+    precision (float16, bfloat16). Of integers, which only regression takes, mean and variance are of floating point.
+
     Attributes:
       mean: classification: mean probability of each class (batch, classes); regression: mean value (batch, ...).
       variance: over the members, of each class's probability (batch, classes); for regression of the value, and where
-        the members give variances themselves, with the mean of those added: the variance of the mixture.
+        the members give variances themselves, with the mean of those added: the variance of the mixture. A negative
+        one of those is refused; where it is traced, as under `jit`, it makes the result NaN.
       entropy: of `mean`, in nats (batch,): the total uncertainty. None for regression.
       mutual_information: `entropy` less the mean entropy of the members, in nats (batch,): the part of the uncertainty
         that is disagreement. None for regression.
@@ -56,11 +61,27 @@ def _classify(logits: Any) -> Prediction:
             "Ensemble.predict: for classification each member must return logits of shape (batch, classes), but all "
             f"together returned {_say(logits)}; for values use kind='regression'."
         )
-    members = jax.nn.softmax(logits, axis=-1)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            "Ensemble.predict: for classification each member must return logits of floating point, but all together "
+            f"returned {describe(logits)}; cast them with .astype(float), or for values use kind='regression'."
+        )
+    if logits.shape[-1] < 2:
+        raise ValueError(
+            "Ensemble.predict: for classification each member must return logits of at least 2 classes, but each "
+            f"returned shape {logits.shape[1:]}; where z is the one logit of a sigmoid, return those of both classes, "
+            "jnp.concatenate([jnp.zeros_like(z), z], axis=-1)."
+        )
+    return _of_logits(logits)
+
+
+@jax.jit
+def _of_logits(logits: jax.Array) -> Prediction:
+    members = jax.nn.softmax(_at_least_float32(logits), axis=-1)
     mean = members.mean(axis=0)
-    total = entropy(mean)
+    total = _entropy(mean)
     # Rounding can leave it a little below zero where all members agree.
-    disagreement = jnp.maximum(total - entropy(members).mean(axis=0), 0)
+    disagreement = jnp.maximum(total - _entropy(members).mean(axis=0), 0)
     return Prediction(mean, members.var(axis=0), total, disagreement, members)
 
 
@@ -77,13 +98,33 @@ def _regress(outputs: Any) -> Prediction:
                 f"Ensemble.predict: the members' means have shape {members.shape[1:]}, but their variances "
                 f"{variances.shape[1:]}; return one variance for each mean."
             )
-        return Prediction(members.mean(axis=0), members.var(axis=0) + variances.mean(axis=0), None, None, members)
+        if found := _first(_is_negative, variances):
+            (member, *index), value = found
+            raise ValueError(
+                f"Ensemble.predict: the members' variances must not be negative, but member {member} returned {value} "
+                f"at index {tuple(index)}; where that is a logarithm, return jnp.exp of it."
+            )
+        return _of_values(members, variances)
     if not isinstance(outputs, jax.Array):
         raise ValueError(
             "Ensemble.predict: for regression each member must return values or a pair (mean, variance), but all "
             f"together returned {_say(outputs)}."
         )
-    return Prediction(outputs.mean(axis=0), outputs.var(axis=0), None, None, outputs)
+    return _of_values(outputs, None)
+
+
+@jax.jit
+def _of_values(members: jax.Array, variances: jax.Array | None) -> Prediction:
+    members = _at_least_float32(members)
+    variance = members.var(axis=0)
+    if variances is not None:
+        variances = _at_least_float32(variances)
+        variance += jnp.where(_is_negative(variances), jnp.nan, variances).mean(axis=0)
+    return Prediction(members.mean(axis=0), variance, None, None, members)
+
+
+def _is_negative(x: jax.Array) -> jax.Array:
+    return x < 0
 
 
 def _say(outputs: Any) -> str:

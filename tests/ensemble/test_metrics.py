@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, log_loss
@@ -9,6 +10,8 @@ from sklearn.metrics import accuracy_score, log_loss
 from plurax.ensemble import metrics
 
 SCORES = (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece)
+OF_PROBABILITIES = SCORES[1:]
+HALVES = (jnp.float16, jnp.bfloat16)
 
 
 @pytest.fixture
@@ -80,7 +83,7 @@ def test_scores_work_under_jit_and_vmap(score, probabilities, labels):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_scores_refuse_other_labels_and_shapes(score, probabilities, labels):
-    with pytest.raises(TypeError, match="labels must be integers"):
+    with pytest.raises(TypeError, match="labels must be an array of integers"):
         score(probabilities, labels.astype(float))
     with pytest.raises(ValueError, match=r"probabilities must have shape .* but got \(3, 40, 5\) and \(39,\)"):
         score(probabilities, labels[:-1])
@@ -92,3 +95,186 @@ def test_scores_refuse_other_labels_and_shapes(score, probabilities, labels):
 def test_ece_refuses_a_number_of_bins_that_is_none(probabilities, labels, bins):
     with pytest.raises(ValueError, match="bins must be a positive int"):
         metrics.ece(probabilities[0], labels, bins=bins)
+
+
+@pytest.mark.parametrize("bins", [1, 13, 26])
+def test_each_bin_of_ece_holds_its_upper_end(bins):
+    # One example at the upper end of every bin and one in its middle: were an end counted in the next bin, it would
+    # change the sum, as right and wrong examples alternate from bin to bin.
+    first = bins // 2 + 1
+    ends = np.arange(first, bins + 1, dtype=np.float32) / np.float32(bins)
+    middles = (np.arange(first, bins + 1) - 0.5).astype(np.float32) / np.float32(bins)
+    confidence = np.concatenate([ends, middles])
+    right = np.tile(np.arange(len(ends)) % 2 == 0, 2)
+    probabilities = np.stack([confidence, 1 - confidence], axis=-1)
+    winner = probabilities.argmax(axis=-1)
+    gaps = (probabilities.max(axis=-1).astype(np.float64) - right).reshape(2, -1)
+    expected = np.abs(gaps.sum(axis=0)).sum() / len(confidence)
+    labels = np.where(right, winner, 1 - winner)
+    np.testing.assert_allclose(metrics.ece(probabilities, labels, bins=bins), expected, rtol=1e-5)
+
+
+def test_ece_of_millions_of_examples_keeps_its_digits():
+    confidence = np.random.default_rng(0).uniform(0.9, 0.95, 3_000_000).astype(np.float32)
+    expected = 1 - confidence.astype(np.float64).mean()
+    ece = metrics.ece(np.stack([confidence, 1 - confidence], axis=-1), np.zeros(confidence.shape, np.int32))
+    np.testing.assert_allclose(ece, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, 7])
+@pytest.mark.parametrize("score", SCORES)
+def test_labels_that_are_no_class_are_refused(score, wrong, probabilities, labels):
+    message = rf"labels must be classes from 0 to 4, but labels\[17\] is {wrong}; leave such examples out"
+    labels = labels.at[17].set(wrong).at[23].set(9)
+    with pytest.raises(ValueError, match=message):
+        score(probabilities, labels)
+    with pytest.raises(ValueError, match=message):
+        score(probabilities, np.asarray(labels))
+    with pytest.raises(ValueError, match=message):  # a constant of what is traced
+        jax.jit(lambda p: score(p, labels))(probabilities)
+    with pytest.raises(ValueError, match=message):
+        jax.vmap(lambda p: score(p, labels))(probabilities)
+
+
+@pytest.mark.parametrize("wrong", [-1, -5, 5, 7])
+@pytest.mark.parametrize("score", SCORES)
+def test_traced_labels_that_are_no_class_make_the_score_nan(score, wrong, probabilities, labels):
+    several = jnp.stack([labels, labels.at[17].set(wrong)])
+    assert np.isnan(jax.jit(score)(probabilities, several[1])).all()
+    mapped = jax.vmap(score, (None, 0))(probabilities, several)
+    assert np.isnan(mapped[1]).all()
+    np.testing.assert_allclose(mapped[0], score(probabilities, labels), rtol=1e-5)
+
+
+def test_a_label_that_jax_would_wrap_into_a_class_is_refused(probabilities):
+    with pytest.raises(ValueError, match=rf"labels\[0\] is {2**32 + 1}"):
+        metrics.nll(probabilities[0, :1], np.array([2**32 + 1]))
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_labels_of_a_narrow_dtype_score_among_more_classes_than_it_counts(score, dtype):
+    probabilities = jax.nn.softmax(jax.random.normal(jax.random.key(0), (2, 300)))
+    labels = jnp.array([5, 100])
+    np.testing.assert_array_equal(score(probabilities, labels.astype(dtype)), score(probabilities, labels))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_variables_are_scored_as_their_arrays(score, probabilities, labels):
+    p, y = nnx.Variable(probabilities), nnx.Variable(labels)
+    np.testing.assert_array_equal(score(p, y), score(probabilities, labels))
+    traced = jax.jit(lambda p, y: score(nnx.Variable(p), nnx.Variable(y)))(probabilities, labels)
+    np.testing.assert_allclose(traced, score(probabilities, labels), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"labels\[1\] is -1"):
+        score(p, nnx.Variable(labels.at[1].set(-1)))
+
+
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("score", SCORES)
+def test_a_nan_makes_the_score_of_its_member_nan(score, place, probabilities, labels):
+    broken = probabilities.at[1, 7, place].set(jnp.nan)
+    for scores in (score(broken, labels), jax.jit(score)(broken, labels), jax.vmap(score, (0, None))(broken, labels)):
+        assert np.isnan(scores).tolist() == [False, True, False]
+        np.testing.assert_allclose(scores[::2], score(probabilities, labels)[::2], rtol=1e-5)
+
+
+def test_entropy_of_nan_is_nan(probabilities):
+    entropy = metrics.entropy(probabilities.at[1, 7, 3].set(jnp.nan))
+    assert np.argwhere(np.isnan(entropy)).tolist() == [[1, 7]]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_the_score_of_no_examples_is_nan_and_of_no_members_empty(score, probabilities, labels):
+    assert np.isnan(score(probabilities[:, :0], labels[:0])).tolist() == [True] * 3
+    assert score(probabilities[:0], labels).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("score", SCORES)
+def test_half_precision_is_scored_in_float32(score, dtype, probabilities, labels):
+    half = probabilities.astype(dtype)
+    scores = score(half, labels)
+    assert scores.dtype == jnp.float32
+    np.testing.assert_allclose(scores, score(half.astype(jnp.float32), labels), rtol=1e-6)
+    entropy = metrics.entropy(half)
+    assert entropy.dtype == jnp.float32
+    np.testing.assert_array_equal(entropy, metrics.entropy(half.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_scores_more_examples_than_it_counts(dtype):
+    probabilities = np.tile(np.array([[0.75, 0.25], [0.625, 0.375]], dtype), (100_000, 1))
+    scores = [score(probabilities, np.tile([0, 1], 100_000)) for score in SCORES]
+    nll, brier, ece = -np.log(0.75 * 0.375) / 2, 0.25**2 + 0.625**2, (0.25 + 0.625) / 2
+    np.testing.assert_allclose(scores, [0.5, nll, brier, ece], rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_have_the_dtype_of_the_probabilities(score, probabilities, labels):
+    assert score(probabilities, labels).dtype == jnp.float32
+    p, y = np.asarray(probabilities), np.asarray(labels)
+    with jax.enable_x64(True):
+        assert score(p, y).dtype == jnp.float32
+        p = p.astype(np.float64)
+        double = score(p, y)
+        assert double.dtype == jnp.float64
+        assert metrics.entropy(p).dtype == jnp.float64
+        assert np.isnan(jax.jit(score)(p, np.where(np.arange(40) == 17, -1, y))).all()
+    np.testing.assert_allclose(double, score(probabilities, labels), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [int, bool, complex])
+def test_probabilities_that_are_not_floating_are_refused(dtype):
+    one_hot, labels = np.eye(3, dtype=dtype)[:2], jnp.array([0, 1])
+    for score in SCORES:
+        with pytest.raises(TypeError, match=r"probabilities must be an array of floating point.*\(2, 3\) and dtype"):
+            score(one_hot, labels)
+    with pytest.raises(TypeError, match=r"entropy: probabilities must be an array of floating point"):
+        metrics.entropy(one_hot)
+
+
+def test_lists_are_refused(probabilities, labels):
+    with pytest.raises(TypeError, match="labels must be an array of integers, but got a list"):
+        metrics.nll(probabilities, labels.tolist())
+    with pytest.raises(TypeError, match="probabilities must be an array of floating point, but got a list"):
+        metrics.nll(probabilities.tolist(), labels)
+    with pytest.raises(TypeError, match="probabilities must be an array of floating point, but got a list"):
+        metrics.entropy([0.5, 0.5])
+
+
+def test_probabilities_of_one_class_are_refused(probabilities, labels):
+    for score in SCORES:
+        with pytest.raises(
+            ValueError, match=r"at least 2 classes, but got shape \(3, 40, 1\).*concatenate\(\[1 - p, p"
+        ):
+            score(probabilities[..., :1], labels)
+    with pytest.raises(ValueError, match=r"entropy: .* at least 2 classes, but got shape \(3, 40, 0\)"):
+        metrics.entropy(probabilities[..., :0])
+    with pytest.raises(ValueError, match=r"entropy: probabilities must have shape \(..., classes\), but got \(\)"):
+        metrics.entropy(np.float32(0.5))
+
+
+@pytest.mark.parametrize("wrong", [-0.25, 1.5, np.inf])
+@pytest.mark.parametrize("score", OF_PROBABILITIES)
+def test_logits_are_not_scored_as_probabilities(score, wrong, probabilities, labels):
+    logits = probabilities.at[1, 7, 3].set(wrong)
+    message = rf"probabilities must be in 0 to 1, but probabilities\[1, 7, 3\] is {wrong}; .* jax.nn.softmax"
+    with pytest.raises(ValueError, match=message):
+        score(logits, labels)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda y: score(logits, y))(labels)
+    with pytest.raises(ValueError, match=message):
+        metrics.entropy(logits)
+    assert np.isnan(jax.jit(score)(logits, labels)).tolist() == [False, True, False]
+    assert np.argwhere(np.isnan(jax.jit(metrics.entropy)(logits))).tolist() == [[1, 7]]
+
+
+@pytest.mark.parametrize("score", OF_PROBABILITIES)
+def test_rounding_beyond_one_is_no_logit(score):
+    probabilities = jnp.array([[1.004, -0.004], [0.25, 0.75]], jnp.bfloat16)
+    assert np.isfinite(score(probabilities, jnp.array([0, 1])))
+
+
+def test_accuracy_of_logits_is_that_of_their_probabilities(labels):
+    logits = 5 * jax.random.normal(jax.random.key(2), (3, 40, 5))
+    np.testing.assert_array_equal(metrics.accuracy(logits, labels), metrics.accuracy(jax.nn.softmax(logits), labels))

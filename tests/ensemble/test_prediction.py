@@ -1,3 +1,5 @@
+from operator import itemgetter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,3 +111,109 @@ def test_it_refuses_outputs_that_are_no_values(logits):
         constant([{"mean": x} for x in logits]).predict(0, kind="regression")
     with pytest.raises(ValueError, match=r"means have shape \(5, 3\), but their variances \(5,\)"):
         constant([(x, x[..., 0]) for x in logits]).predict(0, kind="regression")
+
+
+@pytest.mark.parametrize("classes", [0, 1])
+def test_it_refuses_logits_of_fewer_than_two_classes(classes, logits):
+    message = rf"at least 2 classes, but each returned shape \(5, {classes}\).*concatenate\(\[jnp.zeros_like\(z\), z\]"
+    with pytest.raises(ValueError, match=message):
+        constant(logits[..., :classes]).predict(0)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda ens: ens.predict(0))(constant(logits[..., :classes]))
+
+
+def test_what_that_error_suggests_is_the_sigmoid(logits):
+    z = logits[..., :1]
+    prediction = constant(jnp.concatenate([jnp.zeros_like(z), z], axis=-1)).predict(0)
+    np.testing.assert_allclose(prediction.members[..., 1:], jax.nn.sigmoid(z), rtol=1e-5)
+
+
+def test_it_refuses_logits_that_are_not_floating(logits):
+    with pytest.raises(TypeError, match=r"logits of floating point.*\(4, 5, 3\) and dtype int8.*astype\(float\)"):
+        constant((30 * logits).astype(jnp.int8)).predict(0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype, logits):
+    half = (logits / 20).astype(dtype)  # members that nearly agree
+    for prediction in (constant(half).predict(0), jax.jit(lambda ens: ens.predict(0))(constant(half))):
+        expected = constant(half.astype(jnp.float32)).predict(0)
+        for found, wanted in zip(prediction, expected, strict=True):
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(prediction.members.sum(axis=-1), 1, rtol=1e-6)
+        assert (prediction.mutual_information > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_regression_of_half_precision_is_computed_in_float32(dtype, logits):
+    half = (100 + 300 * logits).astype(dtype)  # in float16 the squares overflow
+    values = np.asarray(half, np.float64)
+    prediction = constant(half).predict(0, kind="regression")
+    pairs = constant(zip(half, jnp.abs(half), strict=True)).predict(0, kind="regression")
+    for found in (prediction.mean, prediction.variance, prediction.members, *pairs[:2], pairs.members):
+        assert found.dtype == jnp.float32
+    np.testing.assert_allclose(prediction.mean, values.mean(axis=0), rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(prediction.variance, values.var(axis=0), rtol=1e-5)
+    np.testing.assert_array_equal(prediction.members, values)
+    np.testing.assert_allclose(pairs.variance, values.var(axis=0) + np.abs(values).mean(axis=0), rtol=1e-5)
+
+
+def test_double_precision_stays_so(logits):
+    with jax.enable_x64(True):
+        double = constant(np.asarray(logits, np.float64))
+        assert {x.dtype.name for x in double.predict(0)} == {"float64"}
+        assert {x.dtype.name for x in double.predict(0, kind="regression") if x is not None} == {"float64"}
+
+
+def test_regression_of_integers():
+    values = np.array([[100, -100], [127, 5], [-128, 0]], np.int8)
+    prediction = constant(values).predict(0, kind="regression")
+    np.testing.assert_allclose(prediction.mean, values.astype(float).mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(prediction.variance, values.astype(float).var(axis=0), rtol=1e-6)
+
+
+def test_negative_variances_are_refused_and_nan_where_traced(logits):
+    means, variances = logits[..., 0], jnp.exp(logits[..., 1]).at[2, 3].set(-0.5)
+    ens = constant(zip(means, variances, strict=True))
+    with pytest.raises(ValueError, match=r"not be negative, but member 2 returned -0.5 at index \(3,\).*jnp.exp"):
+        ens.predict(0, kind="regression")
+    prediction = jax.jit(lambda ens: ens.predict(0, kind="regression"))(ens)
+    assert np.isnan(prediction.variance).tolist() == [False, False, False, True, False]
+    np.testing.assert_allclose(prediction.mean, means.mean(axis=0), rtol=1e-5, atol=1e-6)
+    assert constant(zip(means, variances * 0, strict=True)).predict(0, kind="regression").variance.shape == (5,)
+
+
+def test_a_nan_stays_with_its_example_and_shows_in_every_number(logits):
+    prediction = constant(logits.at[1, 2, 0].set(jnp.nan)).predict(0)
+    for found in (prediction.mean[:, 1], prediction.variance[:, 1], prediction.entropy, prediction.mutual_information):
+        assert np.isnan(found).tolist() == [False, False, True, False, False]
+    assert np.argwhere(np.isnan(prediction.members[..., 1])).tolist() == [[1, 2]]
+
+
+def test_it_works_on_an_empty_batch(logits):
+    prediction = constant(logits[:, :0]).predict(0)
+    assert [x.shape for x in prediction] == [(0, 3), (0, 3), (0,), (0,), (4, 0, 3)]
+
+
+def test_it_works_under_vmap(logits):
+    scales = jnp.array([0.5, 2.0])
+    ens = Ensemble.from_apply(lambda v, scale: v * scale, list(logits))
+    mapped = jax.vmap(ens.predict)(scales)
+    for i, scale in enumerate(scales):
+        one = jax.tree.map(itemgetter(i), mapped)
+        for found, wanted in zip(one, ens.predict(scale), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_module_that_is_only_a_pytree_is_put_into_evaluation_mode_too():
+    class Scaled(nnx.Pytree):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(jnp.ones((4, 3)))
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(x @ self.kernel[...])
+
+    prediction = Ensemble.create(Scaled, 2, seed=0).predict(jnp.ones((5, 4)))
+    np.testing.assert_allclose(prediction.mean, np.full((5, 3), 1 / 3), rtol=1e-6)
