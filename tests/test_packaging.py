@@ -76,7 +76,7 @@ def test_the_wheel_imports_without_the_tree(wheel: Path, tmp_path: Path) -> None
 def test_without_the_wheel_that_import_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", "-c", IMPORT, str(tmp_path), sysconfig.get_path("purelib")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "No module named 'plurax'" in run.stderr
+    assert "No module named 'plurax" in run.stderr
 
 
 def test_the_listed_packages_are_the_folders_of_the_tree() -> None:

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,14 @@ def ens(plain):
 @pytest.fixture(scope="module")
 def trainer(cross_entropy):
     return Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.01, 0.02, 0.03]}, strategy="vmap")
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_pythons() -> Iterator[None]:
+    """What starts in the background of a shell ignores it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_fit_is_a_step_for_each_batch(trainer, ens, make_batches, assert_same):
