@@ -22,7 +22,7 @@ from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, is_model, is_module, split
 from ._applied import Applied, Rule
 from ._mismatch import check_same_architecture, check_separate
-from ._prediction import Prediction, predict
+from ._prediction import Prediction, check_kind, predict
 from ._static import Static
 from ._strategy import in_turn, stack
 
@@ -224,14 +224,17 @@ class Ensemble:
           **kwargs: handed to every member, such as `train=False` for Linen.
 
         Returns:
-          A `Prediction`.
+          A `Prediction`, in float32 where the outputs are of half precision.
 
         Raises:
-          ValueError: `kind` is unknown; the outputs have another shape than it asks for.
+          TypeError: logits that are not of floating point.
+          ValueError: `kind` is unknown; the outputs have another shape than it asks for; logits of fewer than 2 classes;
+            a negative variance.
 
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
+        check_kind(kind)
         return predict(self._evaluating()(x, **kwargs), kind)
 
     def view(self, **attributes: Any) -> Ensemble:

@@ -46,13 +46,15 @@ class Prediction(NamedTuple):
     members: jax.Array
 
 
+def check_kind(kind: str) -> None:
+    """Refuse an unknown kind, before the members are evaluated."""
+    if kind not in ("classification", "regression"):
+        raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
+
+
 def predict(outputs: Any, kind: str) -> Prediction:
     """The prediction of an ensemble whose members' outputs are `outputs`, with the members along axis 0."""
-    if kind == "classification":
-        return _classify(outputs)
-    if kind == "regression":
-        return _regress(outputs)
-    raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
+    return _classify(outputs) if kind == "classification" else _regress(outputs)
 
 
 def _classify(logits: Any) -> Prediction:
