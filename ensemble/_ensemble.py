@@ -228,8 +228,8 @@ class Ensemble:
 
         Raises:
           TypeError: logits that are not of floating point.
-          ValueError: `kind` is unknown; the outputs have another shape than it asks for; logits of fewer than 2 classes;
-            a negative variance.
+          ValueError: `kind` is unknown; the outputs have another shape than it asks for; logits of fewer than 2
+            classes; a negative variance.
 
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
