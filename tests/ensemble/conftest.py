@@ -1,5 +1,6 @@
 """Models that the tests of ensembles share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+from plurax.ensemble import Ensemble
 
 
 class Plain(nnx.Module):
@@ -61,6 +64,17 @@ def stateful() -> type:
 @pytest.fixture(scope="session")
 def convolutional() -> type:
     return Convolutional
+
+
+@pytest.fixture(scope="session")
+def create() -> Callable[..., Ensemble]:
+    """`Ensemble.create`, once for each model, size and seed: an ensemble never changes, so that tests can share it."""
+
+    @functools.cache
+    def created(make, size, seed=0):
+        return Ensemble.create(make, size, seed=seed)
+
+    return created
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import functools
 import inspect
 
 import jax
@@ -16,15 +17,26 @@ STRATEGIES = ("vmap", "map", "unroll", "loop")
 RATES = [0.02, 0.01, 0.03]
 
 
-def train_alone(model, loss, optimizer, batches):
-    """Plain Flax and optax; returns the losses."""
-    optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-    losses = []
-    for batch in batches:
+def training_alone(loss, optimizer):
+    """Plain Flax and optax: trains a model with `optimizer(*numbers)`, and returns the losses."""
+
+    @nnx.jit
+    def step(model, opt_state, batch, numbers):
         (value, _), gradient = nnx.value_and_grad(loss, has_aux=True)(model, *batch)
-        optimizer.update(model, gradient)
-        losses.append(value)
-    return losses
+        params = nnx.state(model, nnx.Param)
+        updates, opt_state = optimizer(*numbers).update(gradient, opt_state, params)
+        nnx.update(model, optax.apply_updates(params, updates))
+        return value, opt_state
+
+    def train(model, batches, *numbers):
+        opt_state = optimizer(*numbers).init(nnx.state(model, nnx.Param))
+        losses = []
+        for batch in batches:
+            value, opt_state = step(model, opt_state, batch, numbers)
+            losses.append(value)
+        return losses
+
+    return train
 
 
 def train(trainer, ensemble, batches):
@@ -40,39 +52,56 @@ def train(trainer, ensemble, batches):
 KINDS = [("vmap", "stateful"), ("map", "plain"), ("unroll", "plain"), ("loop", "stateful")]
 
 
+@pytest.fixture(scope="module")
+def trained_alone(request, cross_entropy, make_batches):
+    """The batches for a kind of model, and for each rate of `RATES` a model trained on them alone and its losses."""
+
+    @functools.cache
+    def of(kind):
+        make = request.getfixturevalue(kind)
+        make_one = nnx.jit(lambda i: make(nnx.Rngs(jax.random.fold_in(jax.random.key(1), i))))
+        batches = make_batches(4, features=20 if kind == "convolutional" else 4)
+        train_one = training_alone(cross_entropy, optax.adam)
+        models = [make_one(i) for i in range(3)]
+        losses = [train_one(model, batches, rate) for model, rate in zip(models, RATES, strict=True)]
+        return batches, models, losses
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [(strategy, "stateful") for strategy in (*STRATEGIES, "auto")]
     + [("vmap", "plain"), ("loop", "plain"), ("map", "convolutional"), ("auto", "convolutional")],
 )
-def test_training_together_is_training_each_alone(request, kind, strategy, cross_entropy, make_batches, assert_same):
-    make = request.getfixturevalue(kind)
-    batches = make_batches(4, features=20 if kind == "convolutional" else 4)
+def test_training_together_is_training_each_alone(
+    request, kind, strategy, create, cross_entropy, trained_alone, assert_same
+):
+    batches, models, alone = trained_alone(kind)
     trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": RATES}, strategy=strategy)
-    state, losses = train(trainer, Ensemble.create(make, 3, seed=1), batches)
+    state, losses = train(trainer, create(request.getfixturevalue(kind), 3, seed=1), batches)
     assert losses.shape == (4, 3)
+    np.testing.assert_allclose(losses.T, alone, rtol=1e-5)
     for i in range(3):
-        model = make(nnx.Rngs(jax.random.fold_in(jax.random.key(1), i)))
-        alone = train_alone(model, cross_entropy, optax.adam(RATES[i]), batches)
-        np.testing.assert_allclose(losses[:, i], alone, rtol=1e-5)
-        assert_same(state.ensemble[i], model, tolerance=2e-5)
+        assert_same(state.ensemble[i], models[i], tolerance=2e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_member_may_have_its_own_batch(plain, cross_entropy, make_batches, assert_same, strategy):
+def test_each_member_may_have_its_own_batch(plain, create, cross_entropy, make_batches, assert_same, strategy):
     batches = make_batches(3, 3)
     trainer = Trainer(cross_entropy, optax.sgd(0.1), in_axes=0, strategy=strategy)
-    state, _ = train(trainer, Ensemble.create(plain, 3, seed=0), batches)
-    for i, member in enumerate(Ensemble.create(plain, 3, seed=0)):
-        train_alone(member, cross_entropy, optax.sgd(0.1), [(x[i], y[i]) for x, y in batches])
+    state, _ = train(trainer, create(plain, 3), batches)
+    train_one = training_alone(cross_entropy, optax.sgd)
+    for i, member in enumerate(create(plain, 3)):
+        train_one(member, [(x[i], y[i]) for x, y in batches], 0.1)
         assert_same(state.ensemble[i], member, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "map", "loop"])
-def test_axes_of_a_batch_are_given_by_element(plain, cross_entropy, make_batches, strategy):
+def test_axes_of_a_batch_are_given_by_element(plain, create, cross_entropy, make_batches, strategy):
     x, y = make_batches(1)[0]
     scales = np.array([1.0, 2.0, 4.0], np.float32)
-    ens = Ensemble.create(plain, 3, seed=0)
+    ens = create(plain, 3)
 
     def loss(model, data, scale):
         return scale * cross_entropy(model, *data)[0]
@@ -89,17 +118,17 @@ def test_axes_of_a_batch_are_given_by_element(plain, cross_entropy, make_batches
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
-def test_a_batch_that_is_no_tuple_is_one_argument(plain):
+def test_a_batch_that_is_no_tuple_is_one_argument(plain, create):
     trainer = Trainer(lambda model, batch: (model(batch["x"]) ** 2).mean(), optax.sgd(0.1))
-    _, metrics = trainer.step(trainer.init(Ensemble.create(plain, 2, seed=0)), {"x": jnp.ones((5, 4))})
+    _, metrics = trainer.step(trainer.init(create(plain, 2)), {"x": jnp.ones((5, 4))})
     assert metrics["loss"].shape == (2,)
     trainer = Trainer(lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1))
-    _, metrics = trainer.step(trainer.init(Ensemble.create(plain, 2, seed=0)), jnp.ones((5, 4)))
+    _, metrics = trainer.step(trainer.init(create(plain, 2)), jnp.ones((5, 4)))
     assert set(metrics) == {"loss"}
 
 
-def test_chunks_of_members_change_nothing(stateful, cross_entropy, make_batches, assert_same):
-    ens = Ensemble.create(stateful, 3, seed=0)
+def test_chunks_of_members_change_nothing(stateful, create, cross_entropy, make_batches, assert_same):
+    ens = create(stateful, 3)
     states = []
     for chunk_size in (None, 1, 2, 4):
         trainer = Trainer(cross_entropy, optax.adam(0.01), chunk_size=chunk_size, strategy="vmap")
@@ -108,17 +137,19 @@ def test_chunks_of_members_change_nothing(stateful, cross_entropy, make_batches,
         assert_same(state, states[0], tolerance=1e-5)
 
 
-def test_what_the_loss_reports_has_the_members_first(plain, cross_entropy, make_batches):
+def test_what_the_loss_reports_has_the_members_first(plain, create, cross_entropy, make_batches):
     trainer = Trainer(cross_entropy, optax.sgd(0.1))
-    _, metrics = trainer.step(trainer.init(Ensemble.create(plain, 3, seed=0)), make_batches(1)[0])
+    _, metrics = trainer.step(trainer.init(create(plain, 3)), make_batches(1)[0])
     assert {name: value.shape for name, value in metrics.items()} == {"loss": (3,), "accuracy": (3,)}
 
 
 @pytest.mark.parametrize(("strategy", "kind"), KINDS)
-def test_members_do_not_depend_on_how_many_there_are(request, kind, cross_entropy, make_batches, assert_same, strategy):
+def test_members_do_not_depend_on_how_many_there_are(
+    request, kind, create, cross_entropy, make_batches, assert_same, strategy
+):
     batches = make_batches(6)
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
-    eight = Ensemble.create(request.getfixturevalue(kind), 8, seed=0)
+    eight = create(request.getfixturevalue(kind), 8)
     whole, half, one = (train(trainer, part, batches)[0] for part in (eight, eight[:4], eight[2:3]))
     assert_same(half.ensemble[2], whole.ensemble[2], tolerance=1e-6)
     assert_same(one.ensemble[0], whole.ensemble[2], tolerance=1e-6)
@@ -126,10 +157,10 @@ def test_members_do_not_depend_on_how_many_there_are(request, kind, cross_entrop
 
 @pytest.mark.parametrize(("strategy", "kind"), KINDS)
 def test_a_member_of_nans_leaves_the_others_as_they_were(
-    request, kind, cross_entropy, make_batches, assert_same, leaves, strategy
+    request, kind, create, cross_entropy, make_batches, assert_same, leaves, strategy
 ):
     batches = make_batches(3)
-    ens = Ensemble.create(request.getfixturevalue(kind), 3, seed=0)
+    ens = create(request.getfixturevalue(kind), 3)
     members = ens.unstack()
     members[1].first.kernel[...] = jnp.full_like(members[1].first.kernel[...], jnp.nan)
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
@@ -142,8 +173,10 @@ def test_a_member_of_nans_leaves_the_others_as_they_were(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_leaves_its_argument_and_the_ensemble_usable(plain, cross_entropy, make_batches, leaves, strategy):
-    ens = Ensemble.create(plain, 3, seed=0)
+def test_a_step_leaves_its_argument_and_the_ensemble_usable(
+    plain, create, cross_entropy, make_batches, leaves, strategy
+):
+    ens = create(plain, 3)
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
     state = trainer.init(ens)
     before = leaves((ens, state))
@@ -159,9 +192,9 @@ def test_a_step_leaves_its_argument_and_the_ensemble_usable(plain, cross_entropy
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
-def test_a_step_can_be_traced(plain, cross_entropy, make_batches, assert_same, strategy):
+def test_a_step_can_be_traced(plain, create, cross_entropy, make_batches, assert_same, strategy):
     trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
-    state = trainer.init(Ensemble.create(plain, 3, seed=0))
+    state = trainer.init(create(plain, 3))
     batches = make_batches(3)
     expected = state
     for batch in batches:
@@ -173,7 +206,7 @@ def test_a_step_can_be_traced(plain, cross_entropy, make_batches, assert_same, s
     assert_same(scanned, expected, tolerance=1e-6)
 
 
-def test_one_member_s_step_is_traced_once(plain, make_batches):
+def test_one_member_s_step_is_traced_once(plain, create, make_batches):
     calls = []
 
     def loss(model, x, y):
@@ -181,7 +214,7 @@ def test_one_member_s_step_is_traced_once(plain, make_batches):
         return (model(x) ** 2).mean()
 
     trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
-    state = trainer.init(Ensemble.create(plain, 6, seed=0))
+    state = trainer.init(create(plain, 3))
     for batch in make_batches(3):
         state, _ = trainer.step(state, batch)
     assert len(calls) == 1
@@ -192,47 +225,43 @@ def has_convolution_step(trainer, ens, batch):
     return str(jax.make_jaxpr(trainer.step)(state, batch)).count("conv_general_dilated")
 
 
-def test_auto_follows_its_rule(plain, convolutional, cross_entropy, make_batches):
+def test_auto_follows_its_rule(plain, convolutional, create, cross_entropy, make_batches):
     """Traced, "loop" is unrolled: as many convolutions as members; `vmap` has as many as one member."""
     auto = Trainer(cross_entropy, optax.sgd(0.1))
     batch = make_batches(1, features=20)[0]
-    of_one = has_convolution_step(auto, Ensemble.create(convolutional, 1, seed=0), batch)
+    of_one = has_convolution_step(auto, create(convolutional, 1), batch)
     assert of_one > 0
-    assert has_convolution_step(auto, Ensemble.create(convolutional, 3, seed=0), batch) == 3 * of_one
-    products = str(jax.make_jaxpr(auto.step)(auto.init(Ensemble.create(plain, 3, seed=0)), make_batches(1)[0])).count(
-        "dot_general"
-    )
-    alone = str(jax.make_jaxpr(auto.step)(auto.init(Ensemble.create(plain, 1, seed=0)), make_batches(1)[0])).count(
-        "dot_general"
-    )
+    assert has_convolution_step(auto, create(convolutional, 3), batch) == 3 * of_one
+    products = str(jax.make_jaxpr(auto.step)(auto.init(create(plain, 3)), make_batches(1)[0])).count("dot_general")
+    alone = str(jax.make_jaxpr(auto.step)(auto.init(create(plain, 1)), make_batches(1)[0])).count("dot_general")
     assert products == alone
 
 
 class Test_optimizers:
-    def test_a_ready_transformation_is_shared(self, plain, cross_entropy, make_batches, assert_same):
-        ens = Ensemble.create(plain, 2, seed=0)
+    def test_a_ready_transformation_is_shared(self, plain, create, cross_entropy, make_batches, assert_same):
+        ens = create(plain, 2)
         ready = Trainer(cross_entropy, optax.adamw(0.01, weight_decay=0.1))
         factory = Trainer(cross_entropy, optax.adamw, hyperparams={"learning_rate": 0.01, "weight_decay": 0.1})
         a, b = (train(trainer, ens, make_batches(3))[0] for trainer in (ready, factory))
         assert_same(a, b)
 
-    def test_two_hyperparameters_and_a_shared_one(self, plain, cross_entropy, make_batches, assert_same):
+    def test_two_hyperparameters_and_a_shared_one(self, plain, create, cross_entropy, make_batches, assert_same):
         rates, decays = np.array([0.01, 0.02]), (0.0, 0.5)
         trainer = Trainer(
             cross_entropy, optax.adamw, hyperparams={"learning_rate": rates, "weight_decay": decays, "b1": 0.8}
         )
-        state, _ = train(trainer, Ensemble.create(plain, 2, seed=0), make_batches(3))
-        for i, member in enumerate(Ensemble.create(plain, 2, seed=0)):
-            optimizer = optax.adamw(rates[i], b1=0.8, weight_decay=decays[i])
-            train_alone(member, cross_entropy, optimizer, make_batches(3))
+        state, _ = train(trainer, create(plain, 2), make_batches(3))
+        train_one = training_alone(cross_entropy, lambda rate, decay: optax.adamw(rate, b1=0.8, weight_decay=decay))
+        for i, member in enumerate(create(plain, 2)):
+            train_one(member, make_batches(3), rates[i], decays[i])
             assert_same(state.ensemble[i], member, tolerance=1e-5)
 
-    def test_the_values_stand_in_the_state(self, plain, cross_entropy):
+    def test_the_values_stand_in_the_state(self, plain, create, cross_entropy):
         trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.1, 0.2]})
-        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        state = trainer.init(create(plain, 2))
         np.testing.assert_array_equal(state.opt_state.hyperparams["learning_rate"], np.float32([0.1, 0.2]))
 
-    def test_a_schedule_and_a_mask_are_shared(self, plain, cross_entropy, make_batches, assert_same):
+    def test_a_schedule_and_a_mask_are_shared(self, plain, create, cross_entropy, make_batches, assert_same):
         def mask(params):
             return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
@@ -242,10 +271,10 @@ class Test_optimizers:
             optax.adamw,
             hyperparams={"learning_rate": schedule, "mask": mask, "weight_decay": [0.1, 0.2]},
         )
-        state, _ = train(trainer, Ensemble.create(plain, 2, seed=0), make_batches(3))
-        for i, member in enumerate(Ensemble.create(plain, 2, seed=0)):
-            optimizer = optax.adamw(schedule, weight_decay=[0.1, 0.2][i], mask=mask)
-            train_alone(member, cross_entropy, optimizer, make_batches(3))
+        state, _ = train(trainer, create(plain, 2), make_batches(3))
+        train_one = training_alone(cross_entropy, lambda decay: optax.adamw(schedule, weight_decay=decay, mask=mask))
+        for i, member in enumerate(create(plain, 2)):
+            train_one(member, make_batches(3), [0.1, 0.2][i])
             assert_same(state.ensemble[i], member, tolerance=1e-5)
 
     def test_bfloat16_parameters_stay_bfloat16(self, make_batches):
@@ -256,50 +285,54 @@ class Test_optimizers:
         state, _ = train(trainer, Ensemble.create(make, 2, seed=0), make_batches(2))
         assert state.ensemble[0].kernel.dtype == jnp.bfloat16
 
-    def test_optimizers_that_ask_for_the_loss(self, plain, cross_entropy, make_batches, assert_same):
+    def test_optimizers_that_ask_for_the_loss(self, plain, create, cross_entropy, make_batches, assert_same):
         """A line search evaluates the loss; it ends after other counts of evaluations for each member."""
         x, y = make_batches(1)[0]
 
         def loss(model, x, y):
             return cross_entropy(model, x, y)[0]
 
-        ens = Ensemble.create(plain, 2, seed=0)
+        ens = create(plain, 2)
         searching = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5))
         for optimizer in (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)), searching):
+
+            @functools.partial(jax.jit, static_argnums=0)
+            def step(graphdef, params, opt_state, optimizer=optimizer):
+                def value_fn(params):
+                    return loss(nnx.merge(graphdef, params), x, y)
+
+                value, grad = jax.value_and_grad(value_fn)(params)
+                updates, opt_state = optimizer.update(
+                    grad, opt_state, params, value=value, grad=grad, value_fn=value_fn
+                )
+                return optax.apply_updates(params, updates), opt_state
+
             state, _ = train(Trainer(loss, optimizer, strategy="vmap"), ens, [(x, y)] * 3)
             for i, member in enumerate(ens):
                 graphdef, params = nnx.split(member)
                 opt_state = optimizer.init(params)
-
-                def value_fn(params, graphdef=graphdef):
-                    return loss(nnx.merge(graphdef, params), x, y)
-
                 for _ in range(3):
-                    value, grad = jax.value_and_grad(value_fn)(params)
-                    updates, opt_state = optimizer.update(
-                        grad, opt_state, params, value=value, grad=grad, value_fn=value_fn
-                    )
-                    params = optax.apply_updates(params, updates)
+                    params, opt_state = step(graphdef, params, opt_state)
                 assert_same(state.ensemble[i], nnx.merge(graphdef, params), tolerance=1e-4)
 
-    def test_values_of_any_sequence_and_dtype(self, plain, cross_entropy):
-        ens = Ensemble.create(plain, 2, seed=0)
+    def test_values_of_any_sequence_and_dtype(self, plain, create, cross_entropy):
+        ens = create(plain, 2)
         for values in (range(2), (0, 1), np.float16([0, 1]), jnp.bfloat16([0, 1]), np.array([0, 1])):
             trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": values})
             np.testing.assert_array_equal(trainer.init(ens).opt_state.hyperparams["learning_rate"], [0, 1])
 
-    def test_a_later_change_of_the_callers_array_is_none_of_the_trainers(self, plain, cross_entropy):
+    def test_a_later_change_of_the_callers_array_is_none_of_the_trainers(self, plain, create, cross_entropy):
         rates = np.array([0.1, 0.2])
         trainer = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": rates})
         rates[:] = 0
-        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        state = trainer.init(create(plain, 2))
         np.testing.assert_array_equal(state.opt_state.hyperparams["learning_rate"], np.float32([0.1, 0.2]))
 
 
 @pytest.fixture(scope="module")
-def pair(plain, cross_entropy, make_batches):
+def pair(plain, create, cross_entropy, make_batches):
     """What makes a state after a step of a loop, and the same state made as one program."""
-    ens = Ensemble.create(plain, 3, seed=0)
+    ens = create(plain, 3)
 
     def stepped(strategy):
         trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
@@ -345,7 +378,7 @@ class Test_states_of_loops:
 
 
 class Test_grad_fn:
-    def test_it_replaces_value_and_grad(self, plain, cross_entropy, make_batches, assert_same):
+    def test_it_replaces_value_and_grad(self, plain, create, cross_entropy, make_batches, assert_same):
         def halved(loss):
             def gradients(model, *batch):
                 value, gradient = value_and_grad(loss, has_aux=True)(model, *batch)
@@ -353,12 +386,12 @@ class Test_grad_fn:
 
             return gradients
 
-        ens = Ensemble.create(plain, 2, seed=0)
+        ens = create(plain, 2)
         a, _ = train(Trainer(cross_entropy, optax.sgd(0.2), grad_fn=halved), ens, make_batches(2))
         b, _ = train(Trainer(cross_entropy, optax.sgd(0.1)), ens, make_batches(2))
         assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
 
-    def test_what_it_assigns_to_the_parameters_holds(self, plain, cross_entropy, make_batches, assert_same):
+    def test_what_it_assigns_to_the_parameters_holds(self, plain, create, cross_entropy, make_batches, assert_same):
         """As in a plain Flax loop, where the optimiser updates the module as it is then."""
 
         def clipped(loss):
@@ -369,7 +402,7 @@ class Test_grad_fn:
 
             return gradients
 
-        ens = Ensemble.create(plain, 2, seed=0)
+        ens = create(plain, 2)
         state, _ = train(Trainer(cross_entropy, optax.sgd(0.1), grad_fn=clipped), ens, make_batches(2))
         for i, member in enumerate(ens):
             for batch in make_batches(2):
@@ -377,7 +410,7 @@ class Test_grad_fn:
                 nnx.update(member, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), gradient))
             assert_same(state.ensemble[i], member, tolerance=1e-5)
 
-    def test_sharpness_aware_steps(self, plain, cross_entropy, make_batches, assert_same):
+    def test_sharpness_aware_steps(self, plain, create, cross_entropy, make_batches, assert_same):
         def sharpness_aware(loss):
             def gradients(model, *batch):
                 value, gradient = value_and_grad(loss, has_aux=True)(model, *batch)
@@ -388,7 +421,7 @@ class Test_grad_fn:
 
             return gradients
 
-        ens = Ensemble.create(plain, 2, seed=0)
+        ens = create(plain, 2)
         trainer = Trainer(cross_entropy, optax.sgd(0.1), grad_fn=sharpness_aware, strategy="vmap")
         state, _ = train(trainer, ens, make_batches(2))
         for i, member in enumerate(ens):
@@ -410,10 +443,10 @@ class Test_grad_fn:
             ),
         ],
     )
-    def test_it_must_give_gradients_of_the_parameters(self, plain, make_batches, gradients, error, match):
+    def test_it_must_give_gradients_of_the_parameters(self, plain, create, make_batches, gradients, error, match):
         trainer = Trainer(lambda m, x, y: 0.0, optax.sgd(0.1), grad_fn=lambda loss: gradients, strategy="vmap")
         with pytest.raises(error, match=match):
-            trainer.step(trainer.init(Ensemble.create(plain, 2, seed=0)), make_batches(1)[0])
+            trainer.step(trainer.init(create(plain, 2)), make_batches(1)[0])
 
 
 class Test_refusals:
@@ -447,10 +480,10 @@ class Test_refusals:
         with pytest.raises(TypeError, match=r"hyperparams must be a dict .* but got \[0.1\] of type list"):
             self.make(optax.adam, hyperparams=[0.1])
 
-    def test_hyperparameters_of_the_wrong_length(self, plain):
+    def test_hyperparameters_of_the_wrong_length(self, plain, create):
         trainer = self.make(optax.adam, hyperparams={"learning_rate": [0.1, 0.2, 0.3]})
         with pytest.raises(ValueError, match=r"hyperparams\['learning_rate'\] has 3 values, but the ensemble has 2"):
-            trainer.init(Ensemble.create(plain, 2, seed=0))
+            trainer.init(create(plain, 2))
 
     def test_unknown_strategies_and_chunks(self):
         with pytest.raises(ValueError, match="strategy must be one of auto, vmap, map, unroll, loop, but got 'pmap'"):
@@ -476,16 +509,16 @@ class Test_refusals:
         with pytest.raises(NotImplementedError, match="mesh is not available yet"):
             self.make(optax.sgd(0.1), mesh=object())
 
-    def test_other_things_than_an_ensemble_or_a_state(self, plain, make_batches):
+    def test_other_things_than_an_ensemble_or_a_state(self, plain, create, make_batches):
         trainer = self.make(optax.sgd(0.1))
         with pytest.raises(TypeError, match="Trainer.init: needs an Ensemble, but got Plain"):
             trainer.init(plain(nnx.Rngs(0)))
         with pytest.raises(TypeError, match="Trainer.step: state must be a TrainState"):
-            trainer.step(Ensemble.create(plain, 2, seed=0), make_batches(1)[0])
+            trainer.step(create(plain, 2), make_batches(1)[0])
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_a_batch_of_other_axes(self, plain, make_batches, strategy):
-        ens = Ensemble.create(plain, 2, seed=0)
+    def test_a_batch_of_other_axes(self, plain, create, make_batches, strategy):
+        ens = create(plain, 2)
         trainer = self.make(optax.sgd(0.1), in_axes=0, strategy=strategy)
         with pytest.raises(ValueError, match="axis 0 of argument `x` has size 3, but the number of members is 2"):
             trainer.step(trainer.init(ens), make_batches(1, 3)[0])
@@ -493,8 +526,8 @@ class Test_refusals:
         with pytest.raises(ValueError, match="in_axes has 1 entries, but the call has 2"):
             trainer.step(trainer.init(ens), make_batches(1, 2)[0])
 
-    def test_a_loss_of_another_kind(self, plain, make_batches):
-        ens = Ensemble.create(plain, 2, seed=0)
+    def test_a_loss_of_another_kind(self, plain, create, make_batches):
+        ens = create(plain, 2)
         for loss, error, match in (
             (lambda m, x, y: m(x), TypeError, r"loss must return a scalar, .* \(6, 3\) \(shapes\)"),
             (lambda m, x, y: (m(x).mean(), 3), TypeError, "beside its scalar, loss must return a dict"),
@@ -506,17 +539,17 @@ class Test_refusals:
             with pytest.raises(error, match=match):
                 trainer.step(trainer.init(ens), make_batches(1)[0])
 
-    def test_a_loss_that_changes_the_structure(self, plain, make_batches):
+    def test_a_loss_that_changes_the_structure(self, plain, create, make_batches):
         def loss(model, x, y):
             model.seen = nnx.Variable(jnp.ones(()))
             return model(x).mean()
 
         trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
-        state = trainer.init(Ensemble.create(plain, 2, seed=0))
+        state = trainer.init(create(plain, 2))
         with pytest.raises(ValueError, match="changes the structure of"):
             trainer.step(state, make_batches(1)[0])
 
-    def test_a_loss_that_changes_the_shape_or_dtype_of_a_variable(self, stateful, make_batches):
+    def test_a_loss_that_changes_the_shape_or_dtype_of_a_variable(self, stateful, create, make_batches):
         for change, match in (
             (lambda mean: jnp.stack([mean, mean]), r"`norm.mean` .* shape \(6,\) .* into an array of shape \(2, 6\)"),
             (lambda mean: mean.astype(jnp.bfloat16), "`norm.mean` .* float32, into .* bfloat16; keep its shape"),
@@ -529,7 +562,7 @@ class Test_refusals:
 
             trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
             with pytest.raises(ValueError, match=match):
-                trainer.step(trainer.init(Ensemble.create(stateful, 2, seed=0)), make_batches(1)[0])
+                trainer.step(trainer.init(create(stateful, 2)), make_batches(1)[0])
 
     def test_everything_promised_is_documented(self):
         assert all(name in inspect.getdoc(Trainer) for name in inspect.signature(Trainer).parameters)
