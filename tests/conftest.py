@@ -8,19 +8,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Most of the suite's time is the compiler's, for programs that run once. With LLVM's optimisations at level 1 they
-# compile three times quicker, to the same numbers; `XLA_FLAGS= make test` tests the default. What was compiled once is
-# kept, for each worker apart, since entries are not written atomically.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
-CACHE = Path(__file__).parents[1] / ".pytest_cache" / f"jax-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+# Most of the suite's time is the compiler's, for programs that run once. So LLVM's optimisations are those of level 1,
+# and fusions are emitted as LLVM directly: by default each passes through MLIR, which takes longer to set up than a
+# small program to run. `XLA_FLAGS= make test` tests the default.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
+# What one worker or script compiled is kept for the others. Entries are not written atomically; one that is read half
+# written fails to decompress, of which JAX warns (pyproject.toml lets it), and it is compiled again.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Only now, since JAX reads the variables when it is imported.
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import jax
+import pytest
+from hypothesis import settings
 
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("fuzz", max_examples=2000, deadline=None)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -27,6 +28,23 @@ def test_a_leaked_x64_fails_its_test_and_not_the_next(pytester: pytest.Pytester)
 def test_x64_as_a_context_is_no_leak() -> None:
     with jax.enable_x64(True):
         assert jnp.ones(3).dtype == jnp.float64
+
+
+def test_a_half_written_entry_of_the_cache_is_compiled_again() -> None:
+    def half_written(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    expected = jax.jit(half_written)(jnp.ones(3))
+    jax.jit(half_written).clear_cache()
+    entries = list(Path(jax.config.values["jax_compilation_cache_dir"]).glob("jit_half_written-*-cache"))
+    assert entries
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry for 'jit_half_written'"):
+        again = jax.jit(half_written)(jnp.ones(3))
+    np.testing.assert_array_equal(again, expected)
+    for entry in entries:
+        entry.unlink()
 
 
 @pytest.mark.parametrize(("profile", "examples"), [("default", 25), ("fuzz", 2000)])
