@@ -1,6 +1,27 @@
 """Functional transforms on JAX: functions in, functions out."""
 
+from ._batch_jacobian import batch_jacobian
 from ._grad import grad, value_and_grad
+from ._hessian import hessian
+from ._jacobian import jacfwd, jacobian, jacrev
+from ._linear import jvp, linearize, vjp
+from ._products import gnvp, hvp, value_grad_and_hvp, vhp
 from ._vmap import vmap
 
-__all__ = ["grad", "value_and_grad", "vmap"]
+__all__ = [
+    "batch_jacobian",
+    "gnvp",
+    "grad",
+    "hessian",
+    "hvp",
+    "jacfwd",
+    "jacobian",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "value_and_grad",
+    "value_grad_and_hvp",
+    "vhp",
+    "vjp",
+    "vmap",
+]

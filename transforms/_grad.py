@@ -10,29 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._arguments import (
-    Argnums,
-    argument_name,
-    check_argnums,
-    check_callable,
-    describe,
-    leaf_name,
-    resolve_argnums,
-    wrap_like,
-)
-from ._changes import call_with_models, passing_through
-from ._model import (
-    Parts,
-    is_parts,
-    models_of,
-    named_arrays,
-    owner_of,
-    parts_of,
-    refuse_shared_state,
-    split,
-    to_parts,
-    update,
-)
+from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
+from ._call import Call
 
 
 def grad(
@@ -126,113 +105,27 @@ def _value_and_grad(
 ) -> Callable[..., Any]:
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
-    owner, function = owner_of(fun)
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        selected = resolve_argnums(api, fun, positions, args)
-        models = models_of((owner, args, kwargs))
-        refuse_shared_state(api, fun, owner, args, kwargs)
-        owner_parts, arg_parts, kwarg_parts = to_parts((owner, args, kwargs))
-        primals = tuple(_trainable(arg_parts[i]) for i in selected)
-        for i, primal in zip(selected, primals, strict=True):
-            _check_differentiable(api, argument_name(fun, args, i), primal)
-
-        def of_primals(primals: tuple[Any, ...]) -> tuple[Any, Any]:
-            filled = list(arg_parts)
-            for i, primal in zip(selected, primals, strict=True):
-                filled[i] = _with_trainable(arg_parts[i], primal)
-            before = (owner_parts, tuple(filled), kwarg_parts)
-            out, left = call_with_models(function, before)
-            after = [split(model) for model in left]
-            for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
-                _refuse_restructured(api, left[i], then, now)
-                assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
-                if assigned:
-                    _refuse_assigned(api, assigned - passing_through(function, before)[i])
-            out, aux = _pair(api, out) if has_aux else (out, None)
-            return out, (aux, after)
-
-        out, vjp, (aux, after) = jax.vjp(of_primals, primals, has_aux=True)
-        (gradients,) = vjp(_seed(api, out, cotangent))
-        for model, changed in zip(models, after, strict=True):
-            update(model, changed)
-        gradients = [_gradient(arg_parts[i], values) for i, values in zip(selected, gradients, strict=True)]
+        call = Call(api, fun, positions, has_aux, args, kwargs)
+        call.check_floating()
+        out, vjp, rest = jax.vjp(call, *call.primals, has_aux=True)
+        values = vjp(seed(api, out, cotangent))
+        aux = call.finish(rest)
+        gradients = tuple(call.gradient(i, value) for i, value in enumerate(values))
         value = (out, aux) if has_aux else out
-        return value, (tuple(gradients) if isinstance(argnums, (tuple, list)) else gradients[0])
+        return value, (gradients if isinstance(argnums, (tuple, list)) else gradients[0])
 
     return both
 
 
-def _trainable(tree: Any) -> Any:
-    """What of an argument is differentiated: a model's trainable arrays, everything else whole."""
-    return jax.tree.map(lambda x: x.trainable if isinstance(x, Parts) else x, tree, is_leaf=is_parts)
-
-
-def _with_trainable(tree: Any, values: Any) -> Any:
-    """The inverse of `_trainable`: `tree` with `values` in their places."""
-
-    def put(x: Any, value: Any) -> Any:
-        return Parts(x.structure, value, x.rest) if isinstance(x, Parts) else value
-
-    return jax.tree.map(put, tree, values, is_leaf=is_parts)
-
-
-def _gradient(tree: Any, values: Any) -> Any:
-    """The gradient of an argument in the form that its models ask for."""
-
-    def shape(x: Any, value: Any) -> Any:
-        return x.structure.gradient(value, x.rest) if isinstance(x, Parts) else value
-
-    return jax.tree.map(shape, tree, values, is_leaf=is_parts)
-
-
-def _check_differentiable(api: str, name: str, primal: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(primal):
-        dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"{api}: argument `{leaf_name(name, path)}` is {describe(leaf)}, but only arrays of floating point "
-                "can be differentiated; convert it, or leave it out of argnums."
-            )
-
-
-def _pair(api: str, out: Any) -> tuple[Any, Any]:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(
-            f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
-        )
-    return tuple(out)
-
-
-def _refuse_restructured(api: str, model: Any, before: Parts, after: Parts) -> None:
-    if after.structure != before.structure:
-        path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-        raise ValueError(
-            f"{api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of its "
-            "variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
-        )
-
-
-def _refuse_assigned(api: str, assigned: set[str]) -> None:
-    if assigned:
-        raise ValueError(
-            f"{api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep values "
-            "that fun computes in another kind of variable, such as nnx.BatchStat."
-        )
-
-
-def _seed(api: str, out: Any, cotangent: Any) -> Any:
+def seed(api: str, out: Any, cotangent: Any) -> Any:
     """The cotangent of `out`: ones for a scalar, a Python number broadcast, anything else checked against it."""
     if not jax.tree.leaves(out):
         raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
     if cotangent is None:
-        if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(_dtype(out), jnp.floating):
-            raise TypeError(
-                f"{api}: without a cotangent, fun must return one real scalar, but it returned {_outline(out)}; pass "
-                "cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
-                "returns a pair (output, aux)."
-            )
-        return lax.full_like(out, 1)
+        cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
+        return scalar_seed(f"{api}: without a cotangent,", out, f"{cure}returns a pair (output, aux)")
     if _is_number(cotangent):
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
     if _structure(cotangent) != _structure(out):
@@ -256,6 +149,13 @@ def _seed(api: str, out: Any, cotangent: Any) -> Any:
         return seed
 
     return jax.tree.map_with_path(match, cotangent, out)
+
+
+def scalar_seed(who: str, out: Any, cure: str) -> Any:
+    """The one that starts the transpose of a scalar; refuses other outputs."""
+    if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(_dtype(out), jnp.floating):
+        raise TypeError(f"{who} fun must return one real scalar, but it returned {_outline(out)}; {cure}.")
+    return lax.full_like(out, 1)
 
 
 def _is_number(x: Any) -> bool:

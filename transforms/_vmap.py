@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ._axes import (
     check_out_axes,
     mapped_size,
 )
+from ._budget import check_budget, largest_chunk
 from ._changes import call_with_models, passing_through
 from ._chunk import check_chunk_size, map_in_chunks
 from ._model import (
@@ -68,7 +70,8 @@ def vmap(
       spmd_axis_name: as for `jax.vmap`.
       chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
         and are written in place.
-      memory_budget: not available yet; use `chunk_size`.
+      memory_budget: bytes, or a string such as "512MiB": takes the largest chunk whose temporaries, as the compiler
+        counts them beside arguments and results, are within it. In place of `chunk_size`.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis where `out_axes` says.
@@ -79,7 +82,6 @@ def vmap(
         nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; the axis of
         an ensemble, or of a model in the output, is not 0; a model would change its own state (BatchNorm in training,
         dropout) and is not returned; models share a variable.
-      NotImplementedError: `memory_budget` is given.
 
     Cost:
       One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, beside the
@@ -102,12 +104,11 @@ def vmap(
     out_axes = check_axes("vmap", "out_axes", out_axes)
     axis_size = check_axis_size("vmap", axis_size)
     check_chunk_size("vmap", chunk_size)
-    if memory_budget is not None:
-        raise NotImplementedError("vmap: memory_budget is not available yet; bound the memory with chunk_size=k.")
-    if chunk_size is not None and axis_name is not None:
+    budget = check_budget("vmap", memory_budget, chunk_size)
+    if axis_name is not None and (chunk_size is not None or budget is not None):
         raise ValueError(
-            "vmap: chunk_size and axis_name exclude each other, since a collective would see the slices of one chunk "
-            "only; leave one of them out."
+            f"vmap: {'chunk_size' if budget is None else 'memory_budget'} and axis_name exclude each other, since a "
+            "collective would see the slices of one chunk only; leave one of them out."
         )
     owner, function = owner_of(fun)
     if is_members(fun) and axis_size not in (None, len(owner)):
@@ -140,11 +141,14 @@ def vmap(
         def over_lanes(size: int) -> Callable[..., Any]:
             return jax.vmap(lane, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name)
 
-        if chunk_size is None or chunk_size >= size:
-            out = over_lanes(size)(*arrays)
-        else:
-            out = map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk_size)
-        return from_parts(out)
+        def in_chunks(chunk: int | None) -> Any:
+            if chunk is None or chunk >= size:
+                return over_lanes(size)(*arrays)
+            return map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk)
+
+        if budget is None:
+            return from_parts(in_chunks(chunk_size))
+        return from_parts(in_chunks(largest_chunk("vmap", lambda k: partial(in_chunks, k), size, budget)))
 
     return wrap_like(fun, "vmap", mapped)
 

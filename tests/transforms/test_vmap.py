@@ -262,7 +262,8 @@ def test_any_axes_are_those_of_jax(data: st.DataObject) -> None:
         (shifted, {"chunk_size": True}, TypeError, r"chunk_size must be a positive int or None, but got True"),
         (shifted, {"chunk_size": 0}, ValueError, r"^vmap: chunk_size must be at least 1, but got 0; leave it out"),
         (shifted, {"chunk_size": 1, "axis_name": "i"}, ValueError, r"^vmap: chunk_size and axis_name exclude each"),
-        (shifted, {"memory_budget": "1MiB"}, NotImplementedError, r"^vmap: memory_budget is not .* chunk_size=k\.$"),
+        (shifted, {"memory_budget": "1MiB", "chunk_size": 2}, ValueError, r"^vmap: chunk_size and memory_budget both"),
+        (shifted, {"memory_budget": "1 cow"}, ValueError, r"^vmap: memory_budget must be .* but got '1 cow'"),
     ],
 )
 def test_bad_options_are_refused_at_once(fun: Any, options: Any, error: type[Exception], match: str) -> None:

@@ -1,0 +1,109 @@
+"""A memory budget: the largest chunk whose compiled temporaries fit into it.
+
+How much a program needs is what XLA says of it once it is compiled. Nothing is run or allocated for that, so it works
+inside other traces, from shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._arguments import describe
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
+# that does; those needed to find any that fits come on top.
+_ENOUGH, _PROBES = 0.9, 6
+
+
+def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
+    """The budget in bytes, or None; refuses what is no size, and a chunk size beside it."""
+    if budget is None:
+        return None
+    if chunk_size is not None:
+        raise ValueError(f"{api}: chunk_size and memory_budget both set the chunk; give one of them.")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", budget) if isinstance(budget, str) else None
+    if found and found[2] in _UNITS:
+        size = float(found[1]) * _UNITS[found[2]]
+    elif not isinstance(budget, bool) and hasattr(type(budget), "__index__"):
+        size = budget.__index__()
+    else:
+        raise (ValueError if isinstance(budget, str) else TypeError)(
+            f'{api}: memory_budget must be a number of bytes or a string such as "512MiB" or "2GB", but got '
+            f"{describe(budget)}."
+        )
+    if size <= 0:
+        raise ValueError(f"{api}: memory_budget must be positive, but got {budget!r}.")
+    return int(size)
+
+
+def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: int, budget: int) -> int:
+    """The largest chunk of `size` slices whose temporaries fit into `budget` bytes; refuses where none does.
+
+    Chunks that divide the slices evenly are tried only, since an uneven one costs as many chunks and more memory.
+
+    Args:
+      api: what to call the caller in an error.
+      program: from a chunk size to a function that can be traced.
+      size: the number of slices, at least 1.
+      budget: bytes.
+    """
+    needs: dict[int, int] = {}
+
+    def need(chunk: int) -> int:
+        if chunk not in needs:
+            needs[chunk] = temporaries(program(chunk))
+        return needs[chunk]
+
+    if need(size) <= budget:
+        return size
+    # What fits, and what does not; 0 stands for nothing, which needs nothing.
+    low, high = 0, size
+    while high - low > 1 and not (low and (len(needs) >= _PROBES or needs[low] >= _ENOUGH * budget)):
+        needed = needs.get(low, 0)
+        guess = low + int((high - low) * (budget - needed) / max(needs[high] - needed, 1))
+        # One slice at a time is often compiled to something worse than two: it is the last to be tried.
+        guess = min(max(guess, low + 1, 2), high - 1)
+        chunk = -(-size // -(-size // guess))
+        if chunk in needs:
+            break
+        low, high = (chunk, high) if need(chunk) <= budget else (low, chunk)
+    if not low and need(1) <= budget:
+        low = 1
+    if not low:
+        chunk = min(needs, key=needs.__getitem__)
+        raise ValueError(
+            f"{api}: no chunk fits into memory_budget={_say(budget)}: the least found is {_say(needs[chunk])}, for "
+            f"{chunk} of {size} at a time; raise the budget, or split the work of one."
+        )
+    return low
+
+
+def temporaries(fun: Callable[[], Any]) -> int:
+    """How many bytes `fun` needs beside its arguments and results, compiled as a program of its own."""
+    analysis: Any = lower_apart(fun).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+def lower_apart(fun: Callable[[], Any]) -> Any:
+    """`fun` lowered as a program of its own."""
+    # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program.
+    closed = jax.make_jaxpr(fun)()
+
+    def of_constants(*constants: Any) -> Any:
+        return jax.core.eval_jaxpr(closed.jaxpr, constants)
+
+    avals = [jax.typeof(constant) for constant in closed.consts]
+    return jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+
+
+def _say(size: int) -> str:
+    for unit in ("KiB", "MiB", "GiB"):
+        size_in_unit = size / _UNITS[unit]
+        if size_in_unit < 1024:
+            return f"{size_in_unit:.3g} {unit}"
+    return f"{size / _UNITS['TiB']:.3g} TiB"

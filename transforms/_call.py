@@ -1,0 +1,200 @@
+"""A call as a function of the arguments it is differentiated for: `argnums`, `has_aux` and models, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._arguments import argument_name, describe, leaf_name, resolve_argnums
+from ._changes import call_with_models, passing_through
+from ._model import (
+    Parts,
+    is_parts,
+    models_of,
+    named_arrays,
+    owner_of,
+    parts_of,
+    refuse_shared_state,
+    split,
+    to_parts,
+    to_pure,
+    update,
+)
+
+
+class Call:
+    """`fun(*args, **kwargs)` as a function of some of its arguments.
+
+    Of a model what trains is differentiated, of any other argument all of it. Called with primals it returns
+    `(output, rest)`, which `jax` transforms with `has_aux=True`; `finish(rest)` then writes into the models what `fun`
+    changed of their other state, and gives back the auxiliary output.
+
+    Args:
+      api: what to call the transform in an error.
+      fun: the function.
+      argnums: the positions as `check_argnums` gives them.
+      has_aux: whether `fun` returns a pair of an output and anything else.
+      args: the positional arguments.
+      kwargs: the keyword arguments.
+
+    Attributes:
+      primals: what is differentiated, one for each of `argnums`.
+      selected: their positions, none of them negative.
+    """
+
+    def __init__(
+        self,
+        api: str,
+        fun: Callable[..., Any],
+        argnums: Sequence[int],
+        has_aux: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._api, self._fun, self._has_aux, self._args = api, fun, has_aux, args
+        self._owner, self._function = owner_of(fun)
+        self.selected = resolve_argnums(api, fun, tuple(argnums), args)
+        refuse_shared_state(api, fun, self._owner, args, kwargs)
+        self._models = models_of((self._owner, args, kwargs))
+        self._owner_parts, self._parts, self._kwarg_parts = to_parts((self._owner, args, kwargs))
+        self.primals = tuple(_trainable(self._parts[i]) for i in self.selected)
+
+    def name(self, i: int) -> str:
+        """What `fun` calls the `i`-th of the primals."""
+        return argument_name(self._fun, self._args, self.selected[i])
+
+    def check_floating(self, *, complex_too: bool = True) -> None:
+        """Refuse primals that cannot be differentiated."""
+        kind, name = (jnp.inexact, "floating point") if complex_too else (jnp.floating, "real floating point")
+        for i, primal in enumerate(self.primals):
+            for path, leaf in jax.tree.leaves_with_path(primal):
+                dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
+                if dtype is None or not jnp.issubdtype(dtype, kind):
+                    raise TypeError(
+                        f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
+                        f"of {name} can be differentiated; convert it, or leave it out of argnums."
+                    )
+
+    def __call__(self, *primals: Any) -> tuple[Any, Any]:
+        filled = list(self._parts)
+        for i, primal in zip(self.selected, primals, strict=True):
+            filled[i] = _with_trainable(self._parts[i], primal)
+        before = (self._owner_parts, tuple(filled), self._kwarg_parts)
+        out, left = call_with_models(self._function, before)
+        after = [split(model) for model in left]
+        for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
+            self._refuse_restructured(left[i], then, now)
+            assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
+            if assigned:
+                self._refuse_assigned(assigned - passing_through(self._function, before)[i])
+        out, aux = self._pair(out) if self._has_aux else (out, None)
+        # Only arrays pass through a transform; what else is among the auxiliary output stays here.
+        leaves, self._aux_treedef = jax.tree.flatten(aux)
+        self._aux_leaves = [None if _is_array(leaf) else leaf for leaf in leaves]
+        return out, ([leaf for leaf in leaves if _is_array(leaf)], after)
+
+    def finish(self, rest: Any) -> Any:
+        """Write what `fun` changed into the models; returns the auxiliary output."""
+        arrays, after = rest
+        for model, changed in zip(self._models, after, strict=True):
+            update(model, changed)
+        remaining = iter(arrays)
+        leaves = [next(remaining) if leaf is None else leaf for leaf in self._aux_leaves]
+        return jax.tree.unflatten(self._aux_treedef, leaves)
+
+    def gradient(self, i: int, values: Any) -> Any:
+        """`values` for the `i`-th of the primals, in the form that its models ask for: `nnx.State` for a module."""
+        tree = self._parts[self.selected[i]]
+
+        def shape(x: Any, value: Any) -> Any:
+            return x.structure.gradient(value, x.rest) if isinstance(x, Parts) else value
+
+        return jax.tree.map(shape, tree, values, is_leaf=is_parts)
+
+    def tangents(self, values: Any) -> tuple[Any, ...]:
+        """`values`, one for each of the primals, as tangents of them: checked, and models' as what they train."""
+        if not isinstance(values, (tuple, list)) or len(values) != len(self.primals):
+            got = f"{len(values)} of them" if isinstance(values, (tuple, list)) else describe(values)
+            raise TypeError(
+                f"{self._api}: tangents must be a tuple with one for each of the {len(self.primals)} primals, but got "
+                f"{got}."
+            )
+        return tuple(self._tangent(i, value) for i, value in enumerate(values))
+
+    def _tangent(self, i: int, value: Any) -> Any:
+        name, tree, primal = self.name(i), self._parts[self.selected[i]], self.primals[i]
+        try:
+            value = jax.tree.map(lambda x, v: to_pure(v) if isinstance(x, Parts) else v, tree, value, is_leaf=is_parts)
+            same = jax.tree.structure(value) == jax.tree.structure(primal)
+        except (ValueError, TypeError, KeyError):
+            same = False
+        if not same:
+            raise ValueError(
+                f"{self._api}: the tangent of `{name}` has the structure {jax.tree.structure(value)}, but the primal "
+                f"has {jax.tree.structure(primal)}; give one array for each of its arrays."
+            )
+
+        def check(path: Any, tangent: Any, leaf: Any) -> Any:
+            place = leaf_name(name, path)
+            dtype = jnp.result_type(leaf)
+            expected = dtype if jnp.issubdtype(dtype, jnp.inexact) else jax.dtypes.float0
+            found = getattr(tangent, "dtype", None) or jnp.result_type(tangent)
+            weak = isinstance(tangent, (int, float, complex)) and jnp.shape(leaf) == ()
+            if expected == jax.dtypes.float0 and found != expected:
+                raise TypeError(
+                    f"{self._api}: `{place}` is {describe(leaf)}, which has no derivative; convert it to floating "
+                    "point, or let fun close over it."
+                )
+            if jnp.shape(tangent) != jnp.shape(leaf) or (found != expected and not weak):
+                raise ValueError(
+                    f"{self._api}: the tangent of `{place}` is {describe(tangent)}, but the primal has shape "
+                    f"{jnp.shape(leaf)} and dtype {dtype}; give an array of the same."
+                )
+            return jnp.asarray(tangent, dtype) if weak else tangent
+
+        return jax.tree.map_with_path(check, value, primal)
+
+    def _pair(self, out: Any) -> tuple[Any, Any]:
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise TypeError(
+                f"{self._api}: with has_aux=True, fun must return a pair (output, aux), but it returned "
+                f"{describe(out)}."
+            )
+        return tuple(out)
+
+    def _refuse_restructured(self, model: Any, before: Parts, after: Parts) -> None:
+        if after.structure != before.structure:
+            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
+            raise ValueError(
+                f"{self._api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of "
+                "its variables can be carried along; do not add variables in it (such as by sow), nor change "
+                "attributes."
+            )
+
+    def _refuse_assigned(self, assigned: set[str]) -> None:
+        if assigned:
+            raise ValueError(
+                f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep "
+                "values that fun computes in another kind of variable, such as nnx.BatchStat."
+            )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def _trainable(tree: Any) -> Any:
+    """What of an argument is differentiated: a model's trainable arrays, everything else whole."""
+    return jax.tree.map(lambda x: x.trainable if isinstance(x, Parts) else x, tree, is_leaf=is_parts)
+
+
+def _with_trainable(tree: Any, values: Any) -> Any:
+    """The inverse of `_trainable`: `tree` with `values` in their places."""
+
+    def put(x: Any, value: Any) -> Any:
+        return Parts(x.structure, value, x.rest) if isinstance(x, Parts) else value
+
+    return jax.tree.map(put, tree, values, is_leaf=is_parts)

@@ -1,0 +1,67 @@
+"""`hessian`: the Jacobian of a Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ._arguments import Argnums, wrap_like
+from ._jacobian import jacfwd, jacrev
+
+_MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
+
+
+def hessian(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+    sparsity: Any = None,
+) -> Callable[..., Any]:
+    """Hessian of `fun`.
+
+    As `jax.hessian`, with what `jacfwd` here adds to `jax.jacfwd`.
+
+    Args:
+      fun: as for `jacrev`; its output may have any shape.
+      argnums: as for `jacfwd`.
+      has_aux: whether `fun` returns `(output, aux)`; the result is then `(hessian, aux)`.
+      mode: how the outer and the inner Jacobian are taken: "fwd_rev", "rev_rev", "fwd_fwd" or "rev_fwd". All are equal;
+        "auto" is the first, whose columns are derivatives of one gradient.
+      chunk_size: how many columns (rows, where the outer one is "rev") to compute at a time.
+      memory_budget: as for `jacfwd`.
+      sparsity: not available yet.
+
+    Returns:
+      A function of the same arguments that returns the Hessian, nested as the Jacobian of a Jacobian: with arrays of
+      shape `output.shape + first.shape + second.shape`.
+
+    Raises:
+      TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode.
+      NotImplementedError: `sparsity` is given.
+
+    Cost:
+      That of a gradient for each input number, and for each output number if there are several.
+
+    Source:
+      `jax.hessian`; `torch.func.hessian`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import hessian
+      >>> hessian(lambda a: (a**3).sum())(jnp.array([1.0, 2.0]))
+      Array([[ 6.,  0.],
+             [ 0., 12.]], dtype=float32)
+    """
+    if mode not in _MODES:
+        raise ValueError(f"hessian: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
+    if sparsity is not None:
+        raise NotImplementedError("hessian: sparsity is not available yet; leave it out for the dense Hessian.")
+    outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
+    transforms = {"fwd": jacfwd, "rev": jacrev}
+    first = transforms[inner](fun, argnums, has_aux)
+    second = transforms[outer](first, argnums, has_aux, chunk_size=chunk_size, memory_budget=memory_budget)
+    return wrap_like(fun, "hessian", second)

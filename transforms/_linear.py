@@ -1,0 +1,143 @@
+"""`jvp`, `vjp` and `linearize`: as JAX has them, with checked arguments, and for models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ._arguments import check_callable, describe
+from ._call import Call
+from ._grad import seed
+
+
+def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
+    """Evaluate `fun` and its derivative along `tangents`, in forward mode.
+
+    As `jax.jvp`, but the tangents are checked by name, and a module takes part with its parameters.
+
+    Args:
+      fun: a function of positional arguments, a bound method or a module.
+      primals: a tuple with the arguments.
+      tangents: a tuple with one for each of them, of its structure, shapes and dtypes; for a module an `nnx.State` like
+        that of its `nnx.Param`s, as `grad` gives it.
+      has_aux: whether `fun` returns `(output, aux)`.
+
+    Returns:
+      The output and its tangent, and with `has_aux` the auxiliary output, which may be anything.
+
+    Raises:
+      TypeError: `primals` or `tangents` that are no tuple of the same length; an argument that has no derivative.
+      ValueError: a tangent of another structure, shape or dtype than its primal.
+
+    Cost:
+      About two to three evaluations; no memory beyond theirs.
+
+    Source:
+      `jax.jvp`; `mindspore.jvp`; `torch.func.jvp`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import jvp
+      >>> jvp(lambda x, y: x**3 + y, (2.0, 1.0), (1.0, 1.0))
+      (Array(9., dtype=float32, weak_type=True), Array(13., dtype=float32, weak_type=True))
+    """
+    call = all_of("jvp", fun, primals, has_aux)
+    out, tangent, rest = jax.jvp(call, call.primals, call.tangents(tangents), has_aux=True)
+    aux = call.finish(rest)
+    return (out, tangent, aux) if has_aux else (out, tangent)
+
+
+def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """Evaluate `fun`, and give a function from cotangents of its output to gradients, in reverse mode.
+
+    As `jax.vjp`, but cotangents are checked by name, and a module takes part with its parameters.
+
+    Args:
+      fun: as for `jvp`.
+      *primals: its arguments.
+      has_aux: as for `jvp`.
+
+    Returns:
+      The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, for
+      arrays full of it) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
+
+    Raises:
+      TypeError: an argument that is not floating point.
+      ValueError: a cotangent of another structure, shape or dtype than the output.
+
+    Cost:
+      One evaluation, whose residuals are kept; each cotangent costs about two.
+
+    Source:
+      `jax.vjp`; `mindspore.vjp`; `torch.func.vjp`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import vjp
+      >>> out, pull = vjp(jnp.multiply, jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0]))
+      >>> pull(1.0)
+      (Array([3., 4.], dtype=float32), Array([1., 2.], dtype=float32))
+    """
+    call = all_of("vjp", fun, primals, has_aux)
+    call.check_floating()
+    out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+    aux = call.finish(rest)
+
+    def gradients(cotangent: Any) -> tuple[Any, ...]:
+        if cotangent is None:
+            raise TypeError("vjp: the cotangent is None; pass one of the structure of the output, or a Python number.")
+        return tuple(call.gradient(i, value) for i, value in enumerate(pull(seed("vjp", out, cotangent))))
+
+    return (out, gradients, aux) if has_aux else (out, gradients)
+
+
+def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """Evaluate `fun`, and give its derivative at that point as a linear function of tangents.
+
+    As `jax.linearize`, but tangents are checked by name, and a module takes part with its parameters.
+
+    Args:
+      fun: as for `jvp`.
+      *primals: its arguments.
+      has_aux: as for `jvp`.
+
+    Returns:
+      The output, and a function that takes a tangent for each primal and returns that of the output; with `has_aux`
+      the auxiliary output too.
+
+    Raises:
+      TypeError, ValueError: as for `jvp`.
+
+    Cost:
+      One evaluation, whose residuals are kept; each tangent costs about one.
+
+    Source:
+      `jax.linearize`; `torch.func.linearize`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import linearize
+      >>> out, push = linearize(jnp.square, 3.0)
+      >>> float(push(1.0)), float(push(2.0))
+      (6.0, 12.0)
+    """
+    call = all_of("linearize", fun, primals, has_aux)
+    out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+    aux = call.finish(rest)
+
+    def derivative(*tangents: Any) -> Any:
+        return push(*call.tangents(tangents))
+
+    return (out, derivative, aux) if has_aux else (out, derivative)
+
+
+def all_of(api: str, fun: Callable[..., Any], primals: Any, has_aux: bool) -> Call:
+    """The call of `fun` with these primals, all of which are differentiated."""
+    check_callable(api, fun)
+    if not isinstance(primals, (tuple, list)):
+        raise TypeError(f"{api}: primals must be a tuple with the arguments of fun, but got {describe(primals)}.")
+    if not primals:
+        raise TypeError(f"{api}: there are no primals, so there is nothing to differentiate; pass at least one.")
+    return Call(api, fun, tuple(range(len(primals))), has_aux, tuple(primals), {})
