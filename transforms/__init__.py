@@ -1,15 +1,20 @@
 """Functional transforms on JAX: functions in, functions out."""
 
 from ._batch_jacobian import batch_jacobian
+from ._dual import Dual, dual
 from ._grad import grad, value_and_grad
 from ._hessian import hessian
 from ._jacobian import jacfwd, jacobian, jacrev
 from ._linear import jvp, linearize, vjp
 from ._products import gnvp, hvp, value_grad_and_hvp, vhp
+from ._taylor import derivative
 from ._vmap import vmap
 
 __all__ = [
+    "Dual",
     "batch_jacobian",
+    "derivative",
+    "dual",
     "gnvp",
     "grad",
     "hessian",
