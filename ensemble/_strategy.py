@@ -49,7 +49,17 @@ def over_members(
     def mapped(*args: Any) -> Any:
         if execution.strategy == "unroll":
             return stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
-        return lax.map(lambda i: fun(*take_member(args, in_axes, i)), jnp.arange(size, dtype=jnp.uint32))
+        # Arrays as what is looped over: taking members by their number makes a longer program.
+        leaves, treedef = jax.tree.flatten(args)
+        axes = broadcast_axes(tuple(in_axes), args)
+        moved = [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+
+        def of_slices(slices: list[Any]) -> Any:
+            rest = iter(slices)
+            taken = [leaf if axis is None else next(rest) for leaf, axis in zip(leaves, axes, strict=True)]
+            return fun(*jax.tree.unflatten(treedef, taken))
+
+        return lax.map(of_slices, moved)
 
     return mapped
 

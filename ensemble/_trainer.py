@@ -238,10 +238,12 @@ class Trainer:
                 structure, execution, Static.of(axes), state.arrays(), state.step, arguments
             )
             return TrainState.of_arrays(structure, arrays, step), metrics, execution
-        # On the device once, not once for each member.
+        # On the device once, not once for each member, and no index where there is nothing to take by it.
         arguments = jax.tree.map(jnp.asarray, arguments)
+        shared = not jax.tree.leaves(axes)
+        program, static = self._member_programs[donate], Static.of(axes)
         results = [
-            self._member_programs[donate](structure, Static.of(axes), arrays, np.uint32(i), arguments)
+            program(structure, static, arrays, None if shared else np.uint32(i), arguments)
             for i, arrays in enumerate(state.members())
         ]
         members, metrics = zip(*results, strict=True)
