@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ..transforms._compat import Tracer
 from ..transforms._model import Structure
 from ._ensemble import Ensemble
 from ._strategy import stack, unstack
@@ -70,6 +71,10 @@ class TrainState:
             structure, members = vars(self)["_members"]
             return structure, len(members)
         return self.ensemble.structure, len(self.ensemble)
+
+    def is_traced(self) -> bool:
+        """Whether its arrays belong to a trace; those of a loop never do."""
+        return "_members" not in vars(self) and any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
     def __getattr__(self, name: str) -> Any:
         # Python asks here for what it did not find: the stacked arrays of a state made `of_members`.

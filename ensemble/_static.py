@@ -23,11 +23,13 @@ class Placeholder(Enum):
 class Static:
     """A pytree without its arrays: hashable, and equal only for leaves of one type and value."""
 
-    __slots__ = ("_leaves", "_treedef")
+    __slots__ = ("_key", "_leaves", "_treedef")
 
     def __init__(self, leaves: tuple[Any, ...], treedef: Any) -> None:
         self._leaves = leaves
         self._treedef = treedef
+        # 1, 1.0 and True are equal, but a function may do something else with each.
+        self._key = treedef, by_value(leaves), tuple(map(type, leaves))
 
     @classmethod
     def separate(cls, tree: Any) -> tuple[list[Any], Static]:
@@ -61,12 +63,8 @@ class Static:
         """The tree that `of` was given."""
         return self.map(lambda leaf: leaf)
 
-    def _key(self) -> tuple[Any, ...]:
-        # 1, 1.0 and True are equal, but a function may do something else with each.
-        return self._treedef, by_value(self._leaves), tuple(map(type, self._leaves))
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key() == other._key()
+        return self is other or (isinstance(other, Static) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)

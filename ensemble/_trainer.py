@@ -265,8 +265,7 @@ class Trainer:
             strategy = earlier.strategy if earlier else self._by_rule(state, arguments, axes)
         if strategy == "vmap" and chunk_size is None and earlier and earlier.strategy == "vmap":
             chunk_size = earlier.chunk_size
-        # The variables of the state, since looking at its attributes would stack it.
-        if strategy == "loop" and any(isinstance(x, Tracer) for x in jax.tree.leaves((vars(state), arguments))):
+        if strategy == "loop" and (state.is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))):
             strategy = "unroll"
         return Execution(strategy, chunk_size)
 
