@@ -43,8 +43,9 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
     give an infinity and the other NaN.
 
     Args:
-      fun: a function, a bound method or a module. Its first argument is an array of floating point or a pytree of them,
-        passed by position; all others are held constant. Its outputs are arrays of floating point.
+      fun: a function, a bound method or a module that leaves its state as it is. Its first argument is an array of
+        floating point or a pytree of them, passed by position; all others are held constant. Its outputs are arrays of
+        floating point.
       order: how often to differentiate. 0 gives `fun` itself.
 
     Returns:

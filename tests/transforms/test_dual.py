@@ -160,7 +160,7 @@ def test_a_dual_is_a_frozen_pytree() -> None:
         ".tangent['a']",
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        pair.primal = 1.0  # type: ignore[misc]
+        pair.primal = 1.0
     shapes = jax.tree.map(np.shape, Dual(X, T))
     assert (shapes.primal, shapes.tangent) == ((2, 3), (2, 3))
     assert jax.tree.structure(jax.eval_shape(lambda: pair)) == jax.tree.structure(pair)
