@@ -303,7 +303,7 @@ def test_a_module_may_be_returned() -> None:
             ValueError,
             r"tangent of `primal` is .* dtype bfloat16, but .* dtype float32",
         ),
-        (X, T.astype(np.float64), ValueError, r"tangent of `primal` is .* dtype float64, but .* dtype float32"),
+        (X, T.astype(np.float16), ValueError, r"tangent of `primal` is .* dtype float16, but .* dtype float32"),
         (X, 1.0, ValueError, r"tangent of `primal` is 1\.0 of type float, but the primal has shape \(2, 3\)"),
         ({"a": X}, {"b": T}, ValueError, r"has the structure PyTreeDef\({'b': \*}\), but the primal has .*'a': \*"),
         ([X], (T,), ValueError, r"has the structure PyTreeDef\(\(\*,\)\), but the primal has PyTreeDef\(\[\*\]\)"),
