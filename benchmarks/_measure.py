@@ -28,7 +28,9 @@ def interleaved(candidates: dict[str, Callable[[], Any]], *, rounds: int, second
     first, turns = {}, {}
     for name, call in candidates.items():
         first[name] = _time(call, 1)
-        once = min(_time(call, 1) for _ in range(3))
+        once = _time(call, 1)
+        if once < seconds:
+            once = min(once, _time(call, 1), _time(call, 1))
         turns[name] = max(1, int(seconds / once))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in tqdm(range(rounds), unit="round", leave=False):

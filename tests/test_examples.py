@@ -26,6 +26,7 @@ SMALL = {
     "examples/forward_mode.py": (),
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
     "benchmarks/ensemble.py": ("--smoke",),
+    "benchmarks/jacobian.py": ("--smoke",),
 }
 
 

@@ -15,7 +15,12 @@ def broken_links(document: Path) -> list[str]:
 
 
 def test_documents_link_to_what_exists() -> None:
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    documents = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    ]
     assert ROOT / "README.md" in documents
     found = {str(document.relative_to(ROOT)): broken_links(document) for document in documents}
     assert {name: links for name, links in found.items() if links} == {}

@@ -1,0 +1,229 @@
+"""What Jacobians cost: `jacobian` against the better of both modes, memory budgets against the dense Jacobian.
+
+python benchmarks/jacobian.py            measures, rewrites its tables of benchmarks/README.md and docs/jacobian.png
+python benchmarks/jacobian.py --smoke    runs everything small and once, and writes nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _measure import interleaved, publish, ratio, table
+
+from plurax.transforms import grad, hvp, jacfwd, jacobian
+
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None
+
+PICTURE = Path(__file__).parents[1] / "docs" / "jacobian.png"
+MIB = 2**20
+
+
+def dense(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(weights @ x)
+
+
+def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda carry, _: (jnp.tanh(weights @ carry), None), x, None, length=8)[0]
+
+
+def scalar(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(weights @ x).sum()
+
+
+def perceptron(first: jax.Array, second: jax.Array, x: jax.Array) -> jax.Array:
+    return second @ jnp.tanh(first @ x)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+
+
+def modes(small: int, large: int, square: int, rounds: int, seconds: float) -> dict[str, Any]:
+    """`jacobian` by itself, and both modes of JAX and of PyTorch."""
+    results = {}
+    cases: dict[str, tuple[Callable[..., Any], int, int]] = {
+        f"tanh(Wx), {small} to {large}": (dense, large, small),
+        f"tanh(Wx), {large} to {small}": (dense, small, large),
+        f"tanh(Wx), {square} to {square}": (dense, square, square),
+        f"sum tanh(Wx), {square} to 1": (scalar, square, square),
+        f"8 steps of a scan, {square // 2}": (scanned, square // 2, square // 2),
+    }
+    for title, (fun, outputs, inputs) in cases.items():
+        weights, x = normal(0, outputs, inputs), normal(1, inputs)
+        chosen = jacobian(fun, 1).explain(weights, x)
+        compiled = {
+            "jacobian": jax.jit(jacobian(fun, 1)),
+            "jax.jacfwd": jax.jit(jax.jacfwd(fun, 1)),
+            "jax.jacrev": jax.jit(jax.jacrev(fun, 1)),
+        }
+        candidates = {name: partial(run, weights, x) for name, run in compiled.items()}
+        if torch is not None and fun is not scanned:
+            candidates |= torch_candidates(fun is scalar, np.asarray(weights), np.asarray(x))
+        times = interleaved(candidates, rounds=rounds, seconds=seconds)
+        better = min(("jax.jacfwd", "jax.jacrev"), key=lambda name: times[name]["median_ms"])
+        results[title] = {"mode": chosen.mode, "why": chosen.why, "better": better, "times": times}
+    return results
+
+
+def torch_candidates(summed: bool, weights: np.ndarray, x: np.ndarray) -> dict[str, Callable[[], Any]]:
+    matrix, vector = torch.tensor(weights), torch.tensor(x)
+
+    def fun(vector: Any) -> Any:
+        out = torch.tanh(matrix @ vector)
+        return out.sum() if summed else out
+
+    return {
+        "torch.func.jacfwd": lambda: torch.func.jacfwd(fun)(vector),
+        "torch.func.jacrev": lambda: torch.func.jacrev(fun)(vector),
+    }
+
+
+def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """A perceptron's Jacobian: all at once, within budgets, and in chunks by hand."""
+    first, second, x = normal(0, hidden, size), normal(1, size, hidden), normal(2, size)
+
+    def by_hand(chunk: int) -> Callable[..., Any]:
+        """What one writes: `lax.map` over chunks of columns, transposed at the end."""
+
+        def columns(first: jax.Array, second: jax.Array, x: jax.Array) -> jax.Array:
+            _, push = jax.linearize(lambda x: perceptron(first, second, x), x)
+            return jax.lax.map(
+                lambda i: push((jnp.arange(size) == i).astype(x.dtype)), jnp.arange(size), batch_size=chunk
+            ).T
+
+        return columns
+
+    functions: dict[str, Callable[..., Any]] = {"dense (jax.jacfwd)": jax.jacfwd(perceptron, 2)}
+    functions |= {f'memory_budget="{limit}"': jacfwd(perceptron, 2, memory_budget=limit) for limit in limits}
+    functions |= {f"chunk_size={chunk}": jacfwd(perceptron, 2, chunk_size=chunk) for chunk in chunks}
+    functions[f"lax.map by hand, {chunks[len(chunks) // 2]}"] = by_hand(chunks[len(chunks) // 2])
+    compiled = {name: jax.jit(fun).lower(first, second, x).compile() for name, fun in functions.items()}
+    times = interleaved(
+        {name: partial(run, first, second, x) for name, run in compiled.items()}, rounds=rounds, seconds=0.01
+    )
+    return {
+        name: {"temporaries": run.memory_analysis().temp_size_in_bytes, **times[name]} for name, run in compiled.items()
+    } | {"_ratios": {name: ratio(times, name, "dense (jax.jacfwd)") for name in times}}
+
+
+def products(size: int, batch: int) -> list[dict[str, Any]]:
+    """The operations of a Hessian-vector product, as XLA counts them."""
+
+    def flops(fun: Callable[..., Any], *args: Any) -> float:
+        return jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
+
+    weights = {"first": normal(0, size, 2 * size), "second": normal(1, 2 * size, size)}
+    x = normal(2, batch, size)
+
+    def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return (jnp.tanh(jnp.tanh(x @ weights["first"]) @ weights["second"]) ** 2).sum()
+
+    rows = []
+    for title, primal, fun in (
+        ("inputs", x, lambda x: loss(weights, x)),
+        ("parameters", weights, lambda weights: loss(weights, x)),
+    ):
+        value, gradient = flops(fun, primal), flops(grad(fun), primal)
+        product = flops(lambda p, t, fun=fun: hvp(fun, p, t), primal, primal)
+        rows.append(
+            {
+                "with respect to": title,
+                "gradient / function": f"{gradient / value:.2f}",
+                "hvp / function": f"{product / value:.2f}",
+                "hvp / gradient": f"{product / gradient:.2f}",
+            }
+        )
+    return rows
+
+
+def draw(results: dict[str, Any], result_bytes: int) -> None:
+    """Time and memory against the size of a chunk."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    chunks = {int(name.split("=")[1]): row for name, row in results.items() if name.startswith("chunk_size")}
+    whole = results["dense (jax.jacfwd)"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    left.plot(list(chunks), [row["median_ms"] / whole["median_ms"] for row in chunks.values()], "o-")
+    left.axhline(1, color="gray", linestyle=":", label="all at once")
+    left.set(xscale="log", xlabel="columns at a time", ylabel="time / time all at once", title="Time", ylim=(0, None))
+    left.set_xscale("log", base=2)
+    left.legend()
+    right.plot(list(chunks), [row["temporaries"] / MIB for row in chunks.values()], "o-", label="in chunks")
+    right.axhline(whole["temporaries"] / MIB, color="gray", linestyle=":", label="all at once")
+    right.axhline(result_bytes / MIB, color="gray", linestyle="--", label="the result itself")
+    right.set(xlabel="columns at a time", ylabel="temporaries (MiB)", title="Memory")
+    right.set_xscale("log", base=2)
+    right.set_yscale("log", base=2)
+    right.legend()
+    figure.savefig(PICTURE, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
+    smoke = parser.parse_args().smoke
+    device = jax.devices()[0]
+    about = (
+        f"jax {jax.__version__}, {'torch ' + torch.__version__ if torch else 'without torch'}, "
+        f"Python {platform.python_version()}, {device.platform} ({device.device_kind})."
+    )
+    sections, results = [about], {"about": about}
+    picked = modes(4, 16, 8, 2, 0.001) if smoke else modes(32, 2048, 512, 15, 0.05)
+    rows = [
+        {
+            "function": title,
+            "jacobian takes": case["mode"],
+            "the better is": case["better"],
+            "jacobian / the better": f"{ratio(case['times'], 'jacobian', case['better']):.2f}",
+            **{name: f"{found['median_ms']:.2f} ms" for name, found in case["times"].items()},
+        }
+        for title, case in picked.items()
+    ]
+    heads = dict.fromkeys(name for row in rows for name in row)
+    rows = [{name: row.get(name, "") for name in heads} for row in rows]
+    size, hidden = (16, 32) if smoke else (4096, 8192)
+    limits, chunks = (("8KiB",), (2, 8)) if smoke else (("64MiB", "8MiB"), (16, 64, 256, 1024))
+    bounded = budgets(size, hidden, limits, chunks, 2 if smoke else 3)
+    ratios = bounded.pop("_ratios")
+    costs = products(*((8, 4) if smoke else (256, 64)))
+    for title, found, raw in (
+        ("`jacobian` picks its mode", rows, picked),
+        (
+            f"A perceptron's Jacobian, {size} to {size}, {hidden} hidden: {size * size * 4 / MIB:.0f} MiB of result",
+            [
+                {
+                    "": name,
+                    "temporaries (MiB)": f"{row['temporaries'] / MIB:.2f}",
+                    "s": f"{row['median_ms'] / 1e3:.2f}",
+                    "times the dense": f"{ratios[name]:.2f}",
+                }
+                for name, row in bounded.items()
+            ],
+            bounded,
+        ),
+        ("Operations of `hvp`", costs, costs),
+    ):
+        results[title] = raw
+        sections.append(f"### {title}\n\n{table(found)}")
+        print(title, table(found), sep="\n", flush=True)
+    if not smoke:
+        draw(bounded, size * size * 4)
+        publish("jacobian", "\n\n".join(sections), results)
+
+
+if __name__ == "__main__":
+    main()
