@@ -10,10 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import Argnums, argument_name, check_argnums, check_callable, resolve_argnums, wrap_like
+from ._arguments import Argnums, argument_name, check_argnums, check_callable, describe, leaf_name, wrap_like
 from ._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
+from ._budget import check_budget
+from ._call import Call
+from ._chunk import check_chunk_size
 from ._compat import Tracer
-from ._jacobian import jacfwd, jacobian, jacrev
+from ._jacobian import jacobian_of
+from ._model import is_model, owner_of
 from ._vmap import vmap
 
 
@@ -73,17 +77,26 @@ def batch_jacobian(
         raise ValueError(f'batch_jacobian: rows must be "vmap" or "independent", but got {rows!r}.')
     if check and rows != "independent":
         raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
-    by_sample = jacobian(_of_one(fun, in_axes), argnums, has_aux, mode=mode)
+    check_chunk_size("batch_jacobian", chunk_size)
+    check_budget("batch_jacobian", memory_budget, chunk_size)
+    owner, function = owner_of(fun)
+    of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
+    by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode)
 
     def of_batch(*args: Any, **kwargs: Any) -> Any:
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         size = mapped_size("batch_jacobian", fun, args, kwargs, axes, None, None, "the batch")
         if rows == "vmap":
             mapped = vmap(
-                lambda *args: by_sample(*args, **kwargs), axes, chunk_size=chunk_size, memory_budget=memory_budget
+                lambda owner, kwargs, *args: by_sample(*args, owner=owner, kwargs=kwargs),
+                (None, None, *axes),
+                chunk_size=chunk_size,
+                memory_budget=memory_budget,
             )
-            return mapped(*args)
-        selected = resolve_argnums("batch_jacobian", fun, positions, args)
+            return mapped(owner, kwargs, *args)
+        call = Call("batch_jacobian", fun, positions, has_aux, args, kwargs)
+        call.check_floating(complex_too=False)
+        selected = call.selected
         for i in selected:
             if None in broadcast_axes(axes[i], args[i]):
                 raise ValueError(
@@ -91,62 +104,73 @@ def batch_jacobian(
                     '(in_axes is None), so its derivatives cannot be summed over them; use rows="vmap".'
                 )
         if check:
-            _check_independent(fun, selected, has_aux, axes, args, kwargs, size)
-        return _summed(fun, argnums, selected, has_aux, axes, mode, (chunk_size, memory_budget))(*args, **kwargs)
+            _check_independent(call, axes, args, kwargs, size)
+        summed = _summed(function, argnums, selected, has_aux, axes, mode, size, (chunk_size, memory_budget))
+        return summed(owner, args, kwargs)
 
     return wrap_like(fun, "batch_jacobian", of_batch)
 
 
-def _of_one(fun: Callable[..., Any], in_axes: Axes) -> Callable[..., Any]:
-    """`fun` of one sample: of a batch that holds it alone."""
+def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Callable[..., Any]:
+    """`function` of one sample: of a batch that holds it alone."""
 
-    def of_one(*args: Any, **kwargs: Any) -> Any:
+    def of_one(*args: Any, owner: Any, kwargs: Any) -> Any:
         axes = axes_per_argument("batch_jacobian", in_axes, args)
-        out = fun(*_expand(args, axes), **kwargs)
-        return jax.tree.map(lambda x: x[0] if hasattr(x, "shape") else x, out)
+        out = function(owner, *_expand(args, axes), **kwargs)
+        _check_batch(out[0] if has_aux else out, 1)
+        return jax.tree.map(lambda x: x[0] if jnp.ndim(x) else x, out)
 
     return of_one
 
 
+def _check_batch(out: Any, size: int) -> None:
+    """Refuse an output that does not have the samples along axis 0."""
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if jnp.shape(leaf)[:1] != (size,):
+            raise ValueError(
+                f"batch_jacobian: for a batch of {size}, `{leaf_name('output', path)}` is {describe(leaf)}, but the "
+                f"samples must be its axis 0, of size {size}; do not reduce over them in fun."
+            )
+
+
 def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
     """`args` with an axis of size 1 where `axes` has one."""
-    leaves, treedef = jax.tree.flatten(args)
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)  # a copy of a model would take its changes along
     expanded = []
-    for leaf, axis in zip(leaves, broadcast_axes(axes, args), strict=True):
+    for leaf, axis in zip(leaves, broadcast_axes(axes, args, is_leaf=is_model), strict=True):
         expanded.append(leaf if axis is None else jnp.expand_dims(leaf, axis % (jnp.ndim(leaf) + 1)))
     return tuple(jax.tree.unflatten(treedef, expanded))
 
 
 def _summed(
-    fun: Callable[..., Any],
+    function: Callable[..., Any],
     argnums: Argnums,
     selected: tuple[int, ...],
     has_aux: bool,
     axes: tuple[Axes, ...],
     mode: str,
+    size: int,
     limits: tuple[Any, Any],
 ) -> Callable[..., Any]:
-    limit = {"chunk_size": limits[0], "memory_budget": limits[1]}
-
-    def shifted(shifts: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+    def shifted(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
         moved = list(args)
         for i, shift in zip(selected, shifts, strict=True):
             leaf_axes = iter(broadcast_axes(axes[i], args[i]))
             moved[i] = jax.tree.map(lambda x, s: x + jnp.expand_dims(s, next(leaf_axes) % x.ndim), args[i], shift)  # noqa: B023
-        return fun(*moved, **kwargs)
+        return function(owner, *moved, **kwargs)
 
-    def summed(shifts: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+    def summed(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
         """With a shift of each sample's own, the batch along axis 0 of it."""
         moved = list(args)
         for i, shift in zip(selected, shifts, strict=True):
             leaf_axes = iter(broadcast_axes(axes[i], args[i]))
             moved[i] = jax.tree.map(lambda x, s: x + jnp.moveaxis(s, 0, next(leaf_axes)), args[i], shift)  # noqa: B023
-        out = fun(*moved, **kwargs)
+        out = function(owner, *moved, **kwargs)
         out, aux = out if has_aux else (out, None)
         total = jax.tree.map(lambda x: x.sum(axis=0), out)
         return (total, aux) if has_aux else total
 
-    def jacobians(*args: Any, **kwargs: Any) -> Any:
+    def jacobians(owner: Any, args: Any, kwargs: Any) -> Any:
         samples = tuple(
             jax.tree.unflatten(
                 jax.tree.structure(args[i]),
@@ -158,16 +182,15 @@ def _summed(
             for i in selected
         )
         one = jax.tree.map(lambda x: x[0], samples)
-        out = jax.eval_shape(lambda: shifted(one, args, kwargs))
-        out = out[0] if has_aux else out
+        call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
+        out = jax.eval_shape(lambda: call(*call.primals)[0])
+        _check_batch(out, size)
         inputs, outputs = (
             sum(math.prod(x.shape[skip:]) for x in jax.tree.leaves(tree)) for tree, skip in ((one, 0), (out, 1))
         )
         forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
-        if forward:
-            result = jacfwd(shifted, 0, has_aux, **limit)(one, args, kwargs)
-        else:
-            result = jacrev(summed, 0, has_aux, **limit)(samples, args, kwargs)
+        way, moved, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
+        result = jacobian_of("batch_jacobian", moved, 0, has_aux, way, *limits)(shifts, owner, args, kwargs)
         result, aux = result if has_aux else (result, None)
 
         def of_output(leaf: Any, derivative: Any) -> Any:
@@ -182,9 +205,7 @@ def _summed(
 
 
 def _check_independent(
-    fun: Callable[..., Any],
-    selected: tuple[int, ...],
-    has_aux: bool,
+    call: Call,
     axes: tuple[Axes, ...],
     args: Any,
     kwargs: Any,
@@ -194,18 +215,11 @@ def _check_independent(
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("batch_jacobian: check=True needs values, but the arguments are traced; check outside jit.")
     generator = np.random.default_rng(0)
-
-    def of_selected(*values: Any) -> Any:
-        filled = list(args)
-        for i, value in zip(selected, values, strict=True):
-            filled[i] = value
-        out = fun(*filled, **kwargs)
-        return out[0] if has_aux else out
-
-    primals = tuple(args[i] for i in selected)
-    _, push = jax.linearize(of_selected, *primals)
+    primals = call.primals
+    out, push, _ = jax.linearize(call, *primals, has_aux=True)
+    _check_batch(out, size)
     directions = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), primals)
-    leaf_axes = broadcast_axes(tuple(axes[i] for i in selected), primals)
+    leaf_axes = broadcast_axes(tuple(axes[i] for i in call.selected), primals)
 
     def influence(sample: jax.Array) -> jax.Array:
         """Which samples the sample moves."""
@@ -217,7 +231,7 @@ def _check_independent(
             return jnp.where((jnp.arange(size) == sample).reshape(shape), x, 0)
 
         moved = jax.tree.leaves(push(*jax.tree.map(only, directions)))
-        return jnp.stack([(x.reshape(size, -1) != 0).any(axis=1) for x in moved]).any(axis=0)
+        return jnp.stack([(x != 0).any(axis=tuple(range(1, x.ndim))) for x in moved]).any(axis=0)
 
     found = np.asarray(vmap(influence, chunk_size=1)(jnp.arange(size)))
     pairs = np.argwhere(found & ~np.eye(size, dtype=bool))

@@ -13,11 +13,14 @@ from typing import Any
 import jax
 
 from ._arguments import describe
+from ._compat import Tracer
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
-# that does; those needed to find any that fits come on top.
+# that does; more only until any fits.
 _ENOUGH, _PROBES = 0.9, 6
+# What the counters of its loops may take on top where the same chunk is part of a larger program: bytes.
+_MARGIN = 256
 
 
 def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
@@ -56,7 +59,7 @@ def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: i
 
     def need(chunk: int) -> int:
         if chunk not in needs:
-            needs[chunk] = temporaries(program(chunk))
+            needs[chunk] = temporaries(program(chunk)) + _MARGIN
         return needs[chunk]
 
     if need(size) <= budget:
@@ -67,7 +70,7 @@ def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: i
         needed = needs.get(low, 0)
         guess = low + int((high - low) * (budget - needed) / max(needs[high] - needed, 1))
         # One slice at a time is often compiled to something worse than two: it is the last to be tried.
-        guess = min(max(guess, low + 1, 2), high - 1)
+        guess = min(max(guess, low + 1, 2), high - 1 if low else max(high // 2, 1))
         chunk = -(-size // -(-size // guess))
         if chunk in needs:
             break
@@ -91,18 +94,23 @@ def temporaries(fun: Callable[[], Any]) -> int:
 
 def lower_apart(fun: Callable[[], Any]) -> Any:
     """`fun` lowered as a program of its own."""
-    # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program.
+    # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program. In such
+    # a trace arrays with values become constants of the outer program, for which XLA chooses other layouts and copies.
     closed = jax.make_jaxpr(fun)()
+    traced = [isinstance(constant, Tracer) for constant in closed.consts]
+    free = traced if any(traced) else [True] * len(traced)
 
-    def of_constants(*constants: Any) -> Any:
+    def of_constants(*arguments: Any) -> Any:
+        given = iter(arguments)
+        constants = [next(given) if is_free else x for x, is_free in zip(closed.consts, free, strict=True)]
         return jax.core.eval_jaxpr(closed.jaxpr, constants)
 
-    avals = [jax.typeof(constant) for constant in closed.consts]
+    avals = [jax.typeof(constant) for constant, is_free in zip(closed.consts, free, strict=True) if is_free]
     return jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
 
 
 def _say(size: int) -> str:
-    for unit in ("KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         size_in_unit = size / _UNITS[unit]
         if size_in_unit < 1024:
             return f"{size_in_unit:.3g} {unit}"

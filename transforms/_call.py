@@ -78,6 +78,16 @@ class Call:
                         f"of {name} can be differentiated; convert it, or leave it out of argnums."
                     )
 
+    def check_arrays(self) -> None:
+        """Refuse primals that are not made of arrays and numbers."""
+        for i, primal in enumerate(self.primals):
+            for path, leaf in jax.tree.leaves_with_path(primal):
+                if _dtype(leaf) is None:
+                    raise TypeError(
+                        f"{self._api}: `{leaf_name(self.name(i), path)}` is {describe(leaf)}, which has no derivative; "
+                        "let fun close over it."
+                    )
+
     def __call__(self, *primals: Any) -> tuple[Any, Any]:
         filled = list(self._parts)
         for i, primal in zip(self.selected, primals, strict=True):
@@ -139,16 +149,16 @@ class Call:
 
         def check(path: Any, tangent: Any, leaf: Any) -> Any:
             place = leaf_name(name, path)
-            dtype = jnp.result_type(leaf)
+            dtype, found = jnp.result_type(leaf), _dtype(tangent)
             expected = dtype if jnp.issubdtype(dtype, jnp.inexact) else jax.dtypes.float0
-            found = getattr(tangent, "dtype", None) or jnp.result_type(tangent)
-            weak = isinstance(tangent, (int, float, complex)) and jnp.shape(leaf) == ()
+            number = (int, float, complex) if jnp.issubdtype(dtype, jnp.complexfloating) else (int, float)
+            weak = isinstance(tangent, number) and jnp.shape(leaf) == ()
             if expected == jax.dtypes.float0 and found != expected:
                 raise TypeError(
                     f"{self._api}: `{place}` is {describe(leaf)}, which has no derivative; convert it to floating "
                     "point, or let fun close over it."
                 )
-            if jnp.shape(tangent) != jnp.shape(leaf) or (found != expected and not weak):
+            if found is None or jnp.shape(tangent) != jnp.shape(leaf) or (found != expected and not weak):
                 raise ValueError(
                     f"{self._api}: the tangent of `{place}` is {describe(tangent)}, but the primal has shape "
                     f"{jnp.shape(leaf)} and dtype {dtype}; give an array of the same."
@@ -184,6 +194,14 @@ class Call:
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
+
+
+def _dtype(x: Any) -> Any:
+    """The dtype of an array or a number as JAX takes it, None for anything else."""
+    found = getattr(x, "dtype", None)
+    if found is None and not isinstance(x, (int, float, complex)):
+        return None
+    return found if found == jax.dtypes.float0 else jnp.result_type(x)
 
 
 def _trainable(tree: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._arguments import Argnums, wrap_like
-from ._jacobian import jacfwd, jacrev
+from ._jacobian import jacobian_of
 
 _MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
 
@@ -61,7 +61,7 @@ def hessian(
     if sparsity is not None:
         raise NotImplementedError("hessian: sparsity is not available yet; leave it out for the dense Hessian.")
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
-    transforms = {"fwd": jacfwd, "rev": jacrev}
-    first = transforms[inner](fun, argnums, has_aux)
-    second = transforms[outer](first, argnums, has_aux, chunk_size=chunk_size, memory_budget=memory_budget)
+    modes = {"fwd": "forward", "rev": "reverse"}
+    first = jacobian_of("hessian", fun, argnums, has_aux, modes[inner])
+    second = jacobian_of("hessian", first, argnums, has_aux, modes[outer], chunk_size, memory_budget)
     return wrap_like(fun, "hessian", second)

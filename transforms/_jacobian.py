@@ -84,7 +84,7 @@ def jacfwd(
       (Array([[3., 0.],
              [0., 3.]], dtype=float32), Array([1., 2.], dtype=float32))
     """
-    return _jacobian("jacfwd", fun, argnums, has_aux, "forward", chunk_size, memory_budget)
+    return jacobian_of("jacfwd", fun, argnums, has_aux, "forward", chunk_size, memory_budget)
 
 
 def jacrev(
@@ -125,7 +125,7 @@ def jacrev(
       Array([[2., 0.],
              [0., 4.]], dtype=float32)
     """
-    return _jacobian("jacrev", fun, argnums, has_aux, "reverse", chunk_size, memory_budget)
+    return jacobian_of("jacrev", fun, argnums, has_aux, "reverse", chunk_size, memory_budget)
 
 
 def jacobian(
@@ -174,45 +174,41 @@ def jacobian(
       >>> rows.explain(jnp.arange(1.0, 10.0)).mode
       'reverse'
     """
-    if mode not in ("auto", "forward", "reverse"):
-        raise ValueError(f'jacobian: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
     if sparsity is not None:
         raise NotImplementedError("jacobian: sparsity is not available yet; leave it out for the dense Jacobian.")
-    return _jacobian("jacobian", fun, argnums, has_aux, mode, chunk_size, memory_budget)
+    return jacobian_of("jacobian", fun, argnums, has_aux, mode, chunk_size, memory_budget)
 
 
-def _jacobian(
+def jacobian_of(
     api: str,
     fun: Callable[..., Any],
     argnums: Argnums,
     has_aux: bool,
     mode: str,
-    chunk_size: int | None,
-    memory_budget: int | str | None,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
+    """`jacobian` for any transform, which `api` names in errors."""
+    if mode not in ("auto", "forward", "reverse"):
+        raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
     check_chunk_size(api, chunk_size)
     budget = check_budget(api, memory_budget, chunk_size)
 
-    def prepare(args: Any, kwargs: Any) -> tuple[Call, Any]:
+    def prepare(args: Any, kwargs: Any) -> Call:
         call = Call(api, fun, positions, has_aux, args, kwargs)
         call.check_floating(complex_too=False)
-        out = jax.eval_shape(lambda: call(*call.primals)[0])
-        _check_output(api, out)
-        return call, out
+        return call
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        call, out = prepare(args, kwargs)
-        chosen = _choose(call, out).mode if mode == "auto" else mode
-        if chosen == "reverse":
-            _check_real(api, out)
-        compute = _COMPUTE[chosen]
+        call = prepare(args, kwargs)
+        compute = _COMPUTE[_choose(api, call).mode if mode == "auto" else mode]
         chunk = chunk_size
         if budget is not None:
-            size = max(_sizes(call.primals if chosen == "forward" else out), default=1)
-            chunk = largest_chunk(api, lambda k: partial(compute, call, k), max(size, 1), budget)
-        rows, rest = compute(call, chunk)
+            size = max(_sizes(_shapes(api, call) if compute is _reverse else call.primals), default=1)
+            chunk = largest_chunk(api, lambda k: partial(compute, api, call, k), max(size, 1), budget)
+        out, rows, rest = compute(api, call, chunk)
         aux = call.finish(rest)
 
         def of_output(leaves: Sequence[Any]) -> Any:
@@ -228,16 +224,17 @@ def _jacobian(
     if api == "jacobian":
 
         def explain(*args: Any, **kwargs: Any) -> Choice:
-            choice = _choose(*prepare(args, kwargs))
+            choice = _choose(api, prepare(args, kwargs))
             return choice if mode == "auto" else choice._replace(mode=mode, why=f'it was asked for by mode="{mode}"')
 
         wrapped.explain = explain
     return wrapped
 
 
-def _forward(call: Call, chunk_size: int | None) -> tuple[list[list[Any]], Any]:
-    """For each array of the output its derivative by each array of the input, and the rest of the call."""
+def _forward(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
+    """The output, for each array of it its derivative by each array of the input, and the rest of the call."""
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+    _check_output(api, out)
     inputs, treedef = jax.tree.flatten(call.primals)
 
     def columns(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
@@ -248,15 +245,21 @@ def _forward(call: Call, chunk_size: int | None) -> tuple[list[list[Any]], Any]:
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(out)]
     parts = _by_array(inputs, columns, -1, chunk_size)
-    return [
-        [part[j].reshape(*shape, *jnp.shape(leaf)) for part, leaf in zip(parts, inputs, strict=True)]
-        for j, shape in enumerate(shapes)
-    ], rest
+    return (
+        out,
+        [
+            [part[j].reshape(*shape, *jnp.shape(leaf)) for part, leaf in zip(parts, inputs, strict=True)]
+            for j, shape in enumerate(shapes)
+        ],
+        rest,
+    )
 
 
-def _reverse(call: Call, chunk_size: int | None) -> tuple[list[list[Any]], Any]:
+def _reverse(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
     """As `_forward`."""
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+    _check_output(api, out)
+    _check_real(api, out)
     outputs, treedef = jax.tree.flatten(out)
 
     def rows(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
@@ -266,10 +269,14 @@ def _reverse(call: Call, chunk_size: int | None) -> tuple[list[list[Any]], Any]:
         return _map(row, size, 0, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(call.primals)]
-    return [
-        [array.reshape(*jnp.shape(leaf), *shape) for array, shape in zip(part, shapes, strict=True)]
-        for part, leaf in zip(_by_array(outputs, rows, 0, chunk_size), outputs, strict=True)
-    ], rest
+    return (
+        out,
+        [
+            [array.reshape(*jnp.shape(leaf), *shape) for array, shape in zip(part, shapes, strict=True)]
+            for part, leaf in zip(_by_array(outputs, rows, 0, chunk_size), outputs, strict=True)
+        ],
+        rest,
+    )
 
 
 _COMPUTE = {"forward": _forward, "reverse": _reverse}
@@ -316,7 +323,8 @@ def _map(fun: Callable[[Any], list[Any]], size: int, axis: int, chunk_size: int 
     return [jnp.zeros((*leaf.shape, 0) if axis else (0, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
-def _choose(call: Call, out: Any) -> Choice:
+def _choose(api: str, call: Call) -> Choice:
+    out = _shapes(api, call)
     inputs, outputs = sum(_sizes(call.primals)), sum(_sizes(out))
     choice = partial(Choice, inputs=inputs, outputs=outputs)
     if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
@@ -328,9 +336,12 @@ def _choose(call: Call, out: Any) -> Choice:
     for mode in (first, other):
         try:
             if many >= _DECISIVE * few and mode == first:
-                jax.eval_shape(partial(_COMPUTE[mode], call, None))
+                jax.eval_shape(partial(_COMPUTE[mode], api, call, None))
                 return choice(mode, flops=None, why=f"there are {inputs} inputs and {outputs} outputs")
-            flops[mode] = (lower_apart(partial(_COMPUTE[mode], call, None)).cost_analysis() or {}).get("flops", 0.0)
+            analysis = lower_apart(partial(_COMPUTE[mode], api, call, None)).cost_analysis() or {}
+            flops[mode] = analysis.get("flops", 0.0)
+        except jax.errors.ConcretizationTypeError:
+            return choice(first, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
         except (TypeError, ValueError, NotImplementedError) as error:
             errors[mode] = error
     if len(errors) == 2:
@@ -340,6 +351,16 @@ def _choose(call: Call, out: Any) -> Choice:
         return choice(mode, flops=None, why=f"{refused} mode cannot differentiate it: {errors[refused]}")
     mode = min(flops, key=flops.__getitem__)
     return choice(mode, flops=flops, why="XLA counts fewer operations")
+
+
+def _shapes(api: str, call: Call) -> Any:
+    """The output as shapes, or as it is where `fun` branches on values."""
+    try:
+        out = jax.eval_shape(lambda: call(*call.primals)[0])
+    except jax.errors.ConcretizationTypeError:
+        out = jax.tree.map(jnp.asarray, call(*call.primals)[0])
+    _check_output(api, out)
+    return out
 
 
 def _check_output(api: str, out: Any) -> None:

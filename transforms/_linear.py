@@ -44,6 +44,7 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
       (Array(9., dtype=float32, weak_type=True), Array(13., dtype=float32, weak_type=True))
     """
     call = all_of("jvp", fun, primals, has_aux)
+    call.check_arrays()
     out, tangent, rest = jax.jvp(call, call.primals, call.tangents(tangents), has_aux=True)
     aux = call.finish(rest)
     return (out, tangent, aux) if has_aux else (out, tangent)
@@ -124,6 +125,7 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
       (6.0, 12.0)
     """
     call = all_of("linearize", fun, primals, has_aux)
+    call.check_arrays()
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
 

@@ -86,8 +86,8 @@ def value_grad_and_hvp(
 def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool = False) -> Any:
     """Product of a vector with the Hessian of a scalar function, in reverse mode over reverse mode.
 
-    The Hessian is symmetric, so this is `hvp` with `mode="rev_rev"`: for functions that forward mode does
-    not take, such as those with a `jax.custom_vjp` rule.
+    The Hessian is symmetric, so this is `hvp` with `mode="rev_rev"`: for functions whose gradient forward mode does
+    not take, such as one with a `jax.custom_vjp` rule that calls another.
 
     Args:
       fun: as for `hvp`.
@@ -225,6 +225,6 @@ _MODE = {
 
 def _as_tuples(primals: Any, tangents: Any) -> tuple[Any, Any, bool]:
     """Both as tuples, and whether the primals were one that is none."""
-    if isinstance(primals, tuple):
+    if type(primals) is tuple:  # a NamedTuple is one argument
         return primals, tangents, False
     return (primals,), (tangents,), True

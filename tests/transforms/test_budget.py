@@ -1,0 +1,183 @@
+"""Memory budgets: the largest chunk that fits, verified on the compiled program, inside and outside other traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble
+from plurax.transforms import _budget as budgets  # type: ignore[attr-defined]
+from plurax.transforms import hessian, jacfwd, jacobian, jacrev, vmap
+
+W = np.sin(np.arange(96.0 * 64)).reshape(96, 64).astype(np.float32)
+X = np.cos(np.arange(64.0)).astype(np.float32)
+
+
+def layer(x: Any) -> Any:
+    return jnp.tanh(W @ jnp.tanh(x * x)) * jnp.sin(x).sum()
+
+
+def temporaries(fun: Any, *args: Any) -> int:
+    analysis: Any = jax.jit(fun).lower(*args).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return jax.jacfwd(layer)(X)
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    measure = budgets.temporaries
+
+    def counted(fun: Any) -> int:
+        found.append(measure(fun))
+        return found[-1]
+
+    monkeypatch.setattr(budgets, "temporaries", counted)
+    return found
+
+
+@pytest.mark.parametrize("transform", [jacfwd, jacrev])
+@pytest.mark.parametrize("budget", [6000, "12KiB"])
+def test_the_temporaries_stay_within_the_budget(transform: Any, budget: Any, expected: Any, probes: list[int]) -> None:
+    within = jax.jit(transform(layer, memory_budget=budget))
+    size = budget if isinstance(budget, int) else 12 * 2**10
+    assert temporaries(transform(layer), X) > size
+    assert temporaries(within, X) <= size
+    assert len(probes) <= 8
+    assert max(need for need in probes if need <= size) > size / 3  # the chunk is about as large as it may be
+    chex.assert_trees_all_close(within(X), expected, rtol=2e-5, atol=1e-5)
+
+
+def test_a_large_budget_takes_no_chunks(expected: Any, probes: list[int]) -> None:
+    chex.assert_trees_all_close(jacobian(layer, memory_budget="1GB")(X), expected, rtol=2e-5, atol=1e-5)
+    assert len(probes) == 1
+
+
+def test_a_constant_of_one_value_counts_as_in_the_whole_program() -> None:
+    ones = jnp.ones((128, 128))
+    fun = jax.jit(jacfwd(lambda x: jnp.tanh(ones @ jnp.tanh(ones @ x)), memory_budget=100_000))
+    assert temporaries(fun, jnp.ones(128)) <= 100_000
+
+
+def test_the_result_is_held_once() -> None:
+    """In chunks of 1 the temporaries are far below the result, so that it is written in place."""
+    fun = lambda x: {"a": jnp.tanh(x[:, None] * jnp.arange(40.0)), "b": jnp.sin(x)}
+    x = jnp.ones(150)
+    result = 4 * 150 * 150 * 41
+    for transform in (jacfwd, jacrev):
+        assert temporaries(transform(fun, chunk_size=1), x) < result / 10
+        assert temporaries(transform(fun, chunk_size=4), x) < result / 4
+
+
+def test_budgets_of_vmap(probes: list[int]) -> None:
+    xs = np.sin(np.arange(90.0 * 64)).reshape(90, 64).astype(np.float32)
+    row = lambda x: jnp.sin(jnp.cumsum(jnp.tanh(W @ x))).sum()
+    within = jax.jit(vmap(row, memory_budget=16_000))
+    assert temporaries(vmap(row), xs) > 16_000
+    assert temporaries(within, xs) <= 16_000
+    chex.assert_trees_all_close(within(xs), vmap(row)(xs), rtol=1e-5, atol=1e-5)
+    assert any(need > 8_000 for need in probes if need <= 16_000)
+
+
+@pytest.mark.parametrize(
+    ("outer", "plain"),
+    [
+        pytest.param(jax.jit, lambda f: f, id="jit"),
+        pytest.param(lambda f: jax.vmap(lambda s: f(s * X)), lambda f: jax.vmap(lambda s: f(s * X)), id="vmap"),
+        pytest.param(
+            lambda f: jax.grad(lambda s: jnp.sum(f(s * X) ** 2)),
+            lambda f: jax.grad(lambda s: jnp.sum(f(s * X) ** 2)),
+            id="grad",
+        ),
+        pytest.param(
+            lambda f: lambda s: jax.lax.scan(lambda c, k: (c + f(k * X), None), jnp.zeros((96, 64)), s)[0],
+            lambda f: lambda s: sum(f(k * X) for k in s),
+            id="scan",
+        ),
+    ],
+)
+def test_budgets_work_inside_other_traces(outer: Any, plain: Any, request: Any) -> None:
+    kind = request.node.callspec.id
+    arg = X if kind == "jit" else np.float32(0.5) if kind == "grad" else np.array([0.5, -0.3], np.float32)
+    actual = outer(jacfwd(layer, memory_budget="20KiB"))(arg)
+    chex.assert_trees_all_close(actual, plain(jax.jacfwd(layer))(arg), rtol=1e-4, atol=1e-4)
+
+
+def test_budgets_close_over_tracers() -> None:
+    within = lambda scale: jacrev(lambda x: layer(scale * x), memory_budget="20KiB")(X)
+    expected = jax.jacrev(lambda x: layer(0.5 * x))(X)
+    chex.assert_trees_all_close(jax.jit(within)(0.5), expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(jax.vmap(within)(np.array([0.5], np.float32))[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_budgets_of_hessians_and_modules() -> None:
+    energy = lambda x: jnp.sum(jnp.tanh(W @ x) ** 2)
+    within = jax.jit(hessian(energy, memory_budget="10KiB"))
+    assert temporaries(hessian(energy), X) > 10 * 2**10 >= temporaries(within, X)
+    chex.assert_trees_all_close(within(X), jax.hessian(energy)(X), rtol=1e-4, atol=1e-4)
+    ens = Ensemble.create(lambda rngs: nnx.Linear(8, 3, rngs=rngs), 2, seed=0)
+    of_member = lambda model, x: jacrev(lambda m: jnp.tanh(m(x)), memory_budget="1MB")(model)
+    rows = vmap(of_member, (0, None))(ens, X[:8])
+    plain = vmap(lambda model, x: jacrev(lambda m: jnp.tanh(m(x)))(model), (0, None))(ens, X[:8])
+    chex.assert_trees_all_close(rows, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: jacfwd(layer, memory_budget=8)(X), lambda: jacrev(layer, memory_budget="8B")(X)]
+)
+def test_an_impossible_budget_names_the_least_need(call: Any, probes: list[int]) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"^jac\w+: no chunk fits into memory_budget=8 B: the least found is .* KiB, for .* of .* raise",
+    ) as caught:
+        call()
+    assert f"the least found is {(min(probes) + 256) / 1024:.3g} KiB" in str(caught.value)
+    assert len(probes) <= 10
+
+
+@pytest.mark.parametrize("transform", [vmap, jacfwd, jacrev, jacobian, hessian])
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"memory_budget": "12 parsecs"}, ValueError, r'bytes or a string such as "512MiB" or "2GB", but got \'12 par'),
+        ({"memory_budget": "12"}, ValueError, r"memory_budget must be a number of bytes or a string"),
+        (
+            {"memory_budget": 1e9},
+            TypeError,
+            r"memory_budget must be a number of bytes .* but got 1000000000\.0 of type",
+        ),
+        ({"memory_budget": True}, TypeError, r"memory_budget must be a number of bytes"),
+        ({"memory_budget": 0}, ValueError, r"memory_budget must be positive, but got 0"),
+        ({"memory_budget": -5}, ValueError, r"memory_budget must be positive, but got -5"),
+        ({"memory_budget": "1GB", "chunk_size": 2}, ValueError, r"chunk_size and memory_budget both set .* give one"),
+        ({"chunk_size": 0}, ValueError, r"chunk_size must be at least 1, but got 0"),
+        ({"chunk_size": 1.5}, TypeError, r"chunk_size must be a positive int or None, but got 1\.5"),
+    ],
+)
+def test_budgets_that_say_nothing_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
+    with pytest.raises(
+        error, match=f"^{transform.__name__}: {match}" if "both" in match or match.startswith("ch") else match
+    ):
+        transform(jnp.sin, **options)
+
+
+@pytest.mark.parametrize(
+    ("written", "size"), [("512MiB", 2**29), ("2GB", 2 * 10**9), (" 1.5 KiB ", 1536), ("7kB", 7000), (np.int64(9), 9)]
+)
+def test_sizes_as_people_write_them(written: Any, size: int) -> None:
+    assert budgets.check_budget("vmap", written, None) == size
+
+
+def test_a_budget_and_an_axis_name_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"^vmap: memory_budget and axis_name exclude each other"):
+        vmap(jnp.sin, axis_name="i", memory_budget="1GB")
