@@ -1,7 +1,5 @@
 """The cases of MindSpore's and PyTorch's tutorials on ensembles, with their shapes and numbers."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -49,6 +47,11 @@ def digits(*shape):
     return large.reshape(*shape, 32, 32, 1).astype(np.float32), labels[:count].reshape(shape).astype(np.int32)
 
 
+@nnx.jit
+def alone(model, x):
+    return model(x)
+
+
 @pytest.fixture(scope="module")
 def lenets():
     return Ensemble.create(LeNet5, 4, seed=0)
@@ -58,14 +61,14 @@ def test_inference_with_one_batch_for_all(lenets):
     images, _ = digits(3)
     logits = lenets(images)
     assert logits.shape == (4, 3, 10)
-    np.testing.assert_allclose(logits, [member(images) for member in lenets], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits, [alone(member, images) for member in lenets], rtol=1e-4, atol=1e-5)
 
 
 def test_inference_with_a_batch_each(lenets):
     images, _ = digits(4, 3)
     logits = lenets(images, in_axes=0)
     assert logits.shape == (4, 3, 10)
-    np.testing.assert_allclose(logits, [m(x) for m, x in zip(lenets, images, strict=True)], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits, [alone(m, x) for m, x in zip(lenets, images, strict=True)], rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -80,37 +83,40 @@ def test_ten_steps_of_amsgrad_are_those_of_each_member_alone(lenets, trained):
     curves = np.array([row["loss"] for row in history]).reshape(10, 4)
     np.testing.assert_allclose(curves[0], np.log(10), atol=0.25)
     images, labels = digits(10, 4, 3)
-    step = nnx.jit(lambda model, optimizer, x, y: step_alone(model, optimizer, x, y))
     for i, member in enumerate(lenets):
-        optimizer = nnx.Optimizer(member, optax.amsgrad(RATES[i]), wrt=nnx.Param)
-        alone = [step(member, optimizer, images[s, i], labels[s, i]) for s in range(10)]
-        np.testing.assert_allclose(curves[:, i], alone, rtol=2e-3, atol=1e-5)
+        opt_state = optax.amsgrad(RATES[i]).init(nnx.state(member, nnx.Param))
+        for s in range(10):
+            value, opt_state = step_alone(member, opt_state, RATES[i], images[s, i], labels[s, i])
+            np.testing.assert_allclose(curves[s, i], value, rtol=2e-3, atol=1e-5)
 
 
-def step_alone(model, optimizer, x, y):
+@nnx.jit
+def step_alone(model, opt_state, rate, x, y):
     value, gradient = nnx.value_and_grad(loss)(model, x, y)
-    optimizer.update(model, gradient)
-    return value
+    params = nnx.state(model, nnx.Param)
+    updates, opt_state = optax.amsgrad(rate).update(gradient, opt_state, params)
+    nnx.update(model, optax.apply_updates(params, updates))
+    return value, opt_state
 
 
 def test_a_trained_member_alone_gives_what_the_ensemble_gave(tmp_path, trained):
     ensemble = trained[0].ensemble
-    images, _ = digits(5)
+    images, _ = digits(3)
     together = ensemble(images)
     save(tmp_path / "lenets", ensemble)
     for i in range(4):
         for member in (ensemble[i], load_member(tmp_path / "lenets", i, LeNet5(nnx.Rngs(9)))):
             assert type(member) is LeNet5
-            np.testing.assert_allclose(member(images), together[i], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(alone(member, images), together[i], rtol=1e-4, atol=1e-5)
 
 
 def test_ten_perceptrons_with_both_options():
-    data = jax.random.normal(jax.random.key(0), (10, 64, 28, 28))
+    data = np.random.default_rng(0).normal(size=(10, 64, 28, 28)).astype(np.float32)
     models = [MLP(nnx.Rngs(i)) for i in range(10)]
     ensemble = Ensemble.stack(models)
     own, shared = ensemble(data, in_axes=0), ensemble(data[0])
     assert own.shape == shared.shape == (10, 64, 10)
-    np.testing.assert_allclose(own, [m(x) for m, x in zip(models, data, strict=True)], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(shared, [m(data[0]) for m in models], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(own, [alone(m, x) for m, x in zip(models, data, strict=True)], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(shared, [alone(m, data[0]) for m in models], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(own[0].argmax(axis=-1), shared[0].argmax(axis=-1))
-    assert jnp.isfinite(own).all()
+    assert np.isfinite(own).all()
