@@ -317,6 +317,8 @@ def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
 
 def _map(fun: Callable[[Any], list[Any]], size: int, axis: int, chunk_size: int | None) -> list[Any]:
     """`fun` of 0 to `size`, along `axis` of its results."""
+    if size == 1:  # a gradient: mapping it costs a few operations in vain
+        return [jnp.expand_dims(leaf, axis) for leaf in fun(0)]
     if size:
         return vmap(fun, out_axes=axis, chunk_size=chunk_size)(jnp.arange(size))
     leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct((), int))
