@@ -32,6 +32,11 @@ settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Scripts first: they take longest, and one that is started last has the other workers wait."""
+    items.sort(key=lambda item: item.path.name != "test_examples.py")
+
+
 @pytest.fixture(autouse=True)
 def x64_stays_off() -> Iterator[None]:
     """A test asks for float64 as `with jax.enable_x64(True):`, so that the next one has float32 again."""
