@@ -19,8 +19,6 @@ _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2*
 # A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
 # that does; more only until any fits.
 _ENOUGH, _PROBES = 0.9, 6
-# What the counters of its loops may take on top where the same chunk is part of a larger program: bytes.
-_MARGIN = 256
 
 
 def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
@@ -59,7 +57,9 @@ def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: i
 
     def need(chunk: int) -> int:
         if chunk not in needs:
-            needs[chunk] = temporaries(program(chunk)) + _MARGIN
+            # Within the larger program, copies of small arrays and the counters of loops come on top.
+            alone = temporaries(program(chunk))
+            needs[chunk] = alone + alone // 64 + 256
         return needs[chunk]
 
     if need(size) <= budget:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._arguments import Argnums, wrap_like
+from ._arguments import Argnums, check_callable, wrap_like
 from ._jacobian import jacobian_of
+from ._model import owner_of
 
 _MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
 
@@ -62,6 +63,13 @@ def hessian(
         raise NotImplementedError("hessian: sparsity is not available yet; leave it out for the dense Hessian.")
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
-    first = jacobian_of("hessian", fun, argnums, has_aux, modes[inner])
+    check_callable("hessian", fun)
+    owner, function = owner_of(fun)
+
+    def of_owner(*args: Any, owner: Any, kwargs: Any) -> Any:
+        # As an argument of both Jacobians, so that each hands the other what changes of its state.
+        return function(owner, *args, **kwargs)
+
+    first = jacobian_of("hessian", wrap_like(fun, "hessian", of_owner), argnums, has_aux, modes[inner])
     second = jacobian_of("hessian", first, argnums, has_aux, modes[outer], chunk_size, memory_budget)
-    return wrap_like(fun, "hessian", second)
+    return wrap_like(fun, "hessian", lambda *args, **kwargs: second(*args, owner=owner, kwargs=kwargs))

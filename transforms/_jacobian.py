@@ -369,7 +369,7 @@ def _check_output(api: str, out: Any) -> None:
     if not jax.tree.leaves(out):
         raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
     for path, leaf in jax.tree.leaves_with_path(out):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but only floating point has derivatives; "
                 "convert it, or return it beside the output with has_aux=True."
@@ -378,7 +378,7 @@ def _check_output(api: str, out: Any) -> None:
 
 def _check_real(api: str, out: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(out):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
                 f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but reverse mode takes real outputs only; "
                 "use jacfwd, or return its real and imaginary parts."

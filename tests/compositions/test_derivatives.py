@@ -77,7 +77,7 @@ def test_the_gradient_of_a_jacobians_norm(transform: Any) -> None:
 
 @JACOBIANS
 def test_a_jacobian_inside_a_scan(transform: Any) -> None:
-    total, every = jax.jit(lambda xs: lax.scan(lambda c, x: (c + transform(wave)(x), x), jnp.zeros((5, 3)), xs))(X)
+    total, _ = jax.jit(lambda xs: lax.scan(lambda c, x: (c + transform(wave)(x), x), jnp.zeros((5, 3)), xs))(X)
     assert_close(total, slopes(X).sum(0))
 
 

@@ -1,0 +1,298 @@
+"""`jacfwd`, `jacrev` and `jacobian` against those of JAX, in chunks or not; which mode "auto" takes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from plurax.transforms import jacfwd, jacobian, jacrev
+
+X = np.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]], np.float32)
+BATCH = np.sin(np.arange(15.0, dtype=np.float32)).reshape(5, 3)
+ALL = [(jacfwd, jax.jacfwd), (jacrev, jax.jacrev), (jacobian, jax.jacrev)]
+TRANSFORMS = pytest.mark.parametrize(("transform", "plain"), ALL, ids=["jacfwd", "jacrev", "jacobian"])
+OURS = pytest.mark.parametrize("transform", [jacfwd, jacrev, jacobian])
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Norm(nnx.Module):
+    """BatchNorm, dropout, and a count of the calls."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(3, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> jax.Array:
+        self.count[...] += 1
+        return self.drop(self.norm(self.dense(x)))
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_helper_sees_differences() -> None:
+    with pytest.raises(AssertionError, match="close"):
+        assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
+
+
+def tree(x: Any, point: Point, *, scale: Any = 1.0) -> Any:
+    return {"a": [jnp.sin(x) * point.x[0], None], "b": Point(jnp.sum(x * point.y) * scale, point.x)}
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 0), (-2, 1), [0, 1]], ids=str)
+def test_pytrees_nest_as_those_of_jax(transform: Any, plain: Any, argnums: Any) -> None:
+    args = (X, Point(np.array([2.0, -3.0], np.float32), np.float32(0.5)))
+    as_jax = tuple(argnums) if isinstance(argnums, list) else argnums
+    expected = plain(tree, as_jax)(*args, scale=2.0)
+    assert_close(transform(tree, argnums)(*args, scale=2.0), expected)
+    assert_close(transform(tree, argnums, chunk_size=2)(*args, scale=2.0), expected)
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("chunk_size", [1, 4, 6, 100])
+def test_chunks_change_nothing(transform: Any, plain: Any, chunk_size: int) -> None:
+    fun = lambda x: jnp.stack([jnp.sum(x * x, 0), jnp.prod(x, 0)], 1)
+    assert_close(transform(fun, chunk_size=chunk_size)(X), plain(fun)(X))
+
+
+@pytest.mark.parametrize(("transform", "plain"), ALL[:2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64])
+def test_dtypes_are_kept(transform: Any, plain: Any, dtype: Any) -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(X, dtype)
+        mixed = lambda x: {"own": jnp.sin(x), "bf": x[0].astype(jnp.bfloat16)}
+        assert_close(jax.jit(transform(mixed, chunk_size=4))(x), jax.jit(plain(mixed))(x), 1e-2)
+
+
+@OURS
+@pytest.mark.parametrize(
+    ("fun", "x"),
+    [
+        (lambda x: x**2, 3.0),
+        (lambda x: jnp.full((2, 3), x) * x, 2.0),
+        (jnp.sin, np.zeros((0, 3), np.float32)),
+        (lambda x: x[:, :0], X),
+        (lambda x: (x[:0], jnp.sum(x)), X),
+        (lambda x: 3.0, X),
+        (lambda x: (x, 1.0), np.ones(2, np.float32)),
+    ],
+)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_scalars_empty_arrays_and_constants(transform: Any, fun: Any, x: Any, chunk_size: Any) -> None:
+    expected = jax.jacfwd(lambda x: jax.tree.map(jnp.asarray, fun(x)))(x)
+    actual = transform(fun, chunk_size=chunk_size)(x)
+    chex.assert_trees_all_equal_shapes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+
+
+@given(data=st.data())
+@settings(max_examples=8)
+def test_any_shapes_and_chunks(data: st.DataObject) -> None:
+    shape, other = (tuple(data.draw(st.lists(st.integers(0, 3), max_size=2))) for _ in range(2))
+    chunk_size = data.draw(st.one_of(st.none(), st.integers(1, 10)))
+    weight = np.sin(np.arange(1.0, 1 + int(np.prod(shape + other)))).reshape(shape + other).astype(np.float32)
+    x = np.cos(np.arange(int(np.prod(other)), dtype=np.float32)).reshape(other)
+    fun = lambda x: jnp.tensordot(weight, x, len(other)) if other else weight * x
+    for transform in (jacfwd, jacrev):
+        assert_close(transform(fun, chunk_size=chunk_size)(x), jnp.asarray(weight))
+
+
+@OURS
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_aux_may_be_anything(transform: Any, chunk_size: Any) -> None:
+    aux_of = lambda x: {"name": "a string", "none": None, "int": 3, "array": [2 * x], "type": int}
+    rows, aux = transform(lambda x: (x * x, aux_of(x)), has_aux=True, chunk_size=chunk_size)(X[0])
+    assert_close(rows, jnp.diag(2 * X[0]))
+    assert_close(aux.pop("array"), [jnp.asarray(2 * X[0])])
+    assert aux == {"name": "a string", "none": None, "int": 3, "type": int}
+
+
+@OURS
+def test_python_may_branch_on_values(transform: Any) -> None:
+    fun = lambda x: x**2 if x > 0 else -x
+    assert (float(transform(fun)(3.0)), float(transform(fun)(-3.0))) == (6.0, -1.0)
+    assert float(jacfwd(transform(fun))(3.0)) == 2.0
+
+
+def test_complex_outputs_are_for_forward_mode() -> None:
+    fun = lambda x: jnp.exp(1j * x)
+    for transform in (jacfwd, jacobian):
+        assert_close(transform(fun)(X[0]), jax.jacfwd(fun)(X[0]))
+    assert jacobian(fun).explain(X[0]).mode == "forward"
+    with pytest.raises(TypeError, match=r"^jacrev: `output` is an array of .* complex64, but reverse mode takes real"):
+        jacrev(fun)(X[0])
+    with pytest.raises(TypeError, match=r"^jacobian: `output\['z'\]` is .* use jacfwd, or return its real and imag"):
+        jacobian(lambda x: {"z": fun(x)}, mode="reverse")(X[0])
+
+
+@jax.custom_jvp
+def twice_the_slope(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+twice_the_slope.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), 2 * jnp.cos(primals[0]) * tangents[0]))
+
+
+@jax.custom_vjp
+def thrice_the_slope(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+thrice_the_slope.defvjp(lambda x: (jnp.sin(x), x), lambda x, seed: (3 * jnp.cos(x) * seed,))
+
+
+def power(x: Any) -> Any:
+    """x³, by a loop of unknown length."""
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * x), (0, jnp.ones_like(x)))[1]
+
+
+def test_rules_of_the_user_are_obeyed() -> None:
+    slope = np.diag(np.cos(X[0]))
+    for transform in (jacfwd, jacrev, jacobian):
+        assert_close(transform(twice_the_slope)(X[0]), jnp.asarray(2 * slope))
+    for transform in (jacrev, jacobian):
+        assert_close(transform(thrice_the_slope)(X[0]), jnp.asarray(3 * slope))
+
+
+def test_auto_takes_the_mode_that_there_is() -> None:
+    choice = jacobian(thrice_the_slope).explain(X[0])
+    assert choice.mode == "reverse"
+    assert choice.why.startswith("forward mode cannot differentiate it")
+    long = jacobian(lambda x: jnp.tile(thrice_the_slope(x), 9))
+    assert long.explain(X[0]).mode == "reverse"
+    few = lambda x: jnp.sum(power(x))
+    assert jacobian(few).explain(X).mode == "forward"
+    assert_close(jacobian(few)(X), jax.jacfwd(few)(X))
+    both = lambda x: jnp.sum(thrice_the_slope(power(x)))
+    with pytest.raises((TypeError, ValueError), match="differentiation|autodiff"):
+        jacobian(both)(X)
+
+
+def test_auto_says_why() -> None:
+    wide, tall, square = (np.ones(shape, np.float32) for shape in ((2, 40), (40, 2), (6, 6)))
+    times = jacobian(lambda w, x: w @ x, 1)
+    assert times.explain(wide, np.ones(40, np.float32))[:3] == ("reverse", 40, 2)
+    x = np.ones(2, np.float32)
+    assert times.explain(tall, x).why == "there are 2 inputs and 40 outputs"
+    choice = times.explain(square, np.ones(6, np.float32))
+    assert set(choice.flops) == {"forward", "reverse"}
+    assert choice.mode == min(choice.flops, key=choice.flops.get)
+    asked = jacobian(lambda w, x: w @ x, 1, mode="reverse").explain(tall, x)
+    assert asked.mode == "reverse"
+    assert asked.why == 'it was asked for by mode="reverse"'
+
+
+def test_auto_takes_the_cheaper_one_of_two_alike_in_size() -> None:
+    narrow = lambda x: jnp.tanh(jnp.ones((8, 30)) @ jnp.sin(jnp.ones((30, 6)) @ x))
+    choice = jacobian(narrow).explain(np.ones(6, np.float32))
+    assert choice.mode == min(choice.flops, key=choice.flops.get) == "forward"
+
+
+@pytest.mark.parametrize(("transform", "chunk_size"), [(jacfwd, None), (jacrev, 3), (jacobian, None)])
+def test_modules_are_differentiated_and_carried_once(transform: Any, chunk_size: Any) -> None:
+    model, twin = (Norm(nnx.Rngs(0)) for _ in range(2))
+    rows = transform(lambda model, x: jnp.tanh(model(x)), chunk_size=chunk_size)(model, BATCH)
+    apart: Any = nnx.split(twin, nnx.Param, ...)
+    graphdef, params, rest = apart
+    fun = lambda params: jnp.tanh(nnx.merge(graphdef, params, rest, copy=True)(BATCH))
+    expected = jax.jit(jax.jacrev(fun))(params)
+    assert_close(jax.tree.leaves(rows), jax.tree.leaves(expected))
+    assert rows["dense"]["kernel"][...].shape == (5, 2, 3, 2)
+    twin(BATCH)
+    assert_close(jax.tree.leaves(nnx.state(model, nnx.BatchStat)), jax.tree.leaves(nnx.state(twin, nnx.BatchStat)))
+    assert int(model.drop.rngs.count[...]) == int(twin.drop.rngs.count[...])
+    assert int(model.count[...]) == 1
+
+
+@OURS
+def test_a_module_or_its_method_may_be_the_function(transform: Any) -> None:
+    model, twin = (Norm(nnx.Rngs(0)) for _ in range(2))
+    rows = transform(model)(BATCH)
+    assert int(model.count[...]) == 1
+    model.drop.rngs.count[...] = twin.drop.rngs.count[...]
+    again = transform(model.__call__)(BATCH)
+    assert_close(again, rows)
+    assert int(model.count[...]) == 2
+    nnx.jit(lambda m: transform(m)(BATCH))(model)
+    assert int(model.count[...]) == 3
+    transform(lambda x, *, m: m(x))(BATCH, m=model)
+    assert int(model.count[...]) == 4
+
+
+def test_explaining_changes_no_module() -> None:
+    model = Norm(nnx.Rngs(0))
+    jacobian(model).explain(BATCH)
+    assert int(model.count[...]) == 0
+
+
+def test_the_arguments_are_those_of_the_function() -> None:
+    assert list(inspect.signature(jacobian(tree)).parameters) == ["x", "point", "scale"]
+    assert jacrev(tree).__name__ == "jacrev(tree)"
+
+
+def assign(model: Any, x: Any) -> Any:
+    model.dense.kernel[...] = 2 * model.dense.kernel[...]
+    return model(x)
+
+
+@OURS
+@pytest.mark.parametrize(
+    ("fun", "args", "options", "error", "match"),
+    [
+        (jnp.sin, (3,), {}, TypeError, r"argument `x` is 3 of type int, but only arrays of real floating point"),
+        (tree, (X, Point(np.arange(2), 1.0)), {"argnums": 1}, TypeError, r"argument `point\.x` is an array .* int64"),
+        (lambda z: z, (1j,), {}, TypeError, r"argument `z` is 1j of type complex, but only arrays of real floating"),
+        (tree, (X,), {"argnums": 3}, ValueError, r"argnums selects argument 3, but the call has 1 positional"),
+        (lambda x: {"n": jnp.sum(x).astype(int)}, (X,), {}, TypeError, r"`output\['n'\]` is an array .* int32, but on"),
+        (lambda x: None, (X,), {}, TypeError, r"fun must return a number or arrays to differentiate, but .* None"),
+        (lambda x: x, (X,), {"has_aux": True, "argnums": 0}, TypeError, r"with has_aux=True, fun must return a pair"),
+        (assign, (Norm(nnx.Rngs(0)), BATCH), {}, ValueError, r"fun assigns the parameter `dense\.kernel` of a model"),
+    ],
+)
+def test_calls_without_a_jacobian_are_refused(
+    transform: Any, fun: Any, args: Any, options: Any, error: Any, match: str
+) -> None:
+    with pytest.raises(error, match=f"^{transform.__name__}: {match}"):
+        transform(fun, **options)(*args)
+
+
+@OURS
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"argnums": ()}, ValueError, r"argnums is empty"),
+        ({"argnums": (0, 0)}, ValueError, r"argnums=\(0, 0\) names an argument twice"),
+        ({"argnums": 0.5}, TypeError, r"argnums must be an int or a tuple of ints, but got 0\.5"),
+    ],
+)
+def test_options_without_a_meaning_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=f"^{transform.__name__}: {match}"):
+        transform(jnp.sin, **options)
+    with pytest.raises(TypeError, match=f"^{transform.__name__}: fun must be a function, a bound method or a module"):
+        transform("f")
+
+
+def test_unknown_modes_and_patterns_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'^jacobian: mode must be "auto", "forward" or "reverse", but got \'fwd\''):
+        jacobian(jnp.sin, mode="fwd")
+    with pytest.raises(NotImplementedError, match=r"^jacobian: sparsity is not available yet; leave it out"):
+        jacobian(jnp.sin, sparsity="auto")

@@ -1,0 +1,161 @@
+"""`jvp`, `vjp` and `linearize` against those of JAX, of arrays and of modules, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plurax.transforms import grad, jvp, linearize, vjp, vmap
+
+X = np.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]], np.float32)
+V = np.cos(X)
+FLOAT0 = np.zeros((), jax.dtypes.float0)
+
+
+class Counted(nnx.Module):
+    def __init__(self) -> None:
+        self.gain = nnx.Param(jnp.array([1.0, -2.0, 3.0]))
+        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> jax.Array:
+        self.count[...] += 1
+        return jnp.sin(x * self.gain[...])
+
+
+def fun(x: Any, tree: Any) -> Any:
+    return {"out": jnp.tanh(x * tree["a"][0]), "sum": (jnp.sum(x**2),)}
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_helper_sees_differences() -> None:
+    with pytest.raises(AssertionError, match="close"):
+        assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64, jnp.complex64])
+def test_they_are_those_of_jax(dtype: Any) -> None:
+    with jax.enable_x64(True):
+        primals = (jnp.asarray(X, dtype), {"a": [jnp.asarray(2.0, dtype), None]})
+        tangents = (jnp.asarray(V, dtype), {"a": [jnp.asarray(-1.0, dtype), None]})
+        assert_close(jvp(fun, primals, tangents), jax.jvp(fun, primals, tangents))
+        out, push = linearize(fun, *primals)
+        assert_close((out, push(*tangents)), jax.jvp(fun, primals, tangents))
+        out, pull = vjp(fun, *primals)
+        assert_close(pull(out), jax.vjp(fun, *primals)[1](out))
+        assert_close(pull(1.0), jax.vjp(fun, *primals)[1](jax.tree.map(jnp.ones_like, out)))
+
+
+def test_numbers_and_numpy_arrays_are_taken() -> None:
+    assert_close(jvp(lambda x, y: x * y, (3.0, np.ones(2)), (1, np.ones(2))), (3 * jnp.ones(2), 4 * jnp.ones(2)))
+    assert jvp(lambda x, n: x * n, (1.0, 2), (1.0, FLOAT0)) == (2.0, 2.0)
+    assert jvp(lambda x: x, [2.0], [1.0]) == (2.0, 1.0)
+
+
+def test_maps_of_linear_functions() -> None:
+    _, push = linearize(jnp.sin, X)
+    _, pull = vjp(jnp.sin, X)
+    many = np.stack([V, X, -V])
+    assert_close(jax.jit(vmap(push))(many), np.cos(X) * many)
+    assert_close(jax.jit(vmap(pull))(many), (np.cos(X) * many,))
+
+
+def test_aux_may_be_anything() -> None:
+    with_aux = lambda x: (x**2, {"name": "a string", "none": None, "twice": 2 * x})
+    aux = {"name": "a string", "none": None, "twice": 6.0}
+    assert jvp(with_aux, (3.0,), (1.0,), has_aux=True) == (9.0, 6.0, aux)
+    out, pull, found = vjp(with_aux, 3.0, has_aux=True)
+    assert (out, pull(1.0), found) == (9.0, (6.0,), aux)
+    out, push, found = linearize(with_aux, 3.0, has_aux=True)
+    assert (out, push(1.0), found) == (9.0, 6.0, aux)
+
+
+def test_modules_take_part_with_their_parameters() -> None:
+    model = Counted()
+    call = lambda model, x: model(x)
+    tangent = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    gain = model.gain[...]
+    slope = np.cos(X * gain)
+    out, pushed = jvp(call, (model, X), (tangent, V))
+    assert_close((out, pushed), (np.sin(X * gain), slope * (X + gain * V)))
+    out, push = linearize(call, model, X)
+    assert_close(push(tangent, V), pushed)
+    out, pull = vjp(call, model, X)
+    state, by_x = pull(1.0)
+    assert isinstance(state, nnx.State)
+    assert_close(state["gain"][...], (slope * X).sum(0))
+    assert_close(by_x, slope * gain)
+    assert int(model.count[...]) == 3
+    assert_close(jvp(model, (X,), (V,))[1], slope * gain * V)
+    assert_close(vjp(model.__call__, X)[1](1.0), (slope * gain,))
+    assert int(model.count[...]) == 5
+    gradient = grad(lambda m: jnp.sum(m(X)))(model)
+    assert_close(jvp(lambda m: m(X), (model,), (gradient,))[1], slope * X * gradient["gain"][...])
+
+
+@pytest.mark.parametrize(
+    ("primals", "tangents", "error", "match"),
+    [
+        (X, X, TypeError, r"primals must be a tuple with the arguments of fun, but got an array of shape \(2, 3\)"),
+        ((), (), TypeError, r"there are no primals, so there is nothing to differentiate; pass at least one"),
+        ((X, 1.0), (X,), TypeError, r"tangents must be a tuple with one for each of the 2 primals, but got 1 of them"),
+        ((X,), X, TypeError, r"tangents must be a tuple with one for each of the 1 primals, but got an array"),
+        (
+            (X, {"a": X}),
+            (X, {"b": X}),
+            ValueError,
+            r"the tangent of `y` has the structure .*'b'.* the primal has .*'a'",
+        ),
+        (
+            (X, {"a": [X]}),
+            (X, {"a": [X[0]]}),
+            ValueError,
+            r"the tangent of `y\['a'\]\[0\]` is an array of shape \(3,\)",
+        ),
+        ((X,), (X.astype(np.float16),), ValueError, r"the tangent of `x` is an array .* float16, but .* and dtype float32"),
+        ((1.0,), (1j,), ValueError, r"the tangent of `x` is 1j of type complex, but the primal has shape \(\)"),
+        ((1.0,), ("a",), ValueError, r"the tangent of `x` is 'a' of type str, but the primal .* give an array of the"),
+        ((X,), (None,), ValueError, r"the tangent of `x` has the structure PyTreeDef\(None\)"),
+        ((X, 1), (X, 1), TypeError, r"`y` is 1 of type int, which has no derivative; convert it to floating point"),
+        (("a",), ("a",), TypeError, r"`x` is 'a' of type str, which has no derivative; let fun close over it"),
+    ],
+)
+def test_tangents_unlike_the_primals_are_refused(primals: Any, tangents: Any, error: Any, match: str) -> None:
+    called = lambda x, y=None: x
+    with pytest.raises(error, match=f"^jvp: {match}"):
+        jvp(called, primals, tangents)
+    if isinstance(primals, tuple) and isinstance(tangents, tuple):
+        with pytest.raises(error, match=f"^linearize: {match}"):
+            linearize(called, *primals)[1](*tangents)
+
+
+def test_cotangents_and_arguments_of_vjp_are_checked() -> None:
+    pull = vjp(fun, X, {"a": [2.0, None]})[1]
+    with pytest.raises(ValueError, match=r"^vjp: cotangent has the structure .*, but the output has .* give one array"):
+        pull(X)
+    with pytest.raises(ValueError, match=r"^vjp: the cotangent of output\['out'\] is an array of shape \(3,\)"):
+        pull({"out": X[0], "sum": (1.0,)})
+    with pytest.raises(TypeError, match=r"^vjp: the cotangent is None; pass one of the structure of the output"):
+        pull(None)
+    with pytest.raises(TypeError, match=r"^vjp: argument `tree\['a'\]\[0\]` is 2 of type int, but only arrays of floa"):
+        vjp(fun, X, {"a": [2]})
+    with pytest.raises(TypeError, match=r"^vjp: fun must be a function, a bound method or a module"):
+        vjp("f", 1.0)
+
+
+def test_tangents_of_modules_are_checked() -> None:
+    model = Counted()
+    with pytest.raises(ValueError, match=r"^jvp: the tangent of `model` has the structure"):
+        jvp(lambda model: model(X), (model,), (None,))
+    with pytest.raises(ValueError, match=r"^jvp: the tangent of `model\['gain'\]` is an array of shape \(2,\)"):
+        jvp(lambda model: model(X), (model,), (nnx.State({"gain": nnx.Param(jnp.ones(2))}),))
+    assert int(model.count[...]) == 0
