@@ -181,7 +181,7 @@ def _summed(
             )
             for i in selected
         )
-        one = jax.tree.map(lambda x: x[0], samples)
+        one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), samples)
         call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
         out = jax.eval_shape(lambda: call(*call.primals)[0])
         _check_batch(out, size)

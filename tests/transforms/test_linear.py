@@ -121,7 +121,7 @@ def test_modules_take_part_with_their_parameters() -> None:
             ValueError,
             r"the tangent of `y\['a'\]\[0\]` is an array of shape \(3,\)",
         ),
-        ((X,), (X.astype(np.float16),), ValueError, r"the tangent of `x` is an array .* float16, but .* and dtype float32"),
+        ((X,), (X.astype(np.float16),), ValueError, r"the tangent of `x` is an array .* float16, but .* float32"),
         ((1.0,), (1j,), ValueError, r"the tangent of `x` is 1j of type complex, but the primal has shape \(\)"),
         ((1.0,), ("a",), ValueError, r"the tangent of `x` is 'a' of type str, but the primal .* give an array of the"),
         ((X,), (None,), ValueError, r"the tangent of `x` has the structure PyTreeDef\(None\)"),
