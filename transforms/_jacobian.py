@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,16 @@ class Choice(NamedTuple):
     outputs: int
     flops: dict[str, float] | None
     why: str
+
+
+class Jacobian(Protocol):
+    """What `jacobian` returns."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The Jacobian at these arguments."""
+
+    def explain(self, *args: Any, **kwargs: Any) -> Choice:
+        """Which way is taken for these arguments, and why."""
 
 
 def jacfwd(
@@ -137,7 +147,7 @@ def jacobian(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     sparsity: Any = None,
-) -> Callable[..., Any]:
+) -> Jacobian:
     """Jacobian of `fun`, the cheaper way.
 
     Args:
@@ -187,7 +197,7 @@ def jacobian_of(
     mode: str,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """`jacobian` for any transform, which `api` names in errors."""
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')

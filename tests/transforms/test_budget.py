@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble
-from plurax.transforms import _budget as budgets  # type: ignore[attr-defined]
+from plurax.transforms import _budget as budgets
 from plurax.transforms import hessian, jacfwd, jacobian, jacrev, vmap
 
 W = np.sin(np.arange(96.0 * 64)).reshape(96, 64).astype(np.float32)

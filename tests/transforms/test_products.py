@@ -124,7 +124,7 @@ def test_what_a_product_costs() -> None:
     sines = lambda x: jnp.sum(jnp.sin(x))
     counts = [
         float(jax.jit(f).lower(*a).compile().cost_analysis().get("transcendentals", 0))
-        for f, a in (  # type: ignore[union-attr]
+        for f, a in (
             (sines, (x,)),
             (lambda x, v: hvp(sines, x, v), (x, x)),
         )
