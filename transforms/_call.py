@@ -138,7 +138,8 @@ class Call:
         name, tree, primal = self.name(i), self._parts[self.selected[i]], self.primals[i]
         try:
             value = jax.tree.map(lambda x, v: to_pure(v) if isinstance(x, Parts) else v, tree, value, is_leaf=is_parts)
-            same = bool(jax.tree.structure(primal) == jax.tree.structure(value))
+            structure: Any = jax.tree.structure(primal)
+            same = structure == jax.tree.structure(value)
         except (ValueError, TypeError, KeyError):
             same = False
         if not same:
