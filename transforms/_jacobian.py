@@ -361,6 +361,8 @@ def _choose(api: str, call: Call) -> Choice:
     if errors:
         (mode,), (refused,) = flops, errors
         return choice(mode, flops=None, why=f"{refused} mode cannot differentiate it: {errors[refused]}")
+    if flops["reverse"] == flops["forward"]:
+        return choice("reverse", flops=flops, why="XLA counts as many operations either way; rows lie in one piece")
     mode = min(flops, key=flops.__getitem__)
     return choice(mode, flops=flops, why="XLA counts fewer operations")
 
