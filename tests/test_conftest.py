@@ -35,7 +35,7 @@ def test_a_half_written_entry_of_the_cache_is_compiled_again() -> None:
         return 2 * x
 
     expected = jax.jit(half_written)(jnp.ones(3))
-    jax.jit(half_written).clear_cache()
+    jax.clear_caches()
     entries = list(Path(jax.config.values["jax_compilation_cache_dir"]).glob("jit_half_written-*-cache"))
     assert entries
     for entry in entries:

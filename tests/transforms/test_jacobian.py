@@ -194,6 +194,7 @@ def test_auto_says_why() -> None:
     x = np.ones(2, np.float32)
     assert times.explain(tall, x).why == "there are 2 inputs and 40 outputs"
     choice = times.explain(square, np.ones(6, np.float32))
+    assert choice.flops is not None
     assert set(choice.flops) == {"forward", "reverse"}
     assert choice.flops[choice.mode] == min(choice.flops.values())
     asked = jacobian(lambda w, x: w @ x, 1, mode="reverse").explain(tall, x)
