@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import inspect
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -23,18 +24,8 @@ from plurax.transforms import grad, value_and_grad, vmap
 
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 BATCH = np.sin(np.arange(15.0, dtype=np.float32)).reshape(5, 3)
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "y"], meta_fields=[])
-@dataclass
-class Pair:
-    x: Any
-    y: Any
+Point = collections.namedtuple("Point", ["x", "y"])
+Pair = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Pair", ["x", "y"]))
 
 
 class Net(nnx.Module):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import enum
 import functools
 import inspect
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import chex
 import jax
@@ -21,18 +22,8 @@ from plurax.transforms import vmap
 
 X = jnp.arange(24.0).reshape(2, 3, 4)
 Y = jnp.cos(jnp.arange(60.0)).reshape(3, 4, 5)
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "y"], meta_fields=[])
-@dataclass
-class Pair:
-    x: Any
-    y: Any
+Point = collections.namedtuple("Point", ["x", "y"])
+Pair = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Pair", ["x", "y"]))
 
 
 class Axis(enum.IntEnum):
