@@ -90,7 +90,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 def stack(results: Any) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +296,7 @@ def train(model: Any, x: Any) -> tuple[Any, jax.Array]:
 
 def train_one_by_one(ens: Ensemble, xs: Any) -> tuple[Ensemble, Any]:
     results = [train(member, x) for member, x in zip(ens, xs, strict=True)]
-    return Ensemble.stack([model for model, _ in results]), stack([value for _, value in results])
+    return Ensemble.stack([model for model, _ in results]), jnp.stack([value for _, value in results])
 
 
 def test_a_users_own_step_trains_every_member(nets: Ensemble) -> None:
