@@ -63,6 +63,9 @@ class Static:
         """The tree that `of` was given."""
         return self.map(lambda leaf: leaf)
 
+    def __reduce__(self) -> Any:
+        return Static, (self._leaves, self._treedef)  # the types in the key may have no name to be pickled by
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Static) and self._key == other._key)
 
