@@ -102,6 +102,7 @@ def test_axes_of_a_batch_are_given_by_element(plain, create, cross_entropy, make
     x, y = make_batches(1)[0]
     scales = np.array([1.0, 2.0, 4.0], np.float32)
     ens = create(plain, 3)
+    alone = nnx.jit(cross_entropy)
 
     def loss(model, data, scale):
         return scale * cross_entropy(model, *data)[0]
@@ -109,12 +110,12 @@ def test_axes_of_a_batch_are_given_by_element(plain, create, cross_entropy, make
     for in_axes, batch in (((None, 0), ((x, y), scales)), (((None, None), -1), ((x, y), scales))):
         trainer = Trainer(loss, optax.sgd(0.1), in_axes=in_axes, strategy=strategy)
         _, metrics = trainer.step(trainer.init(ens), batch)
-        expected = [scale * cross_entropy(member, x, y)[0] for member, scale in zip(ens, scales, strict=True)]
+        expected = [scale * alone(member, x, y)[0] for member, scale in zip(ens, scales, strict=True)]
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
     last = np.moveaxis(np.stack([x, 2 * x, 3 * x]), 0, -1)
     trainer = Trainer(cross_entropy, optax.sgd(0.1), in_axes=(-1, None), strategy=strategy)
     _, metrics = trainer.step(trainer.init(ens), (last, y))
-    expected = [cross_entropy(member, (i + 1) * x, y)[0] for i, member in enumerate(ens)]
+    expected = [alone(member, (i + 1) * x, y)[0] for i, member in enumerate(ens)]
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
@@ -404,10 +405,15 @@ class Test_grad_fn:
 
         ens = create(plain, 2)
         state, _ = train(Trainer(cross_entropy, optax.sgd(0.1), grad_fn=clipped), ens, make_batches(2))
+
+        @nnx.jit
+        def step(member, batch):
+            _, gradient = clipped(cross_entropy)(member, *batch)
+            nnx.update(member, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), gradient))
+
         for i, member in enumerate(ens):
             for batch in make_batches(2):
-                _, gradient = clipped(cross_entropy)(member, *batch)
-                nnx.update(member, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), gradient))
+                step(member, batch)
             assert_same(state.ensemble[i], member, tolerance=1e-5)
 
     def test_sharpness_aware_steps(self, plain, create, cross_entropy, make_batches, assert_same):
@@ -424,10 +430,15 @@ class Test_grad_fn:
         ens = create(plain, 2)
         trainer = Trainer(cross_entropy, optax.sgd(0.1), grad_fn=sharpness_aware, strategy="vmap")
         state, _ = train(trainer, ens, make_batches(2))
+
+        @nnx.jit
+        def step(member, batch):
+            _, gradient = sharpness_aware(cross_entropy)(member, *batch)
+            nnx.update(member, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), gradient))
+
         for i, member in enumerate(ens):
             for batch in make_batches(2):
-                _, gradient = sharpness_aware(cross_entropy)(member, *batch)
-                nnx.update(member, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(member, nnx.Param), gradient))
+                step(member, batch)
             assert_same(state.ensemble[i], member, tolerance=1e-5)
 
     @pytest.mark.parametrize(
