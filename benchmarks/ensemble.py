@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,14 +105,14 @@ def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, 
     hand = ByHand(ensemble)
     members = [ensemble[i : i + 1] for i in range(len(ensemble))]
     ours = {
-        "vmap": jax.jit(lambda ens: vmap(ens, None)(x)),
-        "map": jax.jit(lambda ens: vmap(ens, None, chunk_size=1)(x)),
-        "unroll": jax.jit(lambda ens: jnp.stack([member(x) for member in ens])),
+        "vmap": jax.jit(lambda ens, x: vmap(ens, None)(x)),
+        "map": jax.jit(lambda ens, x: vmap(ens, None, chunk_size=1)(x)),
+        "unroll": jax.jit(lambda ens, x: jnp.stack([member(x) for member in ens])),
     }
     candidates: dict[str, Callable[[], Any]] = {"ours auto": lambda: ensemble(x)}
     for strategy in (name for name in strategies if name != "loop"):
         run = hand.stacked(hand.apply, strategy)
-        candidates[f"ours {strategy}"] = lambda strategy=strategy: ours[strategy](ensemble)
+        candidates[f"ours {strategy}"] = lambda strategy=strategy: ours[strategy](ensemble, x)
         candidates[f"JAX {strategy}"] = lambda run=run: run((hand.params,), (x,))
     candidates["ours loop"] = lambda: [member(x) for member in members]
     candidates["JAX loop"] = lambda: [hand.apply_jit(params, x) for params, _ in hand.members]
@@ -250,27 +252,48 @@ def eager_overhead(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def chunks(rows: int, width: int, rounds: int) -> list[dict[str, Any]]:
-    """`vmap` with and without chunks: time and temporaries."""
-    x = jax.random.normal(jax.random.key(0), (rows, width))
-    weights = jax.random.normal(jax.random.key(1), (2, width, width)) / width**0.5
+def chunks(cases: tuple[tuple[int, int], ...], sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    """`vmap` in chunks against all at once: time and temporaries, and the time of two other ways to write it."""
+    found = []
+    for rows, width in cases:
+        x = jax.random.normal(jax.random.key(0), (rows, width))
+        weights = jax.random.normal(jax.random.key(1), (2, width, width)) / width**0.5
 
-    def fun(row: jax.Array) -> jax.Array:
-        return jnp.outer(jnp.tanh(weights[1] @ jnp.tanh(weights[0] @ row)), row).sum(axis=0)
+        def fun(row: jax.Array, weights: jax.Array = weights) -> jax.Array:
+            return jnp.outer(jnp.tanh(weights[1] @ jnp.tanh(weights[0] @ row)), row).sum(axis=0)
 
-    sizes = [None, *(k for k in (8, 32, 128, 512) if k < rows)]
-    compiled = {k: jax.jit(vmap(fun, chunk_size=k)).lower(x).compile() for k in sizes}
-    times = interleaved({str(k): (lambda c=c: c(x)) for k, c in compiled.items()}, rounds=rounds, seconds=0.1)
-    whole = times["None"]["median_ms"]
-    return [
-        {
-            "chunk_size": k or "all",
-            "ms": f"{times[str(k)]['median_ms']:.2f}",
-            "times the unchunked": f"{times[str(k)]['median_ms'] / whole:.2f}",
-            "temporaries (MiB)": f"{compiled[k].memory_analysis().temp_size_in_bytes / 2**20:.2f}",
-        }
-        for k in sizes
-    ]
+        def mapped(x: jax.Array, k: int, fun: Callable[..., Any] = fun) -> jax.Array:
+            return jax.lax.map(fun, x, batch_size=k)
+
+        def unrolled(x: jax.Array, k: int, fun: Callable[..., Any] = fun) -> jax.Array:
+            return jnp.concatenate([jax.vmap(fun)(x[i : i + k]) for i in range(0, len(x), k)])
+
+        functions: dict[str, Callable[..., Any]] = {"whole": jax.vmap(fun)}
+        for k in sizes:
+            functions[f"ours {k}"] = vmap(fun, chunk_size=k)
+            functions[f"map {k}"] = partial(mapped, k=k)
+            if rows // k <= 32:
+                functions[f"unrolled {k}"] = partial(unrolled, k=k)
+        compiled = {name: jax.jit(fun).lower(x).compile() for name, fun in functions.items()}
+        candidates = {name: (lambda run=run, x=x: run(x)) for name, run in compiled.items()}
+        times = interleaved(candidates, rounds=rounds, seconds=0.1)
+
+        def against(name: str, times: dict[str, dict[str, Any]] = times) -> str:
+            return f"{ratio(times, name, 'whole'):.2f}" if name in times else ""
+
+        for k, name in ((rows, "whole"), *((k, f"ours {k}") for k in sizes)):
+            found.append(
+                {
+                    "rows": f"{rows} of {width}",
+                    "chunk_size": "all" if name == "whole" else k,
+                    "ms": f"{times[name]['median_ms']:.2f}",
+                    "times all at once": against(name),
+                    "lax.map by hand": against(f"map {k}"),
+                    "unrolled by hand": against(f"unrolled {k}"),
+                    "temporaries (MiB)": f"{compiled[name].memory_analysis().temp_size_in_bytes / 2**20:.2f}",
+                }
+            )
+    return found
 
 
 def compare(times: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -297,9 +320,10 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     rounds, seconds, batch = (2, 0.001, 4) if smoke else (15, 0.15, 64)
     strategies = ("vmap", "loop") if smoke else STRATEGIES
+    chunk_cases = (((16, 8),), (4,)) if smoke else (((1024, 256), (4096, 512)), (8, 32, 128, 512))
     device = jax.devices()[0]
     about = (
-        f"jax {jax.__version__}, flax {nnx.__name__ and __import__('flax').__version__}, optax {optax.__version__}, "
+        f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, "
         f"{'torch ' + torch.__version__ if torch else 'without torch'}, Python {platform.python_version()}, "
         f"{device.platform} ({device.device_kind})."
     )
@@ -323,7 +347,7 @@ def main() -> None:
             for job, candidates in jobs.items():
                 title = f"{kind.__name__}, {size} members, batch {batch}, {job}"
                 print(title, flush=True)
-                times = interleaved(candidates, rounds=rounds, seconds=seconds)
+                times = interleaved(candidates, rounds=2 * rounds if kind is MLP else rounds, seconds=seconds)
                 results[title] = times
                 text = table(compare(times))
                 print(text, flush=True)
@@ -335,7 +359,7 @@ def main() -> None:
             print(title, table(counts), sep="\n", flush=True)
     for title, rows in (
         ("What an eager call adds", eager_overhead(2 if smoke else 101)),
-        ("`vmap` in chunks", chunks(*((16, 8, 2) if smoke else (1024, 256, 21)))),
+        ("`vmap` in chunks", chunks(*chunk_cases, 2 if smoke else 21)),
     ):
         results[title] = rows
         sections.append(f"### {title}\n\n{table(rows)}")

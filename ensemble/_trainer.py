@@ -239,7 +239,7 @@ class Trainer:
             )
             return TrainState.of_arrays(structure, arrays, step), metrics, execution
         # On the device once, not once for each member, and no index where there is nothing to take by it.
-        arguments = jax.tree.map(jnp.asarray, arguments)
+        arguments = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
         shared = not jax.tree.leaves(axes)
         program, static = self._member_programs[donate], Static.of(axes)
         results = [
@@ -247,7 +247,8 @@ class Trainer:
             for i, arrays in enumerate(state.members())
         ]
         members, metrics = zip(*results, strict=True)
-        return TrainState.of_members(structure, members, state.step + 1), _stack(metrics), execution
+        step, metrics = _together(state.step, metrics)
+        return TrainState.of_members(structure, members, step), metrics, execution
 
     def settings(self, execution: Execution | None = None) -> Settings:
         """What the steps are computed with."""
@@ -309,7 +310,10 @@ class Trainer:
         return (trainable, after.rest, opt_state), metrics
 
 
-_stack = jax.jit(stack)
+@jax.jit
+def _together(step: jax.Array, metrics: list[dict[str, Any]]) -> tuple[jax.Array, dict[str, Any]]:
+    """The number of the next step, and the metrics of all members."""
+    return step + 1, stack(metrics)
 
 
 def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ def run(script: str, *options: str) -> str:
 SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
+    "examples/jacobians_hessians.py": (),
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
     "benchmarks/ensemble.py": ("--smoke",),
     "benchmarks/jacobian.py": ("--smoke",),

@@ -88,10 +88,26 @@ def resolve_argnums(api: str, fun: Any, positions: tuple[int, ...], args: Sequen
     return resolved
 
 
-def wrap_like(fun: Callable[..., Any], api: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """`wrapper` with the signature of `fun`, and a name and docstring that tell what it wraps."""
+def wrap_like(
+    fun: Callable[..., Any],
+    api: str,
+    wrapper: Callable[..., Any],
+    again: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """`wrapper` with the signature of `fun`, and a name and docstring that tell what it wraps.
+
+    Where `wrapper` is a transform of `fun`, `again` is the same transform of another function: see `transform_of`.
+    """
     functools.update_wrapper(wrapper, fun, assigned=(), updated=())
     name = getattr(fun, "__name__", type(fun).__name__)
     wrapper.__name__ = wrapper.__qualname__ = f"{api}({name})"
     wrapper.__doc__ = f"`{name}` under `{api}`.\n\n{inspect.getdoc(fun) or ''}".rstrip()
+    vars(wrapper)["_plurax_again"] = wrapper, again
     return wrapper
+
+
+def transform_of(wrapper: Any) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]] | None:
+    """What a transform was made of: the function, and the transform as a function of it; None for anything else."""
+    # A decorator may have copied the attributes of a transform onto a function of its own.
+    itself, again = getattr(wrapper, "_plurax_again", (None, None))
+    return (wrapper.__wrapped__, again) if itself is wrapper and again is not None else None

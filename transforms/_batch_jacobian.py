@@ -13,7 +13,7 @@ import numpy as np
 from ._arguments import Argnums, argument_name, check_argnums, check_callable, describe, leaf_name, wrap_like
 from ._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ._budget import check_budget
-from ._call import Call
+from ._call import Call, arrays_apart
 from ._chunk import check_chunk_size
 from ._compat import Tracer
 from ._jacobian import jacobian_of
@@ -87,13 +87,16 @@ def batch_jacobian(
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         size = mapped_size("batch_jacobian", fun, args, kwargs, axes, None, None, "the batch")
         if rows == "vmap":
-            mapped = vmap(
-                lambda owner, kwargs, *args: by_sample(*args, owner=owner, kwargs=kwargs),
-                (None, None, *axes),
-                chunk_size=chunk_size,
-                memory_budget=memory_budget,
-            )
-            return mapped(owner, kwargs, *args)
+            joins = []
+
+            def of_sample(owner: Any, kwargs: Any, *args: Any) -> list[jax.Array]:
+                arrays, join = arrays_apart(by_sample(*args, owner=owner, kwargs=kwargs))
+                joins.append(join)
+                return arrays
+
+            limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+            arrays = vmap(of_sample, (None, None, *axes), **limits)(owner, kwargs, *args)
+            return joins[-1](arrays)
         call = Call("batch_jacobian", fun, positions, has_aux, args, kwargs)
         call.check_floating(complex_too=False)
         selected = call.selected
@@ -108,7 +111,20 @@ def batch_jacobian(
         summed = _summed(function, argnums, selected, has_aux, axes, mode, size, (chunk_size, memory_budget))
         return summed(owner, args, kwargs)
 
-    return wrap_like(fun, "batch_jacobian", of_batch)
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return batch_jacobian(
+            fun,
+            argnums,
+            has_aux,
+            in_axes=in_axes,
+            rows=rows,
+            mode=mode,
+            chunk_size=chunk_size,
+            memory_budget=memory_budget,
+            check=check,
+        )
+
+    return wrap_like(fun, "batch_jacobian", of_batch, again)
 
 
 def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Callable[..., Any]:
@@ -118,7 +134,10 @@ def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Calla
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         out = function(owner, *_expand(args, axes), **kwargs)
         _check_batch(out[0] if has_aux else out, 1)
-        return jax.tree.map(lambda x: x[0] if jnp.ndim(x) else x, out)
+        return jax.tree.map(first, out)
+
+    def first(x: Any) -> Any:
+        return jnp.asarray(x)[0] if getattr(x, "shape", ()) else x  # auxiliary outputs may be strings
 
     return of_one
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ._arguments import describe
-from ._compat import Tracer
+from ._compat import NeedsValues, Tracer
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
@@ -58,7 +58,13 @@ def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: i
     def need(chunk: int) -> int:
         if chunk not in needs:
             # Within the larger program, copies of small arrays and the counters of loops come on top.
-            alone = temporaries(program(chunk))
+            try:
+                alone = temporaries(program(chunk))
+            except NeedsValues as error:
+                raise ValueError(
+                    f"{api}: memory_budget needs a program that can be compiled, but fun asks for a value (it branches "
+                    "on one, or hands it to NumPy); use lax.cond or jnp.where, or leave the budget out."
+                ) from error
             needs[chunk] = alone + alone // 64 + 256
         return needs[chunk]
 

@@ -101,19 +101,15 @@ class Call:
             if assigned:
                 self._refuse_assigned(assigned - passing_through(self._function, before)[i])
         out, aux = self._pair(out) if self._has_aux else (out, None)
-        # Only arrays pass through a transform; what else is among the auxiliary output stays here.
-        leaves, self._aux_treedef = jax.tree.flatten(aux)
-        self._aux_leaves = [None if _is_array(leaf) else leaf for leaf in leaves]
-        return out, ([leaf for leaf in leaves if _is_array(leaf)], after)
+        arrays, self._join_aux = arrays_apart(aux)
+        return out, (arrays, after)
 
     def finish(self, rest: Any) -> Any:
         """Write what `fun` changed into the models; returns the auxiliary output."""
         arrays, after = rest
         for model, changed in zip(self._models, after, strict=True):
             update(model, changed)
-        remaining = iter(arrays)
-        leaves = [next(remaining) if leaf is None else leaf for leaf in self._aux_leaves]
-        return jax.tree.unflatten(self._aux_treedef, leaves)
+        return self._join_aux(arrays)
 
     def gradient(self, i: int, values: Any) -> Any:
         """`values` for the `i`-th of the primals, in the form that its models ask for: `nnx.State` for a module."""
@@ -193,8 +189,18 @@ class Call:
             )
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)
+def arrays_apart(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
+    """The arrays of `tree`, which alone pass through a transform, and a function that puts such back among the rest."""
+    leaves, treedef = jax.tree.flatten(tree)
+    which = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+    def join(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        return jax.tree.unflatten(
+            treedef, [next(given) if is_array else leaf for leaf, is_array in zip(leaves, which, strict=True)]
+        )
+
+    return [leaf for leaf, is_array in zip(leaves, which, strict=True) if is_array], join
 
 
 def _dtype(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,20 @@ def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any,
     owner, args, kwargs = together = from_parts(arguments)
     out = function(owner, *args, **kwargs)
     return out, models_of(together)
+
+
+def changes(
+    function: Callable[..., Any], arguments: Any, models: list[Any], returned: Sequence[Any] = ()
+) -> list[list[str]]:
+    """For each of the `models` that a call has left, but for those `returned`, the paths of what it changed."""
+    found = [
+        [] if any(x is model for x in returned) else before.changes(split(model))
+        for before, model in zip(parts_of(arguments), models, strict=True)
+    ]
+    if any(found):
+        kept = passing_through(function, arguments)
+        found = [[path for path in paths if path not in same] for paths, same in zip(found, kept, strict=True)]
+    return found
 
 
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:

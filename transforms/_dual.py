@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ._arguments import check_callable, wrap_like
 from ._call import Call
-from ._model import is_model, is_parts, owner_of, to_parts
+from ._model import is_model, is_parts, owner_of, refuse_shared_state, to_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,8 @@ class Dual:
         a module it is an `nnx.State` of its `nnx.Param`s, such as `grad` gives, or a dict like it.
 
     Raises:
-      TypeError: an array of integers has a tangent that is not zeros of dtype `jax.dtypes.float0`.
+      TypeError: the primal is made of something else than arrays and numbers; an array of integers has a tangent that
+        is not zeros of dtype `jax.dtypes.float0`.
       ValueError: the tangent has another structure than the primal, or an array of another shape or dtype.
 
     Source:
@@ -47,7 +48,9 @@ class Dual:
     tangent: Any
 
     def __post_init__(self) -> None:
-        Call("Dual", lambda primal: primal, (0,), False, (self.primal,), {}).tangents((self.tangent,))
+        call = Call("Dual", lambda primal: primal, (0,), False, (self.primal,), {})
+        call.check_arrays()
+        call.tangents((self.tangent,))
 
 
 def _unchecked(primal: Any, tangent: Any) -> Dual:
@@ -109,6 +112,8 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
                 "dual: none of the arguments is a Dual; wrap what has a tangent, as in dual(fun)(Dual(x, tangent), y)."
             )
 
+        refuse_shared_state("dual", fun, owner, args, kwargs)
+
         def of_primals(*duals: Any, held: list[Any]) -> Any:
             primals, others = iter(duals), iter(held)
             filled = [next(primals if _is_dual(x) else others) for x in leaves]
@@ -127,7 +132,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
         )
         return jax.tree.map(_paired, *both, is_leaf=lambda x: _is_dual(x) or is_parts(x))
 
-    return wrap_like(fun, "dual", evaluated)
+    return wrap_like(fun, "dual", evaluated, dual)
 
 
 def _is_dual(x: Any) -> bool:

@@ -63,7 +63,7 @@ def grad(
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return wrap_like(fun, "grad", gradient)
+    return wrap_like(fun, "grad", gradient, lambda fun: grad(fun, argnums, has_aux, cotangent=cotangent))
 
 
 def value_and_grad(
@@ -97,7 +97,8 @@ def value_and_grad(
       (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
     """
     both = _value_and_grad("value_and_grad", fun, argnums, has_aux, cotangent)
-    return wrap_like(fun, "value_and_grad", both)
+    again = lambda fun: value_and_grad(fun, argnums, has_aux, cotangent=cotangent)  # noqa: E731
+    return wrap_like(fun, "value_and_grad", both, again)
 
 
 def _value_and_grad(

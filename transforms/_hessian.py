@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._arguments import Argnums, check_callable, wrap_like
+from ._arguments import Argnums, wrap_like
 from ._jacobian import jacobian_of
-from ._model import owner_of
 
 _MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
 
@@ -33,7 +32,8 @@ def hessian(
       mode: how the outer and the inner Jacobian are taken: "fwd_rev", "rev_rev", "fwd_fwd" or "rev_fwd". All are equal;
         "auto" is the first, whose columns are derivatives of one gradient.
       chunk_size: how many columns (rows, where the outer one is "rev") to compute at a time.
-      memory_budget: as for `jacfwd`.
+      memory_budget: as for `jacfwd`, for both Jacobians together. Only the outer one is cut: where the output is not a
+        scalar, the inner one is computed whole for each chunk.
       sparsity: not available yet.
 
     Returns:
@@ -63,13 +63,10 @@ def hessian(
         raise NotImplementedError("hessian: sparsity is not available yet; leave it out for the dense Hessian.")
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
-    check_callable("hessian", fun)
-    owner, function = owner_of(fun)
-
-    def of_owner(*args: Any, owner: Any, kwargs: Any) -> Any:
-        # As an argument of both Jacobians, so that each hands the other what changes of its state.
-        return function(owner, *args, **kwargs)
-
-    first = jacobian_of("hessian", wrap_like(fun, "hessian", of_owner), argnums, has_aux, modes[inner])
+    first = jacobian_of("hessian", fun, argnums, has_aux, modes[inner])
     second = jacobian_of("hessian", first, argnums, has_aux, modes[outer], chunk_size, memory_budget)
-    return wrap_like(fun, "hessian", lambda *args, **kwargs: second(*args, owner=owner, kwargs=kwargs))
+
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return hessian(fun, argnums, has_aux, mode=mode, chunk_size=chunk_size, memory_budget=memory_budget)
+
+    return wrap_like(fun, "hessian", second, again)

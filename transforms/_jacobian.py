@@ -15,6 +15,7 @@ from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_n
 from ._budget import check_budget, largest_chunk, lower_apart
 from ._call import Call
 from ._chunk import check_chunk_size
+from ._compat import NeedsValues
 from ._vmap import vmap
 
 # Where one side is so many times as large as the other, nothing else needs to be asked.
@@ -69,7 +70,8 @@ def jacfwd(
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(jacobian, aux)`.
       chunk_size: how many columns to compute at a time; None computes all at once. They are written in place.
       memory_budget: bytes, or a string such as "512MiB": the largest chunk with which the temporaries of the whole
-        Jacobian, as the compiler counts them beside arguments and results, are within it.
+        Jacobian, as the compiler counts them beside arguments and results, are within it; under `vmap`, those of one
+        slice. `fun` must not branch on values for it.
 
     Returns:
       A function of the same arguments that returns the Jacobian: the structure of the output, in place of each of its
@@ -230,7 +232,10 @@ def jacobian_of(
         result = jax.tree.unflatten(jax.tree.structure(out), [of_output(leaves) for leaves in rows])
         return (result, aux) if has_aux else result
 
-    wrapped: Any = wrap_like(fun, api, of_arguments)
+    def again(fun: Callable[..., Any]) -> Any:
+        return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget)
+
+    wrapped: Any = wrap_like(fun, api, of_arguments, again)
     if api == "jacobian":
 
         def explain(*args: Any, **kwargs: Any) -> Choice:
@@ -352,7 +357,7 @@ def _choose(api: str, call: Call) -> Choice:
                 return choice(mode, flops=None, why=f"there are {inputs} inputs and {outputs} outputs")
             analysis = lower_apart(partial(_COMPUTE[mode], api, call, None)).cost_analysis() or {}
             flops[mode] = analysis.get("flops", 0.0)
-        except jax.errors.ConcretizationTypeError:
+        except NeedsValues:
             return choice(first, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
         except (TypeError, ValueError, NotImplementedError) as error:
             errors[mode] = error
@@ -371,7 +376,7 @@ def _shapes(api: str, call: Call) -> Any:
     """The output as shapes, or as it is where `fun` branches on values."""
     try:
         out = jax.eval_shape(lambda: call(*call.primals)[0])
-    except jax.errors.ConcretizationTypeError:
+    except NeedsValues:
         out = jax.tree.map(jnp.asarray, call(*call.primals)[0])
     _check_output(api, out)
     return out

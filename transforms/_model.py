@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from jax.tree_util import GetAttrKey, keystr, register_pytree_with_keys
 
-from ._arguments import argument_name
+from ._arguments import argument_name, transform_of
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -248,14 +248,30 @@ def parts_of(tree: Any) -> list[Parts]:
 
 
 def owner_of(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
-    """The model whose state `fun` uses (None where there is none), and `fun` as a function of that model first."""
+    """The model whose state `fun` uses (None where there is none), and `fun` as a function of that model first.
+
+    `fun` may be a model, a method of one, or a transform of either.
+    """
     if is_model(fun) or is_members(fun):
         return fun, lambda model, /, *args, **kwargs: model(*args, **kwargs)
     owner = getattr(fun, "__self__", None)
     if isinstance(fun, MethodType) and is_model(owner):
         function = fun.__func__
         return owner, function
+    transform = transform_of(fun)
+    owner = owner_of(transform[0])[0] if transform else None
+    if owner is not None:
+        return owner, lambda owner, /, *args, **kwargs: _with_owner(fun, owner)(*args, **kwargs)
     return None, lambda _, /, *args, **kwargs: fun(*args, **kwargs)
+
+
+def _with_owner(fun: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+    """`fun`, of which `owner_of` finds a model, with `owner` in the place of that."""
+    transform = transform_of(fun)
+    if transform:
+        inner, again = transform
+        return again(_with_owner(inner, owner))
+    return MethodType(fun.__func__, owner) if isinstance(fun, MethodType) else owner
 
 
 def refuse_shared_state(

@@ -13,6 +13,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
 from ._arguments import argument_name, check_callable, describe, leaf_name, wrap_like
+from ._changes import call_with_models, changes
+from ._compat import NeedsValues
+from ._model import owner_of, refuse_shared_state, to_parts
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
 _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905
@@ -20,7 +23,7 @@ _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round s
 # Primitives whose rule in jet gives what nested jvp gives, to rounding, wherever they are finite. Rules in jet that are
 # not trusted, all measured against nested jvp:
 #   wrong or failing: atanh (NaN outside its domain), clamp, rem, erf_inv, convert_element_type to integers, gather that
-#     fills, abs (1 at zero), custom rules (ignored);
+#     fills, abs (1 at NaN, where nested jvp has NaN), custom rules (ignored);
 #   NaN where the derivative is finite or infinite: sqrt, rsqrt, log, log1p and pow at and below zero, atan2 at zero,
 #     div and negative powers at poles; max, min, cummax and cummin lose NaN;
 #   cancellation: tanh, expm1, log1p, asinh and atanh near zero (no correct digit of tanh(1e-8)), acosh and erfc.
@@ -53,7 +56,8 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
 
     Raises:
       TypeError: `fun` is not callable; `order` is no integer; the first argument or an output is not of floating point.
-      ValueError: `order` is negative; there is no positional argument.
+      ValueError: `order` is negative; there is no positional argument; a module would change its own state (BatchNorm
+        in training, dropout); modules share a variable.
 
     Cost:
       Taylor mode: about order² / 2 evaluations of `fun`, and memory for `order` times its intermediates. Nested forward
@@ -75,21 +79,32 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
         raise ValueError(f"derivative: order must not be negative, but got {order}; 0 gives the function itself.")
     if order == 0:
         return fun
+    owner, function = owner_of(fun)
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if not args:
             raise ValueError("derivative: the call has no positional argument; pass the first argument by position.")
         x, *rest = args
         _check_floating(argument_name(fun, args, 0), x)
+        refuse_shared_state("derivative", fun, owner, args, kwargs)
+        owner_parts, rest_parts, kwarg_parts = to_parts((owner, rest, kwargs))
 
         def of_first(x: Any) -> Any:
-            out = fun(x, *rest, **kwargs)
+            arguments = (owner_parts, (x, *rest_parts), kwarg_parts)
+            out, models = call_with_models(function, arguments)
+            for model, paths in zip(models, changes(function, arguments, models), strict=True):
+                if paths:
+                    raise ValueError(
+                        f"derivative: fun changes the state of {type(model).__name__} (`{paths[0]}`), which would be "
+                        "lost; use its evaluation mode: nnx.view(model, use_running_average=True) for BatchNorm, "
+                        "deterministic=True for dropout."
+                    )
             _check_floating("output", out)
             return out
 
         return _differentiate(of_first, order, jax.tree.map(jnp.asarray, x))
 
-    return wrap_like(fun, "derivative", differentiated)
+    return wrap_like(fun, "derivative", differentiated, lambda fun: derivative(fun, order))
 
 
 def _check_floating(name: str, tree: Any) -> None:
@@ -106,12 +121,7 @@ def _check_floating(name: str, tree: Any) -> None:
 def _differentiate(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.NonConcreteBooleanIndexError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ):
+    except NeedsValues:
         return _nested(fun, order, x)  # fun branches on values, which forward mode has and a program does not
     flat, leaves = jaxpr_as_fun(closed), jax.tree.leaves(x)
     mode = _taylor if _is_exact(closed.jaxpr, order, closed.jaxpr.invars) else _nested

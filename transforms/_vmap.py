@@ -20,7 +20,7 @@ from ._axes import (
     mapped_size,
 )
 from ._budget import check_budget, largest_chunk
-from ._changes import call_with_models, passing_through
+from ._changes import call_with_models, changes
 from ._chunk import check_chunk_size, map_in_chunks
 from ._model import (
     Parts,
@@ -71,7 +71,8 @@ def vmap(
       chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
         and are written in place.
       memory_budget: bytes, or a string such as "512MiB": takes the largest chunk whose temporaries, as the compiler
-        counts them beside arguments and results, are within it. In place of `chunk_size`.
+        counts them beside arguments and results, are within it (under an outer
+        `vmap`, those of one of its slices). In place of `chunk_size`.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis where `out_axes` says.
@@ -150,7 +151,19 @@ def vmap(
             return from_parts(in_chunks(chunk_size))
         return from_parts(in_chunks(largest_chunk("vmap", lambda k: partial(in_chunks, k), size, budget)))
 
-    return wrap_like(fun, "vmap", mapped)
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return vmap(
+            fun,
+            in_axes,
+            out_axes,
+            axis_name=axis_name,
+            axis_size=axis_size,
+            spmd_axis_name=spmd_axis_name,
+            chunk_size=chunk_size,
+            memory_budget=memory_budget,
+        )
+
+    return wrap_like(fun, "vmap", mapped, again)
 
 
 def _is_stacked(x: Any) -> bool:
@@ -201,17 +214,14 @@ def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axe
     arguments = jax.tree.map(take_members, axes, arrays, is_leaf=lambda x: x is None)
     out, models = call_with_models(function, arguments)
     returned = models_of(out)
-    befores = parts_of(arguments)
-    for i, (before, model) in enumerate(zip(befores, models, strict=True)):
-        changes = [] if any(x is model for x in returned) else before.changes(split(model))
-        unchanged = passing_through(function, arguments)[i] if changes else set()
-        lost = [path for path in changes if path not in unchanged]
+    for model, lost in zip(models, changes(function, arguments, models, returned), strict=True):
         if lost:
             raise ValueError(
                 f"vmap: the mapped function changes the state of {type(model).__name__} (`{lost[0]}`), which would "
                 "be lost; return the model as well, or map its evaluation mode: nnx.view(model, "
                 "use_running_average=True) for BatchNorm, deterministic=True for dropout."
             )
+    befores = parts_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 
     def take_apart(x: Any) -> Any:

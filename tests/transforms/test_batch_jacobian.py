@@ -47,11 +47,13 @@ def test_every_way_is_the_loop(rows: str, mode: str, limit: Any, expected: Any) 
 
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
 def test_axes_argnums_and_aux(rows: str, expected: Any) -> None:
-    fun = lambda scale, x: (layer(x.T, scale), {"y": x.T})
+    fun = lambda scale, x: (layer(x.T, scale), {"y": x.T, "text": "a string", "host": np.ones((x.shape[1], 2))})
     every = batch_jacobian(fun, (-1,), True, in_axes=(None, -1), rows=rows)
     found, aux = every(2.0, BATCH.T)
     assert_close({name: leaf[0] for name, leaf in found.items()}, expected)
     assert_close(aux["y"], jnp.asarray(BATCH))
+    assert aux["text"] == "a string"
+    np.testing.assert_array_equal(aux["host"], np.ones((5, 2)))
     pair = batch_jacobian(lambda x, y: x * y[:, :1], (1, 0), rows=rows)(BATCH, W[:, [0, 1]].repeat(3, 0)[:5])
     assert [leaf.shape for leaf in pair] == [(5, 3, 2), (5, 3, 3)]
 

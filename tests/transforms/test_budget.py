@@ -179,6 +179,14 @@ def test_sizes_as_people_write_them(written: Any, size: int) -> None:
     assert budgets.check_budget("vmap", written, None) == size
 
 
+def test_a_function_that_asks_for_values_has_no_budget() -> None:
+    branching = lambda x: x**2 if x[0] > 0 else x
+    chex.assert_trees_all_close(jacfwd(branching)(X), jnp.diag(2 * X), rtol=1e-6)
+    for fun in (branching, lambda x: x * np.asarray(x).sum()):
+        with pytest.raises(ValueError, match=r"^jacfwd: memory_budget needs a program .* fun asks for a value"):
+            jacfwd(fun, memory_budget="1GB")(X)
+
+
 def test_a_budget_and_an_axis_name_exclude_each_other() -> None:
     with pytest.raises(ValueError, match=r"^vmap: memory_budget and axis_name exclude each other"):
         vmap(jnp.sin, axis_name="i", memory_budget="1GB")

@@ -314,6 +314,7 @@ def test_a_module_may_be_returned() -> None:
             TypeError,
             r"`primal\['n'\]` is .* dtype int64, which has no derivative",
         ),
+        ("a", "b", TypeError, r"^Dual: `primal` is 'a' of type str, which has no derivative; let fun close over it"),
         (Gain(1.0), {"gain": jnp.ones(2)}, ValueError, r"tangent of `primal\['gain'\]` is an array of shape \(2,\)"),
         (Gain(1.0), {"gian": jnp.ones(3)}, ValueError, r"'gian': \*}\), but the primal has PyTreeDef\({'gain': \*}\)"),
         (
@@ -372,5 +373,5 @@ def test_changes_that_would_be_lost_are_refused(fun: Any, match: str) -> None:
 def test_modules_that_share_a_variable_are_refused() -> None:
     first, second = Gain(1.0), Gain(2.0)
     second.gain = first.gain
-    with pytest.raises(ValueError, match=r"^dual: `duals\[0\]` and `held` share the variable `gain`"):
+    with pytest.raises(ValueError, match=r"^dual: `a` and `b` share the variable `gain`"):
         dual(lambda a, b, x: a(x) + b(x))(Dual(first, {"gain": jnp.ones(3)}), second, X)
