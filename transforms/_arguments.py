@@ -109,5 +109,5 @@ def wrap_like(
 def transform_of(wrapper: Any) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]] | None:
     """What a transform was made of: the function, and the transform as a function of it; None for anything else."""
     # A decorator may have copied the attributes of a transform onto a function of its own.
-    itself, again = getattr(wrapper, "_plurax_again", (None, None))
-    return (wrapper.__wrapped__, again) if itself is wrapper and again is not None else None
+    pair: Any = getattr(wrapper, "_plurax_again", None)
+    return (wrapper.__wrapped__, pair[1]) if pair and pair[0] is wrapper and pair[1] else None
