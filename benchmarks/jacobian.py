@@ -104,17 +104,34 @@ def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, 
 
         return columns
 
+    def block(first: jax.Array, second: jax.Array, x: jax.Array, start: jax.Array, chunk: int) -> jax.Array:
+        _, push = jax.linearize(lambda x: perceptron(first, second, x), x)
+        units = (jnp.arange(size) == start + jnp.arange(chunk)[:, None]).astype(x.dtype)
+        return jax.vmap(push, out_axes=-1)(units)
+
+    middle = chunks[len(chunks) // 2]
     functions: dict[str, Callable[..., Any]] = {"dense (jax.jacfwd)": jax.jacfwd(perceptron, 2)}
     functions |= {f'memory_budget="{limit}"': jacfwd(perceptron, 2, memory_budget=limit) for limit in limits}
     functions |= {f"chunk_size={chunk}": jacfwd(perceptron, 2, chunk_size=chunk) for chunk in chunks}
-    functions[f"lax.map by hand, {chunks[len(chunks) // 2]}"] = by_hand(chunks[len(chunks) // 2])
+    functions[f"lax.map by hand, {middle}"] = by_hand(middle)
     compiled = {name: jax.jit(fun).lower(first, second, x).compile() for name, fun in functions.items()}
-    times = interleaved(
-        {name: partial(run, first, second, x) for name, run in compiled.items()}, rounds=rounds, seconds=0.01
-    )
-    return {
-        name: {"temporaries": run.memory_analysis().temp_size_in_bytes, **times[name]} for name, run in compiled.items()
-    } | {"_ratios": {name: ratio(times, name, "dense (jax.jacfwd)") for name in times}}
+    temporaries = {name: run.memory_analysis().temp_size_in_bytes for name, run in compiled.items()}
+    candidates: dict[str, Callable[[], Any]] = {name: partial(run, first, second, x) for name, run in compiled.items()}
+    one = jax.jit(partial(block, chunk=middle)).lower(first, second, x, 0).compile()
+    name = f"Python loop by hand, {middle}"
+    starts = [jnp.asarray(start) for start in range(0, size, middle)]
+    candidates[name] = lambda: jnp.concatenate([one(first, second, x, start) for start in starts], axis=1)
+    # All blocks are held until they are put together.
+    temporaries[name] = one.memory_analysis().temp_size_in_bytes + size * size * x.dtype.itemsize
+    if torch is not None:
+        a, b, point = (torch.tensor(np.asarray(leaf)) for leaf in (first, second, x))
+        fun = lambda x: b @ torch.tanh(a @ x)  # noqa: E731
+        candidates["torch.func.jacfwd"] = lambda: torch.func.jacfwd(fun)(point)
+        candidates[f"torch.func.jacrev, chunk_size={middle}"] = lambda: torch.func.jacrev(fun, chunk_size=middle)(point)
+    times = interleaved(candidates, rounds=rounds, seconds=0.01)
+    return {name: {"temporaries": temporaries.get(name), **times[name]} for name in times} | {
+        "_ratios": {name: ratio(times, name, "dense (jax.jacfwd)") for name in times}
+    }
 
 
 def products(size: int, batch: int) -> list[dict[str, Any]]:
@@ -207,7 +224,7 @@ def main() -> None:
             [
                 {
                     "": name,
-                    "temporaries (MiB)": f"{row['temporaries'] / MIB:.2f}",
+                    "temporaries (MiB)": f"{row['temporaries'] / MIB:.2f}" if row["temporaries"] else "",
                     "s": f"{row['median_ms'] / 1e3:.2f}",
                     "times the dense": f"{ratios[name]:.2f}",
                 }
