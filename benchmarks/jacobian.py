@@ -1,4 +1,4 @@
-"""What Jacobians cost: `jacobian` against the better of both modes, memory budgets against the dense Jacobian.
+"""What derivatives cost: `jacobian` against the better mode, memory budgets, products, batches, higher orders.
 
 python benchmarks/jacobian.py            measures, rewrites its tables of benchmarks/README.md and docs/jacobian.png
 python benchmarks/jacobian.py --smoke    runs everything small and once, and writes nothing
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from _measure import interleaved, publish, ratio, table
 
-from plurax.transforms import grad, hvp, jacfwd, jacobian
+from plurax.transforms import batch_jacobian, derivative, grad, hvp, jacfwd, jacobian, value_grad_and_hvp
 
 try:
     import torch
@@ -164,6 +164,80 @@ def products(size: int, batch: int) -> list[dict[str, Any]]:
     return rows
 
 
+def against(peer: str, candidates: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A row for each candidate: its median, and its time against that of `peer`."""
+    times = interleaved(candidates, rounds=rounds, seconds=seconds)
+    return [
+        {"": name, "ms": f"{found['median_ms']:.3f}", f"times {peer}": f"{ratio(times, name, peer):.2f}"}
+        for name, found in times.items()
+    ]
+
+
+def ready(fun: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return partial(jax.jit(fun).lower(*args).compile(), *args)
+
+
+def product_times(size: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A Hessian-vector product of sum(sin x), the case of PyTorch's tutorial."""
+    x, v = normal(0, size), normal(1, size)
+    fun = lambda x: jnp.sin(x).sum()  # noqa: E731
+    candidates = {
+        "gradient": ready(jax.grad(fun), x),
+        "hvp": ready(lambda x, v: hvp(fun, x, v), x, v),
+        "jax.jvp of jax.grad": ready(lambda x, v: jax.jvp(jax.grad(fun), (x,), (v,))[1], x, v),
+        "value_grad_and_hvp": ready(lambda x, v: value_grad_and_hvp(fun, x, v), x, v),
+        'hvp, mode="rev_rev"': ready(lambda x, v: hvp(fun, x, v, mode="rev_rev"), x, v),
+        "jax.vjp of jax.grad": ready(lambda x, v: jax.vjp(jax.grad(fun), x)[1](v), x, v),
+    }
+    if torch is not None:
+        point, vector = (torch.tensor(np.asarray(leaf)) for leaf in (x, v))
+        of_torch = torch.func.grad(lambda x: x.sin().sum())
+        candidates["torch.func.jvp of grad"] = lambda: torch.func.jvp(of_torch, (point,), (vector,))
+    return against("jax.jvp of jax.grad", candidates, rounds, seconds)
+
+
+def batches(batch: int, inputs: int, outputs: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A Jacobian for each sample of a batch, the case of PyTorch's tutorial."""
+    weights, x = normal(0, outputs, inputs), normal(1, batch, inputs)
+    fun = lambda x: jnp.tanh(x @ weights.T)  # noqa: E731
+    candidates = {
+        "jax.vmap of jax.jacrev": ready(jax.vmap(jax.jacrev(fun)), x),
+        'batch_jacobian, rows="vmap"': ready(batch_jacobian(fun), x),
+        'batch_jacobian, rows="independent"': ready(batch_jacobian(fun, rows="independent"), x),
+    }
+    if torch is not None:
+        matrix, points = torch.tensor(np.asarray(weights)), torch.tensor(np.asarray(x))
+        of_torch = torch.func.vmap(torch.func.jacrev(lambda x: torch.tanh(x @ matrix.T)))
+        candidates["torch.func.vmap of jacrev"] = lambda: of_torch(points)
+    return against("jax.vmap of jax.jacrev", candidates, rounds, seconds)
+
+
+def higher_orders(size: int, orders: tuple[int, ...], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """`derivative`, which takes Taylor mode here, against nested `jax.jvp`: exp(sin x) of case 3, and a perceptron."""
+    x, weights = normal(0, size), normal(1, size, size)
+    rows = []
+    for title, fun in (
+        ("exp(sin x)", lambda x: jnp.exp(jnp.sin(x))),
+        ("W sin(W sin x)", lambda x: weights @ jnp.sin(weights @ jnp.sin(x))),
+    ):
+        for order in orders:
+            nested: Callable[..., Any] = fun
+            for _ in range(order):
+                nested = lambda x, f=nested: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]  # noqa: E731
+            candidates = {"derivative": ready(derivative(fun, order), x), "nested": ready(nested, x)}
+            times = interleaved(candidates, rounds=rounds, seconds=seconds)
+            rows.append(
+                {
+                    "function": title,
+                    "order": order,
+                    "derivative (ms)": f"{times['derivative']['median_ms']:.3f}",
+                    "nested jax.jvp (ms)": f"{times['nested']['median_ms']:.3f}",
+                    "derivative / nested": f"{ratio(times, 'derivative', 'nested'):.2f}",
+                }
+            )
+    return rows
+
+
 def draw(results: dict[str, Any], result_bytes: int) -> None:
     """Time and memory against the size of a chunk."""
     import matplotlib
@@ -217,6 +291,11 @@ def main() -> None:
     bounded = budgets(size, hidden, limits, chunks, 2 if smoke else 3)
     ratios = bounded.pop("_ratios")
     costs = products(*((8, 4) if smoke else (256, 64)))
+    rounds, seconds = (2, 0.001) if smoke else (31, 0.05)
+    length, (batch, inputs, outputs), width = (8, (4, 3, 5), 4) if smoke else (2048, (64, 31, 33), 512)
+    product_rows = product_times(length, rounds, seconds)
+    batch_rows = batches(batch, inputs, outputs, rounds, seconds)
+    order_rows = higher_orders(width, (2,) if smoke else (2, 3, 4, 5), rounds, seconds)
     for title, found, raw in (
         ("`jacobian` picks its mode", rows, picked),
         (
@@ -233,6 +312,9 @@ def main() -> None:
             bounded,
         ),
         ("Operations of `hvp`", costs, costs),
+        (f"A Hessian-vector product of sum(sin x), {length} numbers", product_rows, product_rows),
+        (f"A Jacobian for each of {batch} samples, {inputs} to {outputs}", batch_rows, batch_rows),
+        (f"`derivative`, {width} numbers", order_rows, order_rows),
     ):
         results[title] = raw
         sections.append(f"### {title}\n\n{table(found)}")

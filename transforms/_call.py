@@ -73,9 +73,11 @@ class Call:
             for path, leaf in jax.tree.leaves_with_path(primal):
                 dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
                 if dtype is None or not jnp.issubdtype(dtype, kind):
+                    split_up = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+                    cure = "give its real and imaginary parts, as arguments of their own" if split_up else "convert it"
                     raise TypeError(
                         f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
-                        f"of {name} can be differentiated; convert it, or leave it out of argnums."
+                        f"of {name} can be differentiated; {cure}, or leave it out of argnums."
                     )
 
     def check_arrays(self) -> None:

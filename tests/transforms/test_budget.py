@@ -13,7 +13,7 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import _budget as budgets
-from plurax.transforms import hessian, jacfwd, jacobian, jacrev, vmap
+from plurax.transforms import batch_jacobian, hessian, jacfwd, jacobian, jacrev, vmap
 
 W = np.sin(np.arange(96.0 * 64)).reshape(96, 64).astype(np.float32)
 X = np.cos(np.arange(64.0)).astype(np.float32)
@@ -130,6 +130,17 @@ def test_budgets_of_hessians_and_modules() -> None:
     rows = vmap(of_member, (0, None))(ens, X[:8])
     plain = vmap(lambda model, x: jacrev(lambda m: jnp.tanh(m(x)))(model), (0, None))(ens, X[:8])
     chex.assert_trees_all_close(rows, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", ["vmap", "independent"])
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_budgets_of_batches(rows: str, mode: str) -> None:
+    xs = np.sin(np.arange(40.0 * 64)).reshape(40, 64).astype(np.float32)
+    batch = lambda x: jnp.tanh(jnp.tanh(x * x) @ W.T)
+    plain = batch_jacobian(batch, rows=rows, mode=mode)
+    within = jax.jit(batch_jacobian(batch, rows=rows, mode=mode, memory_budget="160KiB"))
+    assert temporaries(plain, xs) > 160 * 2**10 >= temporaries(within, xs)
+    chex.assert_trees_all_close(within(xs), plain(xs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
