@@ -107,7 +107,9 @@ def wrap_like(
 
 
 def transform_of(wrapper: Any) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]] | None:
-    """What a transform was made of: the function, and the transform as a function of it; None for anything else."""
+    """What a transform or partial was made of: the function, and how to make it of another; None for anything else."""
+    if isinstance(wrapper, functools.partial):
+        return wrapper.func, lambda fun: functools.partial(fun, *wrapper.args, **wrapper.keywords)
     # A decorator may have copied the attributes of a transform onto a function of its own.
     pair: Any = getattr(wrapper, "_plurax_again", None)
     return (wrapper.__wrapped__, pair[1]) if pair and pair[0] is wrapper and pair[1] else None

@@ -250,7 +250,7 @@ def parts_of(tree: Any) -> list[Parts]:
 def owner_of(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
     """The model whose state `fun` uses (None where there is none), and `fun` as a function of that model first.
 
-    `fun` may be a model, a method of one, or a transform of either.
+    `fun` may be a model, a method of one, or a transform or partial of either.
     """
     if is_model(fun) or is_members(fun):
         return fun, lambda model, /, *args, **kwargs: model(*args, **kwargs)

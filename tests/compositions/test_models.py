@@ -14,6 +14,7 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import (
+    Dual,
     batch_jacobian,
     derivative,
     dual,
@@ -45,6 +46,9 @@ class Cube(nnx.Module):
     def total(self, x: Any) -> Any:
         return jnp.sum(self(x))
 
+    def scaled(self, scale: float, x: Any) -> Any:
+        return scale * self.total(x)
+
     def still(self, x: Any) -> Any:
         return jnp.sum(self.w * x**3)
 
@@ -59,6 +63,7 @@ W = np.array([1.0, 2.0, 3.0], np.float32)
         pytest.param(lambda m: jacfwd(jacrev(m.total)), np.diag(6 * W * X), id="jacfwd-jacrev"),
         pytest.param(lambda m: hessian(m.total, mode="rev_fwd"), np.diag(6 * W * X), id="hessian"),
         pytest.param(lambda m: grad(grad(m.total), cotangent=1.0), 6 * W * X, id="grad-grad"),
+        pytest.param(lambda m: jacfwd(grad(functools.partial(m.scaled, 2.0))), np.diag(12 * W * X), id="partial"),
         pytest.param(lambda m: grad(lambda x: value_and_grad(m.still)(x)[0]), 3 * W * X**2, id="a-function"),
         pytest.param(
             lambda m: lambda x: vmap(jacrev(grad(m.still)))(x[None])[0], np.diag(6 * W * X), id="vmap-jacrev-grad"
@@ -105,6 +110,13 @@ def test_state_that_would_be_lost_is_refused(outer: Any, match: str) -> None:
     assert int(model.count[...]) == 0
 
 
+def test_modules_of_a_derivative_that_share_a_variable_are_refused() -> None:
+    first, second = Cube(), Cube()
+    second.w = first.w
+    with pytest.raises(ValueError, match=r"^derivative: `a` and `b` share the variable `w`"):
+        derivative(lambda x, a, b: a.still(x) + b.still(x), 1)(X, first, second)
+
+
 def test_derivatives_of_an_ensemble() -> None:
     """An ensemble as an argument is what its members train, stacked; as the function it is all members at once."""
     ens = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 4, seed=0)
@@ -117,6 +129,9 @@ def test_derivatives_of_an_ensemble() -> None:
         whole = transform(lambda ens: ens(X))(ens)
         diagonal = np.asarray(nnx.to_pure_dict(whole)["bias"] if isinstance(whole, nnx.State) else whole["bias"])
         chex.assert_trees_all_close(diagonal, np.einsum("mn,op->monp", np.eye(4), np.eye(2)), rtol=1e-6)
+    along_ones = jnp.sum(ens.trainable["kernel"], 1)
+    chex.assert_trees_all_close(derivative(ens, 1)(X), along_ones, rtol=1e-6)
+    chex.assert_trees_all_close(dual(ens)(Dual(X, np.ones(3, np.float32))).tangent, along_ones, rtol=1e-6)
 
 
 def test_models_that_a_batch_shares() -> None:
@@ -147,8 +162,6 @@ def test_products_at_complex_points() -> None:
 
 
 def test_a_dual_of_a_gradient_of_a_method() -> None:
-    from plurax.transforms import Dual
-
     model = Cube()
     out = dual(grad(model.total))(Dual(X, np.ones(3, np.float32)))
     chex.assert_trees_all_close(out.tangent, jnp.asarray(6 * W * X), rtol=1e-6)

@@ -261,7 +261,13 @@ def assign(model: Any, x: Any) -> Any:
     [
         (jnp.sin, (3,), {}, TypeError, r"argument `x` is 3 of type int, but only arrays of real floating point"),
         (tree, (X, Point(np.arange(2), 1.0)), {"argnums": 1}, TypeError, r"argument `point\.x` is an array .* int64"),
-        (lambda z: z, (1j,), {}, TypeError, r"argument `z` is 1j of type complex, but .* real floating .*; give its real"),
+        (
+            lambda z: z,
+            (1j,),
+            {},
+            TypeError,
+            r"`z` is 1j of type complex, but .* real floating .*; give its real",
+        ),
         (tree, (X,), {"argnums": 3}, ValueError, r"argnums selects argument 3, but the call has 1 positional"),
         (lambda x: {"n": jnp.sum(x).astype(int)}, (X,), {}, TypeError, r"`output\['n'\]` is an array .* int32, but on"),
         (lambda x: None, (X,), {}, TypeError, r"fun must return a number or arrays to differentiate, but .* None"),
