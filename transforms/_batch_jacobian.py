@@ -209,15 +209,11 @@ def _summed(
         )
         forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
         way, moved, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
-        result = jacobian_of("batch_jacobian", moved, 0, has_aux, way, *limits)(shifts, owner, args, kwargs)
+        rows = jacobian_of("batch_jacobian", moved, 0, has_aux, way, *limits, row_axis=1)
+        result = rows(shifts, owner, args, kwargs)
         result, aux = result if has_aux else (result, None)
-
-        def of_output(leaf: Any, derivative: Any) -> Any:
-            rank = len(leaf.shape) - 1
-            moved = derivative if forward else jax.tree.map(lambda x: jnp.moveaxis(x, rank, 0), derivative)
-            return moved if isinstance(argnums, (tuple, list)) else moved[0]
-
-        result = jax.tree.map(of_output, out, result)
+        if not isinstance(argnums, (tuple, list)):
+            result = jax.tree.map(lambda _, derivative: derivative[0], out, result)
         return (result, aux) if has_aux else result
 
     return jacobians

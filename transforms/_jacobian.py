@@ -199,8 +199,12 @@ def jacobian_of(
     mode: str,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    row_axis: int = 0,
 ) -> Any:
-    """`jacobian` for any transform, which `api` names in errors."""
+    """`jacobian` for any transform, which `api` names in errors.
+
+    In reverse mode the axes of the output come before axis `row_axis` of each argument.
+    """
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
     check_callable(api, fun)
@@ -215,10 +219,11 @@ def jacobian_of(
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         call = prepare(args, kwargs)
-        compute = _COMPUTE[_choose(api, call).mode if mode == "auto" else mode]
+        forward = (_choose(api, call).mode if mode == "auto" else mode) == "forward"
+        compute = _forward if forward else partial(_reverse, axis=row_axis)
         chunk = chunk_size
         if budget is not None:
-            size = max(_sizes(_shapes(api, call) if compute is _reverse else call.primals), default=1)
+            size = max(_sizes(call.primals if forward else _shapes(api, call)), default=1)
             chunk = largest_chunk(api, lambda k: partial(compute, api, call, k), max(size, 1), budget)
         out, rows, rest = compute(api, call, chunk)
         aux = call.finish(rest)
@@ -233,7 +238,7 @@ def jacobian_of(
         return (result, aux) if has_aux else result
 
     def again(fun: Callable[..., Any]) -> Any:
-        return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget)
+        return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, row_axis)
 
     wrapped: Any = wrap_like(fun, api, of_arguments, again)
     if api == "jacobian":
@@ -270,8 +275,8 @@ def _forward(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[li
     )
 
 
-def _reverse(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
-    """As `_forward`."""
+def _reverse(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tuple[Any, list[list[Any]], Any]:
+    """As `_forward`; the axes of the output come before axis `axis` of each argument."""
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     _check_output(api, out)
     _check_real(api, out)
@@ -281,14 +286,17 @@ def _reverse(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[li
         def row(k: Any) -> list[Any]:
             return jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
 
-        return _map(row, size, 0, chunk_size)
+        return _map(row, size, axis, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(call.primals)]
     return (
         out,
         [
-            [array.reshape(*jnp.shape(leaf), *shape) for array, shape in zip(part, shapes, strict=True)]
-            for part, leaf in zip(_by_array(outputs, rows, 0, chunk_size), outputs, strict=True)
+            [
+                array.reshape(*shape[:axis], *jnp.shape(leaf), *shape[axis:])
+                for array, shape in zip(part, shapes, strict=True)
+            ]
+            for part, leaf in zip(_by_array(outputs, rows, axis, chunk_size), outputs, strict=True)
         ],
         rest,
     )
@@ -337,7 +345,7 @@ def _map(fun: Callable[[Any], list[Any]], size: int, axis: int, chunk_size: int 
     if size:
         return vmap(fun, out_axes=axis, chunk_size=chunk_size)(jnp.arange(size))
     leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct((), int))
-    return [jnp.zeros((*leaf.shape, 0) if axis else (0, *leaf.shape), leaf.dtype) for leaf in leaves]
+    return [jnp.expand_dims(jnp.zeros(leaf.shape, leaf.dtype), axis).take(jnp.arange(0), axis) for leaf in leaves]
 
 
 def _choose(api: str, call: Call) -> Choice:

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.jet import jet, jet_rules
-from jax.extend.core import jaxpr_as_fun
+from jax.experimental.jet import jet_rules
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
 from ._arguments import argument_name, check_callable, describe, leaf_name, wrap_like
@@ -35,13 +35,17 @@ _EXACT = frozenset(
     """.split()  # noqa: SIM905
 )
 
+# Linear in each operand, or in the first: where the others are constant, each coefficient goes through by itself. The
+# rules of jet would add products with zeros, which XLA computes.
+_LINEAR_IN_ONE = frozenset(["conv_general_dilated", "div", "dot_general", "mul"])
+
 
 def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
     """Differentiate `fun` `order` times, with respect to its first argument along a direction of ones.
 
     As `jax.jvp` with ones for tangents, nested `order` times; for an elementwise function this is its derivative at
-    each element. It runs as one Taylor-mode pass (`jax.experimental.jet`) where the rules for all primitives that the
-    argument reaches are as accurate as that, and in nested forward mode elsewhere (loops, branches, sorting, solving,
+    each element. It runs as one Taylor-mode pass (by the rules of `jax.experimental.jet`) where those for all primitives
+    that the argument reaches are as accurate as that, and in nested forward mode elsewhere (loops, branches, sorting, solving,
     custom rules, half precision; functions such as `tanh` and `log`). Where `fun` or a derivative overflows, one may
     give an infinity and the other NaN.
 
@@ -123,9 +127,13 @@ def _differentiate(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
     except NeedsValues:
         return _nested(fun, order, x)  # fun branches on values, which forward mode has and a program does not
-    flat, leaves = jaxpr_as_fun(closed), jax.tree.leaves(x)
-    mode = _taylor if _is_exact(closed.jaxpr, order, closed.jaxpr.invars) else _nested
-    return jax.tree.unflatten(jax.tree.structure(shapes), mode(lambda leaves: flat(*leaves), order, leaves))
+    leaves = jax.tree.leaves(x)
+    if _is_exact(closed.jaxpr, order, closed.jaxpr.invars):
+        found = _taylor(closed, order, leaves)
+    else:
+        flat = jaxpr_as_fun(closed)
+        found = _nested(lambda leaves: flat(*leaves), order, leaves)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 def _nested(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
@@ -134,12 +142,53 @@ def _nested(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
     return jax.jvp(lambda x: _nested(fun, order - 1, x), (x,), (jax.tree.map(jnp.ones_like, x),))[1]
 
 
-def _taylor(fun: Callable[[Any], Any], order: int, leaves: Sequence[Any]) -> list[Any]:
-    # The coefficients of x + t, and of fun(x + t): the last is the derivative by order!. (Scaled by jet itself, the
-    # factorials would be those of a rounded gamma function.)
+def _taylor(closed: ClosedJaxpr, order: int, leaves: Sequence[Any]) -> list[Any]:
+    # The coefficients of x + t, and of fun(x + t): the last is the derivative by order!.
     series = [[jnp.ones_like(x)] + [jnp.zeros_like(x)] * (order - 1) for x in leaves]
-    _, terms = jet(lambda *leaves: fun(leaves), leaves, series, factorial_scaled=False)
-    return [term[-1] * float(math.factorial(order)) for term in terms]
+    outputs = _propagate(closed.jaxpr, closed.consts, list(leaves), series)
+    return [
+        jnp.zeros_like(value) if terms is None else terms[-1] * float(math.factorial(order)) for value, terms in outputs
+    ]
+
+
+def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], values: list[Any], series: list[Any]) -> list[tuple[Any, Any]]:
+    """The outputs of `jaxpr`, and the coefficients of each; None stands for those of what does not depend on x."""
+    known: dict[Any, tuple[Any, Any]] = dict(zip(jaxpr.invars, zip(values, series, strict=True), strict=True))
+    known |= {variable: (value, None) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
+
+    def read(x: Any) -> tuple[Any, Any]:
+        return (x.val, None) if isinstance(x, Literal) else known[x]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(x) for x in eqn.invars]
+        known |= zip(eqn.outvars, _expand(eqn, [x for x, _ in inputs], [terms for _, terms in inputs]), strict=True)
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _expand(eqn: JaxprEqn, values: list[Any], series: list[Any]) -> list[tuple[Any, Any]]:
+    """The outputs of one operation with their coefficients."""
+    primitive, reached = eqn.primitive, [terms is not None for terms in series]
+
+    def evaluate(*values: Any) -> Any:
+        return primitive.bind(*values, **primitive.get_bind_params(eqn.params))
+
+    if primitive.name == "jit":
+        inner = eqn.params["jaxpr"]
+        return _propagate(inner.jaxpr, inner.consts, values, series)
+    if not any(reached) or primitive.name in _CONSTANT:
+        out = evaluate(*values)
+        return [(x, None) for x in (out if primitive.multiple_results else [out])]
+    if primitive.name in _LINEAR_IN_ONE and sum(reached) == 1:
+        place = reached.index(True)
+        terms = [evaluate(*values[:place], term, *values[place + 1 :]) for term in series[place]]
+        return [(evaluate(*values), terms)]
+    order = len(series[reached.index(True)])
+    filled = [
+        [jnp.zeros(jnp.shape(x), jnp.result_type(x))] * order if terms is None else terms
+        for x, terms in zip(values, series, strict=True)
+    ]
+    out, terms = jet_rules[primitive](values, filled, **eqn.params)
+    return list(zip(out, terms, strict=True)) if primitive.multiple_results else [(out, terms)]
 
 
 def _is_exact(jaxpr: Any, order: int, sources: Sequence[Any]) -> bool:

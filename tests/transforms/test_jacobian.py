@@ -266,7 +266,7 @@ def assign(model: Any, x: Any) -> Any:
             (1j,),
             {},
             TypeError,
-            r"`z` is 1j of type complex, but .* real floating .*; give its real",
+            r"argument `z` is 1j of type complex, .* real floating .*; give it",
         ),
         (tree, (X,), {"argnums": 3}, ValueError, r"argnums selects argument 3, but the call has 1 positional"),
         (lambda x: {"n": jnp.sum(x).astype(int)}, (X,), {}, TypeError, r"`output\['n'\]` is an array .* int32, but on"),
