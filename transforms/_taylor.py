@@ -44,7 +44,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
     """Differentiate `fun` `order` times, with respect to its first argument along a direction of ones.
 
     As `jax.jvp` with ones for tangents, nested `order` times; for an elementwise function this is its derivative at
-    each element. It runs as one Taylor-mode pass, by the rules of `jax.experimental.jet`, where those for all primitives
+    each element. It runs as a Taylor-mode pass, by the rules of `jax.experimental.jet`, where those for all primitives
     that the argument reaches are as accurate as nesting, and in nested forward mode elsewhere (loops, branches,
     sorting, solving, custom rules, half precision; functions such as `tanh` and `log`). Where `fun` or a derivative
     overflows, one may give an infinity and the other NaN.
