@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.jet import jet_rules
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
 from ._arguments import argument_name, check_callable, describe, leaf_name, wrap_like
 from ._changes import call_with_models, changes
 from ._compat import NeedsValues
+from ._jaxpr import evaluate, interpret
 from ._model import owner_of, refuse_shared_state, to_parts
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
@@ -145,50 +146,35 @@ def _nested(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
 def _taylor(closed: ClosedJaxpr, order: int, leaves: Sequence[Any]) -> list[Any]:
     # The coefficients of x + t, and of fun(x + t): the last is the derivative by order!.
     series = [[jnp.ones_like(x)] + [jnp.zeros_like(x)] * (order - 1) for x in leaves]
-    outputs = _propagate(closed.jaxpr, closed.consts, list(leaves), series)
+    outputs = _propagate(closed.jaxpr, closed.consts, list(zip(leaves, series, strict=True)))
     return [
         jnp.zeros_like(value) if terms is None else terms[-1] * float(math.factorial(order)) for value, terms in outputs
     ]
 
 
-def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], values: list[Any], series: list[Any]) -> list[tuple[Any, Any]]:
+def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """The outputs of `jaxpr`, and the coefficients of each; None stands for those of what does not depend on x."""
-    known: dict[Any, tuple[Any, Any]] = dict(zip(jaxpr.invars, zip(values, series, strict=True), strict=True))
-    known |= {variable: (value, None) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
-
-    def read(x: Any) -> tuple[Any, Any]:
-        return (x.val, None) if isinstance(x, Literal) else known[x]
-
-    for eqn in jaxpr.eqns:
-        inputs = [read(x) for x in eqn.invars]
-        known |= zip(eqn.outvars, _expand(eqn, [x for x, _ in inputs], [terms for _, terms in inputs]), strict=True)
-    return [read(x) for x in jaxpr.outvars]
+    return interpret(jaxpr, consts, pairs, _expand, lambda value: (value, None))
 
 
-def _expand(eqn: JaxprEqn, values: list[Any], series: list[Any]) -> list[tuple[Any, Any]]:
-    """The outputs of one operation with their coefficients."""
-    primitive, reached = eqn.primitive, [terms is not None for terms in series]
-
-    def evaluate(*values: Any) -> Any:
-        return primitive.bind(*values, **primitive.get_bind_params(eqn.params))
-
-    if primitive.name == "jit":
-        inner = eqn.params["jaxpr"]
-        return _propagate(inner.jaxpr, inner.consts, values, series)
-    if not any(reached) or primitive.name in _CONSTANT:
-        out = evaluate(*values)
-        return [(x, None) for x in (out if primitive.multiple_results else [out])]
-    if primitive.name in _LINEAR_IN_ONE and sum(reached) == 1:
-        place = reached.index(True)
-        terms = [evaluate(*values[:place], term, *values[place + 1 :]) for term in series[place]]
-        return [(evaluate(*values), terms)]
-    order = len(series[reached.index(True)])
+def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The results of one operation with their coefficients."""
+    name, values, series = eqn.primitive.name, [x for x, _ in pairs], [terms for _, terms in pairs]
+    reached = [terms is not None for terms in series]
+    if name == "jit":
+        return _propagate(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, pairs)
+    if not any(reached) or name in _CONSTANT:
+        return [(x, None) for x in evaluate(eqn, *values)]
+    place = reached.index(True)
+    if name in _LINEAR_IN_ONE and sum(reached) == 1:
+        of_place = [evaluate(eqn, *values[:place], x, *values[place + 1 :])[0] for x in (values[place], *series[place])]
+        return [(of_place[0], of_place[1:])]
     filled = [
-        [jnp.zeros(jnp.shape(x), jnp.result_type(x))] * order if terms is None else terms
-        for x, terms in zip(values, series, strict=True)
+        [jnp.zeros(jnp.shape(x), jnp.result_type(x))] * len(series[place]) if terms is None else terms
+        for x, terms in pairs
     ]
-    out, terms = jet_rules[primitive](values, filled, **eqn.params)
-    return list(zip(out, terms, strict=True)) if primitive.multiple_results else [(out, terms)]
+    out, terms = jet_rules[eqn.primitive](values, filled, **eqn.params)
+    return list(zip(out, terms, strict=True)) if eqn.primitive.multiple_results else [(out, terms)]
 
 
 def _is_exact(jaxpr: Any, order: int, sources: Sequence[Any]) -> bool:

@@ -1,0 +1,44 @@
+"""One small interpreter over jaxprs: what an operation does is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+
+def interpret(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    visit: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Go through a program, operation by operation.
+
+    Args:
+      jaxpr: the program.
+      consts: the values of its constants.
+      args: what stands for each of its arguments; anything, such as an array, or a pair of one and something else.
+      visit: from an operation and what stands for each of its operands to what stands for each of its results.
+      constant: from a constant or a literal to what stands for it.
+
+    Returns:
+      What stands for each of its outputs.
+    """
+    known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
+    known |= zip(jaxpr.invars, args, strict=True)
+
+    def read(x: Any) -> Any:
+        return constant(x.val) if isinstance(x, Literal) else known[x]
+
+    for eqn in jaxpr.eqns:
+        known |= zip(eqn.outvars, visit(eqn, [read(x) for x in eqn.invars]), strict=True)
+    return [read(x) for x in jaxpr.outvars]
+
+
+def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
+    """The results of one operation on arrays."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
