@@ -344,7 +344,7 @@ def _map(fun: Callable[[Any], list[Any]], size: int, axis: int, chunk_size: int 
         return [jnp.expand_dims(leaf, axis) for leaf in fun(0)]
     if size:
         return vmap(fun, out_axes=axis, chunk_size=chunk_size)(jnp.arange(size))
-    leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct((), int))
+    leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct((), jnp.result_type(int)))
     return [jnp.expand_dims(jnp.zeros(leaf.shape, leaf.dtype), axis).take(jnp.arange(0), axis) for leaf in leaves]
 
 
