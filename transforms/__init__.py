@@ -9,10 +9,12 @@ from ._linear import jvp, linearize, vjp
 from ._products import gnvp, hvp, value_grad_and_hvp, vhp
 from ._taylor import derivative
 from ._vmap import vmap
+from .privacy import clipped_grad, per_sample_grad, per_sample_norm
 
 __all__ = [
     "Dual",
     "batch_jacobian",
+    "clipped_grad",
     "derivative",
     "dual",
     "gnvp",
@@ -24,6 +26,8 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "per_sample_grad",
+    "per_sample_norm",
     "value_and_grad",
     "value_grad_and_hvp",
     "vhp",

@@ -53,19 +53,19 @@ def leaf_name(name: str, path: tuple[Any, ...]) -> str:
     return name + keystr(path).removesuffix(".value")  # the key of an `nnx.Variable`'s array
 
 
-def check_argnums(api: str, argnums: Any) -> tuple[int, ...]:
+def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, ...]:
     """The positions that `argnums` selects, not yet resolved against a call; refuses what cannot select any."""
     sequence = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not sequence:
-        raise ValueError(f"{api}: argnums is empty; name at least one positional argument to differentiate.")
+        raise ValueError(f"{api}: {name} is empty; name at least one positional argument.")
     try:
         positions = tuple(operator.index(number) for number in sequence)
         if any(isinstance(number, bool) for number in sequence):
             raise TypeError
     except TypeError:
-        raise TypeError(f"{api}: argnums must be an int or a tuple of ints, but got {argnums!r}.") from None
+        raise TypeError(f"{api}: {name} must be an int or a tuple of ints, but got {argnums!r}.") from None
     if len(set(positions)) < len(positions):
-        raise ValueError(f"{api}: argnums={argnums!r} names an argument twice; name each once.")
+        raise ValueError(f"{api}: {name}={argnums!r} names an argument twice; name each once.")
     return positions
 
 

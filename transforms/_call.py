@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import argument_name, describe, leaf_name, resolve_argnums
-from ._changes import call_with_models, passing_through
+from ._changes import call_with_models, changes, passing_through
 from ._model import (
     Parts,
     is_parts,
@@ -105,6 +105,30 @@ class Call:
         out, aux = self._pair(out) if self._has_aux else (out, None)
         arrays, self._join_aux = arrays_apart(aux)
         return out, (arrays, after)
+
+    def evaluate(self, primals: Sequence[Any], replaced: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The output and the auxiliary output for other arguments; refuses a call that changes a model's state.
+
+        Args:
+          primals: as for `__call__`.
+          replaced: other positional arguments by their positions.
+          kwargs: the keyword arguments.
+        """
+        filled = list(self._parts)
+        for i, primal in zip(self.selected, primals, strict=True):
+            filled[i] = _with_trainable(self._parts[i], primal)
+        for i, value in replaced.items():
+            filled[i] = value
+        before = (self._owner_parts, tuple(filled), kwargs)
+        out, left = call_with_models(self._function, before)
+        for model, lost in zip(left, changes(self._function, before, left), strict=True):
+            if lost:
+                raise ValueError(
+                    f"{self._api}: fun changes the state of {type(model).__name__} (`{lost[0]}`), of which there is "
+                    "one for all examples; use its evaluation mode: nnx.view(model, use_running_average=True) for "
+                    "BatchNorm, deterministic=True for dropout."
+                )
+        return self._pair(out) if self._has_aux else (out, None)
 
     def finish(self, rest: Any) -> Any:
         """Write what `fun` changed into the models; returns the auxiliary output."""

@@ -42,3 +42,8 @@ def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
     """The results of one operation on arrays."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def aval(variable: Any) -> Any:
+    """The shape and dtype of a variable or literal of a program."""
+    return variable.aval

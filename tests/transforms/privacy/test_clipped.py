@@ -1,0 +1,302 @@
+"""`clipped_grad`, `per_sample_grad` and `per_sample_norm`: every method against a loop over the samples."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble, Trainer
+from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm, value_and_grad, vmap
+
+METHODS = pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
+X = np.sin(np.arange(24.0)).reshape(6, 4).astype(np.float32)
+Y = np.array([0, 2, 1, 1, 0, 2])
+PARAMS = {"w": np.cos(np.arange(12.0)).reshape(4, 3).astype(np.float32), "b": np.array([0.1, -0.2, 0.3], np.float32)}
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    """The mean cross-entropy of a batch."""
+    logits = x @ params["w"] + params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def one_by_one(params: Any, clip: float) -> tuple[Any, Any]:
+    """The slow obvious reference: a gradient at a time; the sum of the clipped ones, and their norms."""
+    total, norms = jax.tree.map(np.zeros_like, params), []
+    for i in range(len(X)):
+        gradient = jax.grad(loss)(params, X[i : i + 1], Y[i : i + 1])
+        norms.append(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradient))))
+        total = jax.tree.map(lambda t, g: t + min(1, clip / norms[-1]) * g, total, gradient)
+    return total, np.stack(norms)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_helper_sees_differences() -> None:
+    with pytest.raises(AssertionError, match="close"):
+        assert_close(jnp.ones(2), 1.001 * jnp.ones(2))
+
+
+@METHODS
+@pytest.mark.parametrize("microbatch_size", [None, 2, 6])
+def test_the_sum_is_that_of_a_loop(method: str, microbatch_size: Any) -> None:
+    total, norms = one_by_one(PARAMS, 1.37)
+    assert (norms > 1.37).any()
+    assert (norms < 1.37).any()
+    options = {"method": method, "microbatch_size": microbatch_size, "batch_argnums": (1, 2)}
+    assert_close(jax.jit(clipped_grad(loss, l2_clip_norm=1.37, **options))(PARAMS, X, Y), total)
+    with_aux = lambda p, x, y: (loss(p, x, y), {"x": x, "text": "a string"})
+    every = clipped_grad(with_aux, 0, True, l2_clip_norm=1.37, return_values=True, return_grad_norms=True, **options)
+    assert every.has_aux
+    found, aux = every(PARAMS, X, Y)
+    assert_close(found, total)
+    assert_close(aux.grad_norms, jnp.asarray(norms))
+    assert_close(aux.values, jnp.stack([loss(PARAMS, X[i : i + 1], Y[i : i + 1]) for i in range(6)]))
+    assert aux.aux["text"] == "a string"
+    assert_close(aux.aux["x"], jnp.asarray(X))
+    scaled = clipped_grad(loss, l2_clip_norm=1.37, rescale_to_unit_norm=True, normalize_by=6.0, **options)
+    assert_close(scaled(PARAMS, X, Y), jax.tree.map(lambda t: t / 1.37 / 6, total))
+
+
+@METHODS
+def test_bounds_of_nothing_and_without_end(method: str) -> None:
+    of = lambda clip, **more: clipped_grad(loss, l2_clip_norm=clip, batch_argnums=(1, 2), method=method, **more)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    assert_close(of(0.0)(PARAMS, X, Y), zeros)
+    assert_close(of(np.inf)(PARAMS, X, Y), jax.tree.map(lambda g: 6 * g, jax.grad(loss)(PARAMS, X, Y)))
+    assert_close(of(np.inf, rescale_to_unit_norm=True)(PARAMS, X, Y), zeros)
+    directions = of(0.0, rescale_to_unit_norm=True)(PARAMS, X, Y)
+    total, _ = one_by_one(PARAMS, 1e-3)
+    assert_close(directions, jax.tree.map(lambda t: t / 1e-3, total), 1e-4)
+    flat = clipped_grad(lambda p, x: jnp.sum(p["w"]) * jnp.sum(x), l2_clip_norm=1.0, method=method)
+    assert_close(flat(PARAMS, np.zeros((3, 2), np.float32)), zeros)
+
+
+@METHODS
+def test_padding_and_what_is_not_finite_contribute_nothing(method: str) -> None:
+    of = clipped_grad(loss, l2_clip_norm=1.37, batch_argnums=(1, 2), method=method, return_grad_norms=True)
+    expected, _ = of(PARAMS, X[:4], Y[:4])
+    broken = X.copy()
+    broken[4], broken[5, 1] = np.nan, np.inf
+    padding = np.arange(6) >= 4
+    assert_close(of(PARAMS, broken, Y, is_padding_example=padding)[0], expected)
+    found, aux = of(PARAMS, broken, Y)
+    assert_close(found, expected)
+    assert np.isfinite(aux.grad_norms).tolist() == [True] * 4 + [False] * 2
+    assert_close(of(PARAMS, X, Y, is_padding_example=padding)[0], expected)
+    loose = clipped_grad(loss, l2_clip_norm=1.37, batch_argnums=(1, 2), method=method, nan_safe=False)
+    assert np.isnan(loose(PARAMS, broken, Y)["w"]).any()
+
+
+@METHODS
+def test_groups_of_samples_are_clipped_together(method: str) -> None:
+    users, labels = X.reshape(3, 2, 4), Y.reshape(3, 2)
+    of = clipped_grad(loss, l2_clip_norm=0.5, batch_argnums=(1, 2), keep_batch_dim=False, method=method)
+    total = jax.tree.map(jnp.zeros_like, PARAMS)
+    for i in range(3):
+        gradient = jax.grad(loss)(PARAMS, users[i], labels[i])
+        total = jax.tree.map(lambda t, g: t + g * min(1, 0.5 / optax.tree.norm(gradient)), total, gradient)  # noqa: B023
+    assert_close(of(PARAMS, users, labels), total)
+
+
+@METHODS
+def test_each_sample_has_a_key_of_its_own(method: str) -> None:
+    noisy = lambda p, x, key: jnp.sum(p["w"] * jax.random.normal(key, (4, 3))) * x[0, 0] + 0 * jnp.sum(p["b"])
+    of = clipped_grad(noisy, l2_clip_norm=np.inf, prng_argnum=2, method=method)
+    key = jax.random.key(0)
+    keys = jax.random.split(key, 6)
+    expected = sum(X[i, 0] * jax.random.normal(keys[i], (4, 3)) for i in range(6))
+    assert_close(of(PARAMS, X, key), {"w": expected, "b": jnp.zeros(3)})
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_a_wider_sum_does_not_overflow(method: str) -> None:
+    half = {"w": np.ones((2, 3), np.float16)}
+    x = np.full((8, 2), 150.0, np.float16)
+    of = clipped_grad(lambda p, x: jnp.sum(x @ p["w"]) * 100, l2_clip_norm=np.inf, dtype=jnp.float32, method=method)
+    assert_close(of(half, x), {"w": jnp.full((2, 3), 8 * 15000.0)})
+    bounded = clipped_grad(lambda p, x: jnp.sum(x @ p["w"]) * 100, l2_clip_norm=1.0, method=method)
+    assert_close(bounded(half, x), {"w": jnp.full((2, 3), 8 / 6**0.5, jnp.float16)}, 1e-2)
+
+
+def test_a_transform_before_clipping() -> None:
+    doubled = clipped_grad(
+        loss, l2_clip_norm=1.37, batch_argnums=(1, 2), pre_clipping_transform=lambda g: {"twice": 2 * g["w"]}
+    )
+    total = jnp.zeros((4, 3))
+    for i in range(6):
+        gradient = 2 * jax.grad(loss)(PARAMS, X[i : i + 1], Y[i : i + 1])["w"]
+        total += gradient * min(1, 1.37 / jnp.linalg.norm(gradient))
+    assert_close(doubled(PARAMS, X, Y), {"twice": total})
+    assert doubled.explain(PARAMS, X, Y) == ("vmap", [])
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.conv = nnx.Conv(8, 6, (3,), rngs=rngs)
+        self.norm = nnx.LayerNorm(6, rngs=rngs)
+        self.out = nnx.Linear(6, 8, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.embed.attend(self.out(nnx.relu(self.norm(self.conv(self.embed(tokens))))))
+
+
+def next_token(model: Any, tokens: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+TOKENS = np.arange(40).reshape(5, 8) * 7 % 11
+
+
+def test_modules_and_what_is_said_of_them() -> None:
+    model = Net(nnx.Rngs(0))
+    of = clipped_grad(next_token, l2_clip_norm=0.5, return_grad_norms=True)
+    found, aux = of(model, TOKENS)
+    assert isinstance(found, nnx.State)
+    expected, plain = clipped_grad(next_token, l2_clip_norm=0.5, return_grad_norms=True, method="vmap")(model, TOKENS)
+    assert_close(found, expected)
+    assert_close(aux.grad_norms, plain.grad_norms)
+    assert_close(per_sample_norm(next_token)(model, TOKENS), plain.grad_norms)
+    report = of.explain(model, TOKENS)
+    assert report.method == "book_keeping"
+    rules = Counter((use.parameter, use.rule, use.operation) for use in report.uses)
+    assert rules["model['embed']['embedding']", "rows", "gather"] == 1
+    assert rules["model['embed']['embedding']", "factors", "dot_general"] == 1
+    assert rules["model['norm']['scale']", "direct", "mul"] == 1
+    assert "test_clipped.py" in str(report)
+    by_method = clipped_grad(
+        lambda tokens, scale: next_token(model, tokens) * scale, 1, l2_clip_norm=1.0, batch_argnums=0
+    )
+    assert by_method(TOKENS, 2.0).shape == ()
+
+
+def test_members_of_an_ensemble_train_with_clipped_gradients() -> None:
+    ens = Ensemble.create(Net, 2, seed=0)
+
+    def private(loss: Any) -> Any:
+        clipped = clipped_grad(loss, l2_clip_norm=0.1, normalize_by=5.0, return_values=True)
+
+        def value_and_gradient(model: Any, tokens: Any) -> Any:
+            gradient, aux = clipped(model, tokens)
+            return aux.values.mean(), gradient
+
+        return value_and_gradient
+
+    trainer = Trainer(next_token, optax.sgd(1.0), grad_fn=private, strategy="vmap")
+    state, metrics = trainer.step(trainer.init(ens), (TOKENS,))
+    for i in range(2):
+        gradient, aux = clipped_grad(next_token, l2_clip_norm=0.1, normalize_by=5.0, return_values=True)(ens[i], TOKENS)
+        moved = jax.tree.map(lambda p, g: p - g, nnx.state(ens[i], nnx.Param), gradient)
+        assert_close(nnx.state(state.ensemble[i], nnx.Param), moved)
+        assert_close(metrics["loss"][i], aux.values.mean())
+
+
+def test_it_composes() -> None:
+    of = clipped_grad(lambda p, x, scale: jnp.sum(jnp.sin(x @ p) * scale), l2_clip_norm=1.0)
+    w, scale = PARAMS["w"], np.float32(0.3)
+    plain = clipped_grad(lambda p, x, scale: jnp.sum(jnp.sin(x @ p) * scale), l2_clip_norm=1.0, method="vmap")
+    of_scale = lambda f: jax.grad(lambda scale: jnp.sum(f(w, X, scale) ** 2))
+    assert_close(jax.jit(of_scale(of))(scale), of_scale(plain)(scale), 1e-4)
+    many = np.stack([w, 2 * w, -w])
+    assert_close(vmap(of, (0, None, None))(many, X, scale), jnp.stack([plain(m, X, scale) for m in many]))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 4}, {"memory_budget": "1MB"}], ids=["", "chunks", "budget"])
+def test_each_gradient(options: Any) -> None:
+    each = jax.jit(per_sample_grad(loss, batch_argnums=(1, 2), **options))(PARAMS, X, Y)
+    one = lambda i: jax.grad(loss)(PARAMS, X[i : i + 1], Y[i : i + 1])
+    assert_close(each, jax.tree.map(lambda *leaves: jnp.stack(leaves), *[one(i) for i in range(6)]))
+    with_aux = per_sample_grad(lambda p, x, y: (loss(p, x, y), "aux"), 0, True, batch_argnums=(1, 2), **options)
+    assert_close(with_aux(PARAMS, X, Y)[0], each)
+    assert with_aux(PARAMS, X, Y)[1] == "aux"
+    model = Net(nnx.Rngs(0))
+    rows = per_sample_grad(next_token, **options)(model, TOKENS)
+    _, expected = value_and_grad(next_token)(model, TOKENS[2:3])
+    assert_close(jax.tree.map(lambda x: x[2], rows), expected)
+
+
+class Counting(nnx.Module):
+    def __init__(self) -> None:
+        self.w, self.count = nnx.Param(jnp.ones(4)), nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        self.count[...] += 1
+        return jnp.sum(x @ self.w)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"argnums": ()}, ValueError, r"argnums is empty"),
+        ({"batch_argnums": ()}, ValueError, r"batch_argnums is empty"),
+        ({"argnums": -1}, ValueError, r"argnums=-1 and batch_argnums=1 must not be negative"),
+        (
+            {"argnums": (0, 1)},
+            ValueError,
+            r"argument 1 is in argnums and in batch_argnums, but parameters have no axis",
+        ),
+        ({"l2_clip_norm": -1.0}, ValueError, r"l2_clip_norm must not be negative or NaN, but got -1\.0"),
+        ({"l2_clip_norm": float("nan")}, ValueError, r"l2_clip_norm must not be negative or NaN"),
+        ({"normalize_by": 0.0}, ValueError, r"normalize_by must be positive, but got 0\.0"),
+        ({"method": "hooks"}, ValueError, r"method must be one of auto, vmap, ghost, book_keeping, but got 'hooks'"),
+        ({"microbatch_size": 0}, ValueError, r"microbatch_size must be at least 1, but got 0"),
+        ({"method": "ghost", "dtype": jnp.float32}, ValueError, r'method="ghost" sums in the dtype of the parameters'),
+        (
+            {"method": "ghost", "pre_clipping_transform": len},
+            ValueError,
+            r'pre_clipping_transform needs each .*"ghost"',
+        ),
+    ],
+)
+def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=f"^clipped_grad: {match}"):
+        clipped_grad(loss, **{"l2_clip_norm": 1.0, **options})
+
+
+def test_calls_without_a_meaning_are_refused() -> None:
+    refused = lambda error, match: pytest.raises(error, match=f"^clipped_grad: {match}")
+    of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
+    with refused(ValueError, r"`x` has 6 examples along axis 0, but `y` has 5; give all parts of the batch the same"):
+        of(PARAMS, X, Y[:5])
+    with refused(ValueError, r"batch_argnums selects argument 2, but the call has 2 positional"):
+        of(PARAMS, X)
+    with refused(ValueError, r"`y` is 3 of type int, which has no axis of examples"):
+        of(PARAMS, X, 3)
+    with refused(ValueError, r"the arguments of batch_argnums hold no array, so there are no examples"):
+        clipped_grad(loss, l2_clip_norm=1.0)(PARAMS, None, Y)
+    with refused(TypeError, r"argument `params\['w'\]` is an array .* int64, but only arrays of real floating point"):
+        of({"w": np.ones((4, 3), int), "b": PARAMS["b"]}, X, Y)
+    with refused(TypeError, r"fun must return one real scalar, but it returned an array of shape \(1, 3\)"):
+        clipped_grad(lambda p, x: x @ p["w"], l2_clip_norm=1.0)(PARAMS, X)
+    with refused(ValueError, r"microbatch_size=4 does not divide the batch of 6; pad the batch"):
+        clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), microbatch_size=4)(PARAMS, X, Y)
+    with refused(
+        ValueError, r"is_padding_example is an array of shape \(5,\) and dtype bool, but there are 6 examples"
+    ):
+        of(PARAMS, X, Y, is_padding_example=np.zeros(5, bool))
+    model = Counting()
+    for method in ("vmap", "ghost", "book_keeping"):
+        with refused(ValueError, r"fun changes the state of Counting \(`count`\), of which there is one for all"):
+            clipped_grad(lambda m, x: m(x), l2_clip_norm=1.0, method=method)(model, X)
+    assert float(model.count[...]) == 0
+
+
+def test_the_sensitivity_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = clipped_grad(loss, l2_clip_norm=3.0, normalize_by=2.0)
+    assert of.l2_norm_bound == 1.5
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ModuleNotFoundError, match=r"sensitivity needs dp-accounting; install .*plurax\[privacy\]"):
+        of.sensitivity()

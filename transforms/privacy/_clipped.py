@@ -1,0 +1,490 @@
+"""Per-sample gradients: each of them, their norms, and the sum of the clipped ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._arguments import Argnums, check_argnums, check_callable, describe, wrap_like
+from .._budget import check_budget
+from .._chunk import check_chunk_size
+from .._vmap import vmap
+from ._gradients import ExampleGradients, Use
+from ._per_example import PerExample
+from ._pieces import Direct
+
+_METHODS = ("auto", "vmap", "ghost", "book_keeping")
+
+
+class Aux(NamedTuple):
+    """What `clipped_grad` returns beside the sum, each with the examples along axis 0; None where it was not asked for.
+
+    Attributes:
+      values: the loss of each example.
+      grad_norms: the norm of each example's gradient before clipping.
+      aux: what the loss returns beside its value.
+    """
+
+    values: Any
+    grad_norms: Any
+    aux: Any
+
+
+def per_sample_grad(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: Argnums = 1,
+    keep_batch_dim: bool = True,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """Gradient of a loss at each sample of a batch.
+
+    Args:
+      fun: a loss of parameters and of a batch that returns a real scalar; a function, a bound method or a module.
+      argnums: the parameters, as for `grad`: arrays, pytrees of them, or modules.
+      has_aux: whether `fun` returns `(loss, aux)`; the result is then `(gradients, aux)`.
+      batch_argnums: the arguments that have the samples along axis 0. All others are shared; keyword arguments are
+        split along axis 0 too.
+      keep_batch_dim: whether `fun` gets each sample as a batch of one (else without that axis).
+      chunk_size: how many samples to compute at a time.
+      memory_budget: as for `vmap`.
+
+    Returns:
+      A function of the same arguments that returns the gradients, like the parameters with the samples along axis 0.
+
+    Raises:
+      TypeError: `fun` returns no real scalar; parameters that are not real floating point; argnums of a wrong type.
+      ValueError: argnums empty, negative, out of range or in both places; sizes that differ; a module whose state
+        `fun` changes; options as for `vmap`.
+
+    Cost:
+      Memory for batch times parameters, which is what it returns. For norms and clipped sums see `per_sample_norm` and
+      `clipped_grad`, which need none of it.
+
+    Source:
+      `torch.func.vmap(torch.func.grad(...))`; PyTorch's tutorial on per-sample gradients.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import per_sample_grad
+      >>> per_sample_grad(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+      Array([[ 6., 12.],
+             [42., 56.]], dtype=float32)
+    """
+    check = _checked("per_sample_grad", fun, argnums, batch_argnums)
+    check_chunk_size("per_sample_grad", chunk_size)
+    check_budget("per_sample_grad", memory_budget, chunk_size)
+
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        of = check(has_aux, keep_batch_dim, None, args, kwargs)
+        each = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
+        leaves, aux = each(of.parameters, of.examples)
+        found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
+        return (found, of.aux(aux)) if has_aux else found
+
+    return wrap_like(fun, "per_sample_grad", gradients)
+
+
+def per_sample_norm(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    *,
+    batch_argnums: Argnums = 1,
+    keep_batch_dim: bool = True,
+    method: str = "auto",
+) -> Callable[..., jax.Array]:
+    """Norm of a loss's gradient at each sample of a batch.
+
+    Args:
+      fun: as for `per_sample_grad`.
+      argnums: as for `per_sample_grad`; the norm is that over all of them together.
+      batch_argnums: as for `per_sample_grad`.
+      keep_batch_dim: as for `per_sample_grad`.
+      method: as for `clipped_grad`; "ghost" and "book_keeping" are the same here.
+
+    Returns:
+      A function of the same arguments that returns the norms, shape (batch,), of float32 or wider.
+
+    Raises:
+      TypeError, ValueError: as for `per_sample_grad`; an unknown method.
+
+    Cost:
+      About a forward and a backward pass of the batch; no sample's gradient is held where its norm has a shorter form.
+
+    Source:
+      Goodfellow 2015, "Efficient Per-Example Gradient Computations"; Li et al. 2022, "Large Language Models Can Be
+      Strong Differentially Private Learners" (ghost clipping).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import per_sample_norm
+      >>> per_sample_norm(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 1.0]]))
+      Array([5., 1.], dtype=float32)
+    """
+    check = _checked("per_sample_norm", fun, argnums, batch_argnums)
+    _check_method("per_sample_norm", method)
+
+    def norms(*args: Any, **kwargs: Any) -> jax.Array:
+        of = check(False, keep_batch_dim, None, args, kwargs)
+        return jnp.sqrt(_Backward(of, of.examples, method).squares)
+
+    return wrap_like(fun, "per_sample_norm", norms)
+
+
+class Report(NamedTuple):
+    """What `clipped_grad(...).explain` says.
+
+    Attributes:
+      method: "vmap", "ghost" or "book_keeping".
+      uses: each place where a parameter meets data, how its gradients are taken there, and why; none for "vmap".
+    """
+
+    method: str
+    uses: list[Use]
+
+    def __str__(self) -> str:
+        lines = [f"{use.parameter}: {use.rule}, at {use.operation} ({use.where}): {use.why}" for use in self.uses]
+        return "\n".join([f"method: {self.method}", *lines])
+
+
+@dataclass(frozen=True)
+class ClippedGrad:
+    """What `clipped_grad` returns.
+
+    Attributes:
+      fun: the function that is called.
+      l2_norm_bound: the norm that one example's part of the sum has at most.
+      has_aux: whether something is returned beside the sum.
+      report: the function behind `explain`.
+    """
+
+    fun: Callable[..., Any]
+    l2_norm_bound: float
+    has_aux: bool
+    report: Callable[..., Report]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The sum of the clipped gradients, and an `Aux` where one was asked for."""
+        return self.fun(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """What is done for these arguments: the method, and each use of each parameter. Nothing is computed."""
+        return self.report(*args, **kwargs)
+
+    def sensitivity(self, neighboring_relation: Any = None) -> float:
+        """How far the sums of two neighbouring batches are apart at most.
+
+        Args:
+          neighboring_relation: a `dp_accounting.NeighboringRelation`; None for REPLACE_SPECIAL, where an example is
+            replaced by padding.
+
+        Raises:
+          ValueError: an unknown relation.
+          ModuleNotFoundError: dp-accounting is missing.
+        """
+        try:
+            from dp_accounting import NeighboringRelation
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "clipped_grad: sensitivity needs dp-accounting; install it with pip install 'plurax[privacy]'."
+            ) from None
+        if neighboring_relation is None:
+            neighboring_relation = NeighboringRelation.REPLACE_SPECIAL
+        if neighboring_relation in (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
+            return self.l2_norm_bound
+        if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+            return 2 * self.l2_norm_bound
+        raise ValueError(f"clipped_grad: {neighboring_relation!r} is no neighbouring relation that it knows.")
+
+
+def clipped_grad(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    l2_clip_norm: float,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    batch_argnums: Argnums = 1,
+    keep_batch_dim: bool = True,
+    return_values: bool = False,
+    return_grad_norms: bool = False,
+    pre_clipping_transform: Callable[[Any], Any] | None = None,
+    microbatch_size: int | None = None,
+    nan_safe: bool = True,
+    dtype: Any = None,
+    prng_argnum: int | None = None,
+    spmd_axis_name: str | None = None,
+    method: str = "auto",
+) -> ClippedGrad:
+    """Sum over a batch of each sample's gradient, clipped to a norm.
+
+    As `jax_privacy.clipped_grad`, at the price of an ordinary gradient. One thing differs: a sample whose gradient has
+    a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
+
+    Args:
+      fun: as for `per_sample_grad`.
+      argnums: as for `per_sample_grad`; the norm is that over all of them together.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      l2_clip_norm: the norm that each sample's gradient is scaled down to where it has a larger one.
+      rescale_to_unit_norm: whether to divide by `l2_clip_norm` then, so that the bound is one.
+      normalize_by: what to divide the sum by.
+      batch_argnums: as for `per_sample_grad`.
+      keep_batch_dim: as for `per_sample_grad`. False is also for groups of samples, such as those of a user, in an
+        axis of their own: the gradient of the group is clipped.
+      return_values: whether to return each sample's loss.
+      return_grad_norms: whether to return the norm of each sample's gradient.
+      pre_clipping_transform: a function of one sample's gradients, applied before they are clipped; it needs them all,
+        so the method is "vmap".
+      microbatch_size: how many samples to compute at a time; it divides the batch.
+      nan_safe: whether samples whose norm is not finite contribute zero; False lets NaN through.
+      dtype: the dtype of the sum; None for that of the parameters, which it must be for "ghost".
+      prng_argnum: an argument that is a key, which is split, one for each sample.
+      spmd_axis_name: as for `jax.vmap`.
+      method: "vmap" holds each sample's gradient; "ghost" takes the norms from one backward pass and the sum from
+        another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping".
+
+    Returns:
+      A function of the same arguments that returns the sum, like the parameters; with `has_aux`, `return_values` or
+      `return_grad_norms` a pair of it and an `Aux`. It takes `is_padding_example=`, booleans of shape (batch,): those
+      samples contribute zero, whatever they hold. Its `.sensitivity()` is what privacy accounting asks for.
+
+    Raises:
+      TypeError, ValueError: as for `per_sample_grad`; a negative clipping norm; `normalize_by` that is not positive; a
+        microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked.
+
+    Cost:
+      "book_keeping": about the time of `jax.grad` of the batch's mean, and its memory with the cotangents beside.
+
+    Source:
+      Abadi et al. 2016, "Deep Learning with Differential Privacy"; Bu et al. 2023, "Differentially Private Optimization
+      on Large Model at Small Cost" (book-keeping); `jax_privacy.clipped_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import clipped_grad
+      >>> clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
+      Array([0.6, 1.3], dtype=float32)
+    """
+    check = _checked("clipped_grad", fun, argnums, batch_argnums)
+    _check_method("clipped_grad", method)
+    check_chunk_size("clipped_grad", microbatch_size, "microbatch_size")
+    if isinstance(l2_clip_norm, (int, float)) and not l2_clip_norm >= 0:
+        raise ValueError(f"clipped_grad: l2_clip_norm must not be negative or NaN, but got {l2_clip_norm}.")
+    if not normalize_by > 0:
+        raise ValueError(f"clipped_grad: normalize_by must be positive, but got {normalize_by}.")
+    if pre_clipping_transform is not None and method not in ("auto", "vmap"):
+        raise ValueError(
+            f'clipped_grad: pre_clipping_transform needs each gradient, which method="{method}" does not compute; '
+            'leave the method out, or take "vmap".'
+        )
+    if dtype is not None and method == "ghost":
+        raise ValueError(
+            'clipped_grad: method="ghost" sums in the dtype of the parameters; leave dtype out, or take "book_keeping".'
+        )
+    way = "vmap" if pre_clipping_transform is not None else method
+    bare = not isinstance(argnums, (tuple, list))
+
+    def transformed(of: PerExample) -> Callable[[list[Any]], Any] | None:
+        if pre_clipping_transform is None:
+            return None
+        return lambda leaves: pre_clipping_transform(of.gradients(leaves, bare))
+
+    def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
+        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
+        padding = _padding(is_padding_example, of.size)
+        transform = transformed(of)
+
+        def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
+            backward = _Backward(of, examples, way, spmd_axis_name, transform)
+            norms = jnp.sqrt(backward.squares)
+            weights = _clip_weights(backward.clipped_norms(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
+            total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
+            return total, (backward.values, norms, backward.aux)
+
+        total, (values, norms, aux) = _in_groups(of_some, of.examples, padding, microbatch_size)
+        total = jax.tree.map(lambda x: x / normalize_by if normalize_by != 1.0 else x, total)
+        result = total if pre_clipping_transform is not None else of.gradients(total, bare)
+        if not (has_aux or return_values or return_grad_norms):
+            return result
+        return result, Aux(
+            values if return_values else None,
+            norms if return_grad_norms else None,
+            of.aux(aux) if has_aux else None,
+        )
+
+    def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
+        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
+        _padding(is_padding_example, of.size)
+        if way == "vmap":
+            return Report("vmap", [])
+        uses: list[Use] = []
+
+        def traced(examples: list[Any]) -> None:
+            uses.extend(ExampleGradients(of.loss, of.parameters, examples).uses())
+
+        jax.eval_shape(traced, of.examples)
+        names = of.names()
+        taken = "book_keeping" if way == "auto" else way
+        return Report(taken, [use._replace(parameter=names[use.parameter]) for use in uses])
+
+    bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
+    beside = has_aux or return_values or return_grad_norms
+    return ClippedGrad(wrap_like(fun, "clipped_grad", clipped), bound, beside, explain)
+
+
+class _Backward:
+    """A backward pass over some examples: their norms, and sums of their gradients.
+
+    Attributes:
+      values: the loss of each example.
+      aux: the arrays that it returned beside the loss, for each.
+      squares: the squared norm of each example's gradient.
+    """
+
+    def __init__(
+        self,
+        of: PerExample,
+        examples: Sequence[Any],
+        method: str,
+        spmd_axis_name: str | None = None,
+        transform: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
+        self._parameters = [jnp.asarray(x) for x in of.parameters]
+        self._each: Any = None
+        if method == "vmap":
+            mapped = jax.vmap(jax.value_and_grad(of.loss, has_aux=True), (None, 0), spmd_axis_name=spmd_axis_name)
+            (self.values, self.aux), self._each = mapped(self._parameters, self._examples)
+            self.squares = _squares(self._each)
+            self._clipped = self.squares
+            if transform is not None:
+                self._each = jax.vmap(transform)(self._each)
+                self._clipped = _squares(self._each)
+            return
+        self._found = ExampleGradients(of.loss, self._parameters, self._examples, spmd_axis_name)
+        self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms()
+        self._clipped = self.squares
+
+    def clipped_norms(self) -> jax.Array:
+        """The norms that are to be bounded: those after the transform, if there is one."""
+        return jnp.sqrt(self._clipped)
+
+    def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
+        """The sum over the examples of `weights` times the gradient; examples of weight zero are left out."""
+        if self._method == "vmap":
+            return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
+        if self._method != "ghost":
+            return self._found.weighted_sum(weights, dtype)
+
+        def weighted_loss(parameters: list[Any]) -> Any:
+            mapped = jax.vmap(self._of.loss, (None, 0), spmd_axis_name=self._spmd)
+            losses = _without(weights, mapped(parameters, self._kept_examples(weights))[0])
+            return jnp.sum(losses * lax.stop_gradient(weights).astype(losses.dtype))
+
+        gradients = jax.grad(weighted_loss)(self._parameters)
+        return gradients if dtype is None else [x.astype(dtype) for x in gradients]
+
+    def _kept_examples(self, weights: jax.Array) -> list[Any]:
+        """The examples, with those of weight zero, which may hold NaN, replaced by zeros."""
+        return [_without(weights, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in self._examples]
+
+
+def _without(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
+def _squares(gradients: Any) -> jax.Array:
+    total: Any = sum(Direct(x).squared_norm() for x in jax.tree.leaves(gradients))
+    return total
+
+
+def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:
+    """What each example's gradient is multiplied by."""
+    bound = jnp.maximum(l2_clip_norm, 0.0)
+    weights = jnp.minimum(1.0, bound / norms)
+    if rescale_to_unit_norm:
+        weights = jnp.where(bound > 0, weights / bound, 1 / norms)
+    weights = jnp.where(jnp.isfinite(weights), weights, 0.0)  # a gradient of zero stays one, whatever the bound
+    return jnp.where(jnp.isfinite(norms), weights, 0.0 if nan_safe else jnp.nan)
+
+
+def _in_groups(
+    compute: Callable[[list[Any], jax.Array], tuple[Any, Any]],
+    examples: Sequence[Any],
+    padding: jax.Array,
+    microbatch_size: int | None,
+) -> tuple[Any, Any]:
+    """`compute` of all examples, or of some at a time: the sum of its first result, the second one put together."""
+    size = len(padding)
+    if microbatch_size is None or microbatch_size >= size:
+        return compute(list(examples), padding)
+    if size % microbatch_size:
+        raise ValueError(
+            f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {size}; pad the batch, and "
+            "pass is_padding_example."
+        )
+
+    def split(x: Any) -> Any:
+        return x.reshape(size // microbatch_size, microbatch_size, *x.shape[1:])
+
+    groups = jax.tree.map(split, (list(examples), padding))
+    shapes = jax.eval_shape(lambda: compute(*jax.tree.map(lambda x: x[0], groups))[0])
+
+    def step(total: Any, group: Any) -> tuple[Any, Any]:
+        part, each = compute(*group)
+        return jax.tree.map(jnp.add, total, part), each
+
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, each = lax.scan(step, start, groups)
+    return total, jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), each)
+
+
+def _padding(given: Any, size: int) -> jax.Array:
+    if given is None:
+        return jnp.zeros(size, bool)
+    given = jnp.asarray(given)
+    if given.shape != (size,) or given.dtype != bool:
+        raise ValueError(
+            f"clipped_grad: is_padding_example is {describe(given)}, but there are {size} examples; give that many "
+            "booleans."
+        )
+    return given
+
+
+def _check_method(api: str, method: Any) -> None:
+    if method not in _METHODS:
+        raise ValueError(f"{api}: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
+
+
+def _checked(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
+    """Refuse positions that say nothing; from the rest and the arguments of a call to the loss of an example."""
+    check_callable(api, fun)
+    positions = check_argnums(api, argnums)
+    batched = check_argnums(api, batch_argnums, "batch_argnums")
+    if min(*positions, *batched) < 0:
+        raise ValueError(
+            f"{api}: argnums={argnums!r} and batch_argnums={batch_argnums!r} must not be negative; count from the "
+            "first argument."
+        )
+    both = sorted({*positions} & {*batched})
+    if both:
+        raise ValueError(
+            f"{api}: argument {both[0]} is in argnums and in batch_argnums, but parameters have no axis of examples; "
+            "name it in one of them."
+        )
+
+    def of_call(
+        has_aux: bool, keep_batch_dim: bool, prng_argnum: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PerExample:
+        return PerExample(api, fun, positions, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
+
+    return of_call

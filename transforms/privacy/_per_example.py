@@ -1,0 +1,115 @@
+"""A loss and its arguments as a function of the parameters and of one example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._arguments import argument_name, describe, leaf_name
+from .._call import Call, arrays_apart
+from .._grad import scalar_seed
+
+
+class PerExample:
+    """`fun(*args, **kwargs)` as a loss of its parameters at each example of a batch.
+
+    Args:
+      api: what to call the transform in an error.
+      fun: the loss.
+      argnums: the positions of the parameters, as `check_argnums` gives them.
+      has_aux: whether `fun` returns a pair of the loss and anything else.
+      batch_argnums: the positions of what has the examples along axis 0.
+      keep_batch_dim: whether `fun` gets an example with an axis of size 1 in front.
+      prng_argnum: the position of a key to split, one for each example.
+      args: the positional arguments.
+      kwargs: the keyword arguments, which have the examples along axis 0 too.
+
+    Attributes:
+      parameters: the parameters, a flat list of arrays.
+      examples: what differs between the examples, a flat list of arrays.
+      size: how many examples there are.
+    """
+
+    def __init__(
+        self,
+        api: str,
+        fun: Callable[..., Any],
+        argnums: Sequence[int],
+        has_aux: bool,
+        batch_argnums: Sequence[int],
+        keep_batch_dim: bool,
+        prng_argnum: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._api, self._has_aux, self._keep = api, has_aux, keep_batch_dim
+        self._call = Call(api, fun, argnums, has_aux, args, kwargs)
+        self._call.check_floating(complex_too=False)
+        self.parameters, self._treedef = jax.tree.flatten(self._call.primals)
+        self._batched = tuple(batch_argnums)
+        self.size = _batch_size(api, fun, self._batched, args)
+        batch = {i: args[i] for i in self._batched}
+        keys: Any = ()
+        if prng_argnum is not None:
+            keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[prng_argnum])
+        self._prng = prng_argnum
+        self.examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
+
+    def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The loss of one example, and the arrays among what else it returns."""
+        batch, keys, kwargs = jax.tree.unflatten(self._example_treedef, example)
+        if self._keep:
+            batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), batch)
+        if self._prng is not None:
+            batch[self._prng] = keys
+        value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
+        scalar_seed(f"{self._api}:", value, "return the loss of one example")
+        arrays, self._join = arrays_apart(aux)
+        return value, arrays
+
+    def aux(self, arrays: list[Any]) -> Any:
+        """What `fun` returned beside the loss, for each example; without the axis of size 1 that `fun` got."""
+        if self._keep:
+            arrays = [x.squeeze(1) if x.ndim > 1 and x.shape[1] == 1 else x for x in arrays]
+        return self._join(arrays)
+
+    def names(self) -> list[str]:
+        """The parameters by their paths, in the order of `parameters`."""
+        return [
+            leaf_name(self._call.name(i), path)
+            for i, primal in enumerate(self._call.primals)
+            for path, _ in jax.tree.leaves_with_path(primal)
+        ]
+
+    def gradients(self, leaves: Sequence[Any], bare: bool) -> Any:
+        """Gradients of the parameters in the form of the arguments."""
+        values = jax.tree.unflatten(self._treedef, list(leaves))
+        forms = tuple(self._call.gradient(i, value) for i, value in enumerate(values))
+        return forms[0] if bare else forms
+
+
+def _batch_size(api: str, fun: Callable[..., Any], batched: Sequence[int], args: tuple[Any, ...]) -> int:
+    size = None
+    for i in batched:
+        if i >= len(args):
+            raise ValueError(
+                f"{api}: batch_argnums selects argument {i}, but the call has {len(args)} positional argument(s); pass "
+                "the batch by position."
+            )
+        for path, leaf in jax.tree.leaves_with_path(args[i]):
+            name = leaf_name(argument_name(fun, args, i), path)
+            if not jnp.shape(leaf):
+                raise ValueError(f"{api}: `{name}` is {describe(leaf)}, which has no axis of examples.")
+            if size is None:
+                size, first = jnp.shape(leaf)[0], name
+            elif jnp.shape(leaf)[0] != size:
+                raise ValueError(
+                    f"{api}: `{first}` has {size} examples along axis 0, but `{name}` has {jnp.shape(leaf)[0]}; give "
+                    "all parts of the batch the same."
+                )
+    if size is None:
+        raise ValueError(f"{api}: the arguments of batch_argnums hold no array, so there are no examples.")
+    return size

@@ -1,0 +1,211 @@
+"""Each example's gradient at a site, in the smallest form that gives its norm and the weighted sum over examples.
+
+`Factors` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations A and
+cotangents G, with T positions, of which the gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d)
+instead of T p d and holds T² numbers instead of p d (arXiv 2205.10683). `Direct` keeps the gradient of each example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._jaxpr import aval
+from ._sites import Site
+
+
+class Factors(NamedTuple):
+    """Each example's gradient of a matrix as a product of two factors.
+
+    Attributes:
+      left: shape (batch, stack, positions, p).
+      right: shape (batch, stack, positions, d).
+      restore: from a gradient of shape (stack, p, d) to one of the operand.
+      axes: those axes of the operand that stand in the stack, in p and in d; None where it is not so simple.
+    """
+
+    left: jax.Array
+    right: jax.Array
+    restore: Callable[[jax.Array], jax.Array]
+    axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
+
+    def choice(self) -> str:
+        """How the norm is taken, and why."""
+        positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
+        if positions == 1:
+            return "one position: the product of the norms of both factors"
+        if 2 * positions**2 <= p * d:
+            return f"{positions} positions, 2 * {positions}**2 <= {p} * {d}: inner products between positions"
+        return f"{positions} positions, 2 * {positions}**2 > {p} * {d}: each example's gradient, not kept"
+
+    def squared_norm(self) -> jax.Array:
+        """For each example, in float32 or wider: shape (batch,)."""
+        left, right = _widen(self.left), _widen(self.right)
+        positions, p, d = left.shape[2], left.shape[3], right.shape[3]
+        if positions == 1:
+            return (jnp.square(left).sum((2, 3)) * jnp.square(right).sum((2, 3))).sum(1)
+        if 2 * positions**2 <= p * d:
+            return (jnp.einsum("bstp,bsup->bstu", left, left) * jnp.einsum("bstd,bsud->bstu", right, right)).sum(
+                (1, 2, 3)
+            )
+        return jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
+
+    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
+        left, right = _kept(self.left, weights), _kept(self.right, weights)
+        right = right * weights[:, None, None, None].astype(right.dtype)
+        return self.restore(jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype))
+
+    def direct(self) -> jax.Array:
+        """The gradient of each example: shape (batch, *operand)."""
+        return jax.vmap(self.restore)(jnp.einsum("bstp,bstd->bspd", self.left, self.right))
+
+
+class Rows(NamedTuple):
+    """Each example's gradient of a table from which rows were taken.
+
+    Attributes:
+      taken: which rows, shape (batch, stack, positions).
+      right: the cotangents of the rows, shape (batch, stack, positions, d).
+      height: how many rows there are.
+      restore: from a gradient of shape (stack, count, d) to one of the operand.
+    """
+
+    taken: jax.Array
+    right: jax.Array
+    height: int
+    restore: Callable[[jax.Array], jax.Array]
+
+    def squared_norm(self) -> jax.Array:
+        """For each example, in float32 or wider: shape (batch,)."""
+        right = _widen(self.right)
+        same = self.taken[..., :, None] == self.taken[..., None, :]
+        return jnp.where(same, _gram(right, right), 0).sum((1, 2, 3))
+
+    def cross(self, factors: Factors) -> jax.Array:
+        """Twice the inner product with the gradient that `factors` has of the same table: p or d are its rows."""
+        along_rows, along = factors.left, factors.right
+        if factors.axes is not None and factors.axes[2] == (0,):
+            along_rows, along = along, along_rows
+        at_rows = jnp.take_along_axis(_widen(along_rows), self.taken[:, :, None, :], axis=3)
+        return 2 * (at_rows * _gram(_widen(along), _widen(self.right))).sum((1, 2, 3))
+
+    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
+        right = _kept(self.right, weights)
+        right = right.astype(dtype or right.dtype)
+        return self.restore(self._table(right * weights[:, None, None, None].astype(right.dtype)))
+
+    def _table(self, right: jax.Array) -> jax.Array:
+        """The sum over the examples."""
+        stack = jnp.broadcast_to(jnp.arange(right.shape[1])[None, :, None], self.taken.shape)
+        table = jnp.zeros((right.shape[1], self.height, right.shape[3]), right.dtype)
+        return table.at[stack, self.taken].add(right)
+
+    def direct(self) -> jax.Array:
+        """The gradient of each example: shape (batch, *operand)."""
+
+        def of_example(taken: jax.Array, right: jax.Array) -> jax.Array:
+            return self.restore(Rows(taken[None], right[None], self.height, self.restore)._table(right[None]))
+
+        return jax.vmap(of_example)(self.taken, self.right)
+
+
+class Direct(NamedTuple):
+    """Each example's gradient of an operand.
+
+    Attributes:
+      gradients: shape (batch, *operand).
+    """
+
+    gradients: jax.Array
+
+    def squared_norm(self) -> jax.Array:
+        """For each example, in float32 or wider: shape (batch,)."""
+        return jnp.square(_widen(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
+
+    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
+        gradients = _kept(self.gradients, weights)
+        return jnp.tensordot(weights.astype(gradients.dtype), gradients, 1, preferred_element_type=dtype)
+
+    def direct(self) -> jax.Array:
+        """The gradient of each example: shape (batch, *operand)."""
+        return self.gradients
+
+
+Piece = Factors | Rows | Direct
+
+
+def merged(pieces: list[tuple[Site, Piece]]) -> list[Piece] | None:
+    """Pieces of one parameter, each kind put together to one; None where their norms cannot be taken together.
+
+    Two products over positions are one over the positions of both. What is transposed in one of them is turned back.
+    """
+    factors: list[Factors] = []
+    rows: list[Rows] = []
+    base = _without_transposes(pieces[0][0])[0]
+    for site, piece in pieces:
+        layout, order = _without_transposes(site)
+        if layout != base or layout is None or len(site.value.leaves) != 1:
+            return None
+        if isinstance(piece, Factors) and piece.axes is not None:
+            stack, p, d = (tuple(order[axis] for axis in axes) for axes in piece.axes)
+            factors.append(piece._replace(axes=(stack, p, d)))
+        elif isinstance(piece, Rows) and order == tuple(range(len(order))):
+            rows.append(piece)
+        else:
+            return None
+    result: list[Piece] = []
+    if factors:
+        first = factors[0]
+        turned = [_like(factor, first.axes) for factor in factors]
+        if any(factor is None for factor in turned):
+            return None
+        result.append(
+            first._replace(
+                left=jnp.concatenate([factor.left for factor in turned if factor], axis=2),
+                right=jnp.concatenate([factor.right for factor in turned if factor], axis=2),
+            )
+        )
+    if rows:
+        taken = jnp.concatenate([row.taken for row in rows], axis=2)
+        result.append(rows[0]._replace(taken=taken, right=jnp.concatenate([row.right for row in rows], axis=2)))
+    if factors and rows and (factors[0].axes[0] or (0,) not in factors[0].axes[1:]):  # type: ignore[index]
+        return None
+    return result
+
+
+def _like(factors: Factors, axes: Any) -> Factors | None:
+    """`factors` with p and d as in `axes`."""
+    if factors.axes == axes:
+        return factors
+    stack, p, d = factors.axes or ((), (), ())
+    return factors._replace(left=factors.right, right=factors.left) if (stack, d, p) == axes else None
+
+
+def _without_transposes(site: Site) -> tuple[Any, tuple[int, ...]]:
+    """The layout of a site's operand before its last transposes, and which axis of that each axis of the operand is."""
+    layout = site.value.layout
+    order = tuple(range(len(aval(site.eqn.invars[site.operand]).shape)))
+    while layout and layout[-1][0] == "transpose":
+        order = tuple(layout[-1][1][axis] for axis in order)
+        layout = layout[:-1]
+    return layout, order
+
+
+def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Inner products of the positions of `x` with those of `y`."""
+    return jnp.einsum("bstd,bsud->bstu", x, y)
+
+
+def _kept(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """`x`, with zeros for the examples of weight zero, which may hold NaN."""
+    return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

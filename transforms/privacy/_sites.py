@@ -1,0 +1,232 @@
+"""Where the parameters of a program meet its data.
+
+The program is that of one example. A value comes from constants, from the parameters alone, from the data, or from
+both. A site is an operation on a value that comes from parameters alone and one that does not: the gradient of every
+parameter goes through sites, and through nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from .._jaxpr import aval, interpret
+
+
+class Origin(Enum):
+    """Where a value comes from that does not come from parameters alone."""
+
+    CONSTANT = "constants"
+    DATA = "data"
+    BOTH = "parameters and data"
+
+
+class Parameters(NamedTuple):
+    """A value that comes from parameters (and constants) alone.
+
+    Attributes:
+      leaves: the parameters that it is computed from.
+      layout: how it is a rearrangement of them, each number of theirs once: the operations; None where it is not.
+      stacked: the loops around it, by number, in each turn of which it is another slice of the parameters.
+    """
+
+    leaves: frozenset[int]
+    layout: tuple[Any, ...] | None
+    stacked: frozenset[int]
+
+
+class Loop(NamedTuple):
+    """A `lax.scan` around a site.
+
+    Attributes:
+      number: which one.
+      length: how many turns it takes.
+    """
+
+    number: int
+    length: int
+
+
+class Site(NamedTuple):
+    """An operation in which parameters meet data.
+
+    Attributes:
+      eqn: the operation.
+      operand: which of its operands comes from parameters alone.
+      value: that operand.
+      loops: the loops around it, outermost first.
+      tap: the number of the first site of the operation.
+    """
+
+    eqn: JaxprEqn
+    operand: int
+    value: Parameters
+    loops: tuple[Loop, ...]
+    tap: int
+
+
+class Plan(NamedTuple):
+    """What to do with each operation of a program.
+
+    Attributes:
+      steps: for each operation the sites in it (their numbers), the plan of its body, or None to evaluate it as it is.
+      outputs: where each output comes from.
+      loop: the number of the loop whose body this is; None for another program.
+    """
+
+    steps: list[list[int] | Plan | None]
+    outputs: list[Any]
+    loop: int | None = None
+
+    def numbers(self) -> list[int]:
+        """The sites in it, inner programs included."""
+        found: list[int] = []
+        for step in self.steps:
+            found += step.numbers() if isinstance(step, Plan) else step or []
+        return found
+
+    def taps(self) -> list[int]:
+        """The first site of each operation that has any, inner programs included."""
+        found: list[int] = []
+        for step in self.steps:
+            found += step.taps() if isinstance(step, Plan) else (step or [])[:1]
+        return found
+
+
+# What `jax.checkpoint` is called in a program, by version.
+REMAT = ("remat2", "checkpoint")
+# Operations that move the numbers of their operand and change none. A reshape or a transpose is told apart from others
+# of its kind by its parameters.
+_REARRANGING = frozenset(["copy", "expand_dims", "neg", "reshape", "rev", "squeeze", "transpose"])
+
+
+def find_sites(closed: ClosedJaxpr, parameters: int) -> tuple[Plan, list[Site]]:
+    """The sites of a program whose first `parameters` arguments are the parameters, and all others the data."""
+    finder = _Finder()
+    args: list[Any] = [Parameters(frozenset([i]), (), frozenset()) for i in range(parameters)]
+    args += [Origin.DATA] * (len(closed.jaxpr.invars) - parameters)
+    return finder.plan(closed.jaxpr, args, ()), finder.sites
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self.loops = 0
+
+    def plan(self, jaxpr: Jaxpr, args: Sequence[Any], loops: tuple[Loop, ...]) -> Plan:
+        steps: list[list[int] | Plan | None] = []
+
+        def visit(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            step, outputs = self.step(eqn, operands, loops)
+            steps.append(step)
+            return [
+                out if jnp.issubdtype(aval(var).dtype, jnp.inexact) else _known([out])
+                for out, var in zip(outputs, eqn.outvars, strict=True)
+            ]
+
+        outputs = interpret(jaxpr, [None] * len(jaxpr.constvars), args, visit, lambda _: Origin.CONSTANT)
+        return Plan(steps, outputs)
+
+    def step(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> tuple[Any, list[Any]]:
+        """What to do with an operation, and where its results come from."""
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        places = [k for k, x in enumerate(operands) if isinstance(x, Parameters)]
+        if not places or name == "stop_gradient":
+            return None, [_known(operands)] * count
+        if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
+            return None, [_rearranged(eqn, [operands[k] for k in places])] * count
+        if name in ("jit", *REMAT, "scan"):
+            inner = self.inner(eqn, operands, loops)
+            if inner is not None:
+                return inner, list(inner.outputs)
+        if not any(jnp.issubdtype(aval(var).dtype, jnp.inexact) for var in eqn.outvars):
+            return None, [_known(operands)] * count
+        sites = [
+            Site(eqn, k, operands[k], loops, len(self.sites))
+            for k in places
+            if jnp.issubdtype(aval(eqn.invars[k]).dtype, jnp.inexact)
+        ]
+        numbers = list(range(len(self.sites), len(self.sites) + len(sites)))
+        self.sites += sites
+        return numbers, [Origin.BOTH] * count
+
+    def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> Plan | None:
+        """The plan of a body; None where parameters come out of it alone, so that it must be taken as a whole."""
+        before = len(self.sites), self.loops
+        if eqn.primitive.name == "scan":
+            found = self.scan(eqn, operands, loops)
+        else:
+            body = eqn.params["jaxpr"]
+            found = self.plan(getattr(body, "jaxpr", body), operands, loops)
+            if eqn.primitive.name in REMAT and any(isinstance(x, Parameters) for x in found.outputs):
+                found = None
+        if found is None:
+            del self.sites[before[0] :]
+            self.loops = before[1]
+        return found
+
+    def scan(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> Plan | None:
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        shared, state, slices = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+        if any(isinstance(x, Parameters) for x in state):
+            return None
+        loop = Loop(self.loops, eqn.params["length"])
+        self.loops += 1
+        # What is another constant in each turn is no constant for an operation in the body.
+        state = [_known([x, Origin.DATA]) for x in state]
+        slices = [_slice_of(x, loop) if isinstance(x, Parameters) else _known([x, Origin.DATA]) for x in slices]
+        body = eqn.params["jaxpr"].jaxpr
+        before = len(self.sites), self.loops
+        while True:  # until what is carried no longer comes from more than before
+            del self.sites[before[0] :]
+            self.loops = before[1]
+            found = self.plan(body, [*shared, *state, *slices], (*loops, loop))
+            if any(isinstance(x, Parameters) for x in found.outputs):
+                return None
+            after = [_known([x, y]) for x, y in zip(state, found.outputs[:carry], strict=True)]
+            if after == state:
+                return found._replace(loop=loop.number)
+            state = after
+
+
+def _slice_of(value: Parameters, loop: Loop) -> Parameters:
+    layout = None if value.layout is None else (*value.layout, ("slice", loop.number))
+    return Parameters(value.leaves, layout, value.stacked | {loop.number})
+
+
+def _known(operands: Sequence[Any]) -> Origin:
+    """Where a value comes from through which no gradient of a parameter goes, or only that of earlier sites."""
+    if Origin.BOTH in operands:
+        return Origin.BOTH
+    return Origin.DATA if Origin.DATA in operands else Origin.CONSTANT
+
+
+def _rearranged(eqn: JaxprEqn, values: list[Parameters]) -> Parameters:
+    """What comes out of an operation on parameters alone."""
+    leaves = frozenset[int]().union(*(value.leaves for value in values))
+    stacked = frozenset[int]().union(*(value.stacked for value in values))
+    name = eqn.primitive.name
+    layouts = tuple(value.layout for value in values)
+    if any(layout is None for layout in layouts) or any(value.stacked != stacked for value in values):
+        return Parameters(leaves, None, stacked)
+    one = len(values) == 1 and len(eqn.invars) == 1
+    if one and (name in _REARRANGING or _is_cast(eqn) or _is_reshape(eqn)):
+        how = eqn.params["permutation"] if name == "transpose" else str(eqn.params)
+        return Parameters(leaves, (*(layouts[0] or ()), (name, how)), stacked)
+    distinct = sum(len(value.leaves) for value in values) == len(leaves)
+    if name == "concatenate" and len(values) == len(eqn.invars) and distinct:
+        return Parameters(leaves, (("concatenate", eqn.params["dimension"], layouts),), stacked)
+    return Parameters(leaves, None, stacked)
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type"
+
+
+def _is_reshape(eqn: JaxprEqn) -> bool:
+    """Whether it only adds axes of size 1."""
+    return eqn.primitive.name == "broadcast_in_dim" and aval(eqn.invars[0]).size == aval(eqn.outvars[0]).size
