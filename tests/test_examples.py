@@ -28,6 +28,7 @@ SMALL = {
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
     "benchmarks/ensemble.py": ("--smoke",),
     "benchmarks/jacobian.py": ("--smoke",),
+    "benchmarks/privacy.py": ("--smoke",),
 }
 
 
