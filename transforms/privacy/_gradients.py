@@ -78,7 +78,7 @@ class ExampleGradients:
             return value, (aux, records)
 
         def of_batch(taps: Any) -> Any:
-            return jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(taps, [*examples, jnp.zeros(batch)])
+            return jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(taps, [*examples, jnp.zeros(batch, zero.dtype)])
 
         taps = zero_taps(self._plan, self._sites, batch)
         self.values, pull, (self.aux, records) = jax.vjp(of_batch, taps, has_aux=True)

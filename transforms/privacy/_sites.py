@@ -101,7 +101,9 @@ class Plan(NamedTuple):
 REMAT = ("remat2", "checkpoint")
 # Operations that move the numbers of their operand and change none. A reshape or a transpose is told apart from others
 # of its kind by its parameters.
-_REARRANGING = frozenset(["copy", "expand_dims", "neg", "reshape", "rev", "squeeze", "transpose"])
+_REARRANGING = frozenset(
+    ["copy", "expand_dims", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"]
+)
 
 
 def find_sites(closed: ClosedJaxpr, parameters: int) -> tuple[Plan, list[Site]]:

@@ -131,6 +131,20 @@ def test_a_wider_sum_does_not_overflow(method: str) -> None:
     assert_close(bounded(half, x), {"w": jnp.full((2, 3), 8 / 6**0.5, jnp.float16)}, 1e-2)
 
 
+@METHODS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16])
+def test_every_dtype(dtype: Any, method: str) -> None:
+    total, norms = one_by_one(PARAMS, 1.37)
+    with jax.enable_x64(True):
+        params, x = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (PARAMS, X))
+        of = clipped_grad(loss, l2_clip_norm=1.37, batch_argnums=(1, 2), return_grad_norms=True, method=method)
+        found, aux = of(params, x, Y)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
+        tolerance = 0.05 if dtype == jnp.bfloat16 else 1e-5
+        chex.assert_trees_all_close(jax.tree.map(np.float32, found), total, rtol=tolerance, atol=tolerance)
+        chex.assert_trees_all_close(np.float32(aux.grad_norms), norms, rtol=tolerance)
+
+
 def test_a_transform_before_clipping() -> None:
     doubled = clipped_grad(
         loss, l2_clip_norm=1.37, batch_argnums=(1, 2), pre_clipping_transform=lambda g: {"twice": 2 * g["w"]}
