@@ -21,6 +21,7 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
+OTHERS = {"examples/ensemble_digits.py", "examples/per_sample_gradients.py"}  # which write files
 SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
@@ -32,9 +33,15 @@ SMALL = {
 }
 
 
+def test_the_gradients_of_each_sample(tmp_path):
+    shown = run("examples/per_sample_gradients.py", "--batch", "2", "--steps", "20", "--out", str(tmp_path / "out"))
+    assert "['dense1']['kernel']   factors  one position" in shown
+    assert (tmp_path / "out" / "per_sample_gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_none_is_forgotten():
     scripts = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/[!_]*.py")]
-    assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, "examples/ensemble_digits.py"}
+    assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, *OTHERS}
 
 
 @pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script])

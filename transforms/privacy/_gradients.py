@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ._pieces import Direct, Factors, Piece, Rows, merged
 from ._rules import has_rule, piece_at
-from ._sites import find_sites
+from ._sites import Site, find_sites
 from ._taps import operands, run_with_taps, zero_taps
 
 
@@ -147,7 +147,7 @@ class ExampleGradients:
                 if apart:
                     how = "used in other ways too" if len(members) > 1 else "computed from the parameters"
                     rule, why = "direct", f"the operand is {how}, so each example's gradient is held"
-                found += [Use(leaf, rule, site.eqn.primitive.name, _where(site.eqn), why) for leaf in site.value.leaves]
+                found += [Use(leaf, rule, site.eqn.primitive.name, _where(site), why) for leaf in site.value.leaves]
         return sorted(found)
 
     def _of_leaves(self, members: list[int]) -> dict[int, jax.Array]:
@@ -182,11 +182,11 @@ class ExampleGradients:
         return gradients
 
 
-def _where(eqn: Any) -> str:
-    """The innermost line of the user's own source that an operation comes from."""
-    frames = getattr(eqn.source_info.traceback, "frames", [])
+def _where(site: Site) -> str:
+    """The innermost line of the user's own source that a site comes from."""
     ours = str(Path(__file__).parents[1])
-    for frame in frames:
-        if not frame.file_name.startswith(ours) and "site-packages" not in frame.file_name:
-            return f"{frame.file_name}:{frame.line_num} in {frame.function_name}"
+    for eqn in (site.eqn, *reversed(site.within)):  # what a library has jitted may have been traced for another caller
+        for frame in getattr(eqn.source_info.traceback, "frames", []):
+            if not frame.file_name.startswith(ours) and "site-packages" not in frame.file_name:
+                return f"{frame.file_name}:{frame.line_num} in {frame.function_name}"
     return "unknown"

@@ -60,6 +60,7 @@ class Site(NamedTuple):
       value: that operand.
       loops: the loops around it, outermost first.
       tap: the number of the first site of the operation.
+      within: the operations whose bodies it stands in, outermost first.
     """
 
     eqn: JaxprEqn
@@ -67,6 +68,7 @@ class Site(NamedTuple):
     value: Parameters
     loops: tuple[Loop, ...]
     tap: int
+    within: tuple[JaxprEqn, ...]
 
 
 class Plan(NamedTuple):
@@ -118,6 +120,7 @@ class _Finder:
     def __init__(self) -> None:
         self.sites: list[Site] = []
         self.loops = 0
+        self.within: list[JaxprEqn] = []
 
     def plan(self, jaxpr: Jaxpr, args: Sequence[Any], loops: tuple[Loop, ...]) -> Plan:
         steps: list[list[int] | Plan | None] = []
@@ -148,7 +151,7 @@ class _Finder:
         if not any(jnp.issubdtype(aval(var).dtype, jnp.inexact) for var in eqn.outvars):
             return None, [_known(operands)] * count
         sites = [
-            Site(eqn, k, operands[k], loops, len(self.sites))
+            Site(eqn, k, operands[k], loops, len(self.sites), tuple(self.within))
             for k in places
             if jnp.issubdtype(aval(eqn.invars[k]).dtype, jnp.inexact)
         ]
@@ -159,6 +162,7 @@ class _Finder:
     def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> Plan | None:
         """The plan of a body; None where parameters come out of it alone, so that it must be taken as a whole."""
         before = len(self.sites), self.loops
+        self.within.append(eqn)
         if eqn.primitive.name == "scan":
             found = self.scan(eqn, operands, loops)
         else:
@@ -166,6 +170,7 @@ class _Finder:
             found = self.plan(getattr(body, "jaxpr", body), operands, loops)
             if eqn.primitive.name in REMAT and any(isinstance(x, Parameters) for x in found.outputs):
                 found = None
+        self.within.pop()
         if found is None:
             del self.sites[before[0] :]
             self.loops = before[1]

@@ -191,6 +191,7 @@ def test_modules_and_what_is_said_of_them() -> None:
     assert rules["model['embed']['embedding']", "factors", "dot_general"] == 1
     assert rules["model['norm']['scale']", "direct", "mul"] == 1
     assert "test_clipped.py" in str(report)
+    assert "unknown" not in str(report)
     by_method = clipped_grad(
         lambda tokens, scale: next_token(model, tokens) * scale, 1, l2_clip_norm=1.0, batch_argnums=0
     )
