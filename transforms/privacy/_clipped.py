@@ -227,8 +227,8 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Sum over a batch of each sample's gradient, clipped to a norm.
 
-    As `jax_privacy.clipped_grad`, at about the price of an ordinary gradient. One thing differs: a sample whose gradient has
-    a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
+    As `jax_privacy.clipped_grad`, at about the price of an ordinary gradient. One thing differs: a sample whose gradient
+    has a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
 
     Args:
       fun: as for `per_sample_grad`.
@@ -262,7 +262,7 @@ def clipped_grad(
         microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked.
 
     Cost:
-      "book_keeping": 0.8 to 1.6 times the time of `jax.grad` of the batch's mean, and 1 to 2.5 times its memory (see the
+      "book_keeping": 0.8 to 1.6 times the time of `jax.grad` of the batch, and 1 to 2.5 times its memory (see the
       benchmarks). "vmap": memory for batch times parameters.
 
     Source:
