@@ -227,8 +227,8 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Sum over a batch of each sample's gradient, clipped to a norm.
 
-    As `jax_privacy.clipped_grad`, at about the price of an ordinary gradient. One thing differs: a sample whose gradient
-    has a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
+    As `jax_privacy.clipped_grad`, at about the price of an ordinary gradient. One thing differs: a sample whose
+    gradient has a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
 
     Args:
       fun: as for `per_sample_grad`.
