@@ -156,6 +156,8 @@ def candidates(job: Job, naive: bool) -> dict[str, Callable[..., Any]]:
     for method in ("book_keeping", "ghost"):
         found[f'clipped_grad, "{method}"'] = clipped_grad(job.loss, method=method, **options)
     found['clipped_grad, "vmap", one at a time'] = clipped_grad(job.loss, method="vmap", microbatch_size=1, **options)
+    few = clipped_grad(job.loss, method="book_keeping", microbatch_size=4, **options)
+    found['clipped_grad, "book_keeping", four at a time'] = few
     if naive:
         found["vmap of grad, then clipped"] = clipped_grad(job.loss, method="vmap", **options)
     if jax_privacy is not None:

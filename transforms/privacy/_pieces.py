@@ -130,6 +130,8 @@ class Direct(NamedTuple):
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
         gradients = _kept(self.gradients, weights)
+        if len(weights) == 1:  # which XLA would compute as a matrix product
+            return gradients[0].astype(dtype or gradients.dtype) * weights[0].astype(dtype or gradients.dtype)
         return jnp.tensordot(weights.astype(gradients.dtype), gradients, 1, preferred_element_type=dtype)
 
     def direct(self) -> jax.Array:
