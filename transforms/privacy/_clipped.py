@@ -14,9 +14,9 @@ from .._arguments import Argnums, check_argnums, check_callable, describe, wrap_
 from .._budget import check_budget
 from .._chunk import check_chunk_size
 from .._vmap import vmap
+from ._backward import Backward
 from ._gradients import ExampleGradients, Use
 from ._per_example import PerExample
-from ._pieces import Direct
 
 _METHODS = ("auto", "vmap", "ghost", "book_keeping")
 
@@ -134,7 +134,7 @@ def per_sample_norm(
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
         of = check(False, keep_batch_dim, None, args, kwargs)
-        return jnp.sqrt(_Backward(of, of.examples, method).squares)
+        return jnp.sqrt(Backward(of, of.examples, method).squares)
 
     return wrap_like(fun, "per_sample_norm", norms)
 
@@ -305,7 +305,7 @@ def clipped_grad(
         transform = transformed(of)
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
-            backward = _Backward(of, examples, way, spmd_axis_name, transform)
+            backward = Backward(of, examples, way, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
             weights = _clip_weights(backward.clipped_norms(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
@@ -340,72 +340,6 @@ def clipped_grad(
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
     beside = has_aux or return_values or return_grad_norms
     return ClippedGrad(wrap_like(fun, "clipped_grad", clipped), bound, beside, explain)
-
-
-class _Backward:
-    """A backward pass over some examples: their norms, and sums of their gradients.
-
-    Attributes:
-      values: the loss of each example.
-      aux: the arrays that it returned beside the loss, for each.
-      squares: the squared norm of each example's gradient.
-    """
-
-    def __init__(
-        self,
-        of: PerExample,
-        examples: Sequence[Any],
-        method: str,
-        spmd_axis_name: str | None = None,
-        transform: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
-        self._parameters = [jnp.asarray(x) for x in of.parameters]
-        self._each: Any = None
-        if method == "vmap":
-            mapped = jax.vmap(jax.value_and_grad(of.loss, has_aux=True), (None, 0), spmd_axis_name=spmd_axis_name)
-            (self.values, self.aux), self._each = mapped(self._parameters, self._examples)
-            self.squares = _squares(self._each)
-            self._clipped = self.squares
-            if transform is not None:
-                self._each = jax.vmap(transform)(self._each)
-                self._clipped = _squares(self._each)
-            return
-        self._found = ExampleGradients(of.loss, self._parameters, self._examples, spmd_axis_name)
-        self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms()
-        self._clipped = self.squares
-
-    def clipped_norms(self) -> jax.Array:
-        """The norms that are to be bounded: those after the transform, if there is one."""
-        return jnp.sqrt(self._clipped)
-
-    def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
-        """The sum over the examples of `weights` times the gradient; examples of weight zero are left out."""
-        if self._method == "vmap":
-            return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
-        if self._method != "ghost":
-            return self._found.weighted_sum(weights, dtype)
-
-        def weighted_loss(parameters: list[Any]) -> Any:
-            mapped = jax.vmap(self._of.loss, (None, 0), spmd_axis_name=self._spmd)
-            losses = _without(weights, mapped(parameters, self._kept_examples(weights))[0])
-            return jnp.sum(losses * lax.stop_gradient(weights).astype(losses.dtype))
-
-        gradients = jax.grad(weighted_loss)(self._parameters)
-        return gradients if dtype is None else [x.astype(dtype) for x in gradients]
-
-    def _kept_examples(self, weights: jax.Array) -> list[Any]:
-        """The examples, with those of weight zero, which may hold NaN, replaced by zeros."""
-        return [_without(weights, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in self._examples]
-
-
-def _without(weights: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-
-
-def _squares(gradients: Any) -> jax.Array:
-    total: Any = sum(Direct(x).squared_norm() for x in jax.tree.leaves(gradients))
-    return total
 
 
 def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:

@@ -55,7 +55,7 @@ class Factors(NamedTuple):
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
-        left, right = _kept(self.left, weights), _kept(self.right, weights)
+        left, right = kept(self.left, weights), kept(self.right, weights)
         right = right * weights[:, None, None, None].astype(right.dtype)
         return self.restore(jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype))
 
@@ -95,7 +95,7 @@ class Rows(NamedTuple):
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
-        right = _kept(self.right, weights)
+        right = kept(self.right, weights)
         right = right.astype(dtype or right.dtype)
         return self.restore(self._table(right * weights[:, None, None, None].astype(right.dtype)))
 
@@ -129,7 +129,7 @@ class Direct(NamedTuple):
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
-        gradients = _kept(self.gradients, weights)
+        gradients = kept(self.gradients, weights)
         if len(weights) == 1:  # which XLA would compute as a matrix product
             return gradients[0].astype(dtype or gradients.dtype) * weights[0].astype(dtype or gradients.dtype)
         return jnp.tensordot(weights.astype(gradients.dtype), gradients, 1, preferred_element_type=dtype)
@@ -176,8 +176,10 @@ def merged(pieces: list[tuple[Site, Piece]]) -> list[Piece] | None:
     if rows:
         taken = jnp.concatenate([row.taken for row in rows], axis=2)
         result.append(rows[0]._replace(taken=taken, right=jnp.concatenate([row.right for row in rows], axis=2)))
-    if factors and rows and (factors[0].axes[0] or (0,) not in factors[0].axes[1:]):  # type: ignore[index]
-        return None
+    if factors and rows:
+        stack, *sides = factors[0].axes or ((), ())
+        if stack or (0,) not in sides:
+            return None
     return result
 
 
@@ -204,7 +206,7 @@ def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum("bstd,bsud->bstu", x, y)
 
 
-def _kept(x: jax.Array, weights: jax.Array) -> jax.Array:
+def kept(x: jax.Array, weights: jax.Array) -> jax.Array:
     """`x`, with zeros for the examples of weight zero, which may hold NaN."""
     return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 

@@ -1,0 +1,74 @@
+"""The methods: how the norms of a batch and the weighted sum of its gradients are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._gradients import ExampleGradients
+from ._per_example import PerExample
+from ._pieces import Direct, kept
+
+
+class Backward:
+    """A backward pass over some examples: their norms, and sums of their gradients.
+
+    Attributes:
+      values: the loss of each example.
+      aux: the arrays that it returned beside the loss, for each.
+      squares: the squared norm of each example's gradient.
+    """
+
+    def __init__(
+        self,
+        of: PerExample,
+        examples: Sequence[Any],
+        method: str,
+        spmd_axis_name: str | None = None,
+        transform: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
+        self._parameters = [jnp.asarray(x) for x in of.parameters]
+        self._each: Any = None
+        if method == "vmap":
+            mapped = jax.vmap(jax.value_and_grad(of.loss, has_aux=True), (None, 0), spmd_axis_name=spmd_axis_name)
+            (self.values, self.aux), self._each = mapped(self._parameters, self._examples)
+            self.squares = _squares(self._each)
+            self._clipped = self.squares
+            if transform is not None:
+                self._each = jax.vmap(transform)(self._each)
+                self._clipped = _squares(self._each)
+            return
+        self._found = ExampleGradients(of.loss, self._parameters, self._examples, spmd_axis_name)
+        self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms()
+        self._clipped = self.squares
+
+    def clipped_norms(self) -> jax.Array:
+        """The norms that are to be bounded: those after the transform, if there is one."""
+        return jnp.sqrt(self._clipped)
+
+    def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
+        """The sum over the examples of `weights` times the gradient; examples of weight zero are left out."""
+        if self._method == "vmap":
+            return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
+        if self._method != "ghost":
+            return self._found.weighted_sum(weights, dtype)
+
+        def weighted_loss(parameters: list[Any]) -> Any:
+            mapped = jax.vmap(self._of.loss, (None, 0), spmd_axis_name=self._spmd)
+            losses = kept(mapped(parameters, self._kept_examples(weights))[0], weights)
+            return jnp.sum(losses * weights.astype(losses.dtype))
+
+        return jax.grad(weighted_loss)(self._parameters)
+
+    def _kept_examples(self, weights: jax.Array) -> list[Any]:
+        """The examples, with those of weight zero, which may hold NaN, replaced by zeros."""
+        return [kept(x, weights) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in self._examples]
+
+
+def _squares(gradients: Any) -> jax.Array:
+    total: Any = sum(Direct(x).squared_norm() for x in jax.tree.leaves(gradients))
+    return total
