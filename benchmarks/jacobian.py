@@ -125,7 +125,10 @@ def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, 
     temporaries[name] = one.memory_analysis().temp_size_in_bytes + size * size * x.dtype.itemsize
     if torch is not None:
         a, b, point = (torch.tensor(np.asarray(leaf)) for leaf in (first, second, x))
-        fun = lambda x: b @ torch.tanh(a @ x)  # noqa: E731
+
+        def fun(x: Any) -> Any:
+            return b @ torch.tanh(a @ x)
+
         candidates["torch.func.jacfwd"] = lambda: torch.func.jacfwd(fun)(point)
         candidates[f"torch.func.jacrev, chunk_size={middle}"] = lambda: torch.func.jacrev(fun, chunk_size=middle)(point)
     times = interleaved(candidates, rounds=rounds, seconds=0.01)
@@ -180,7 +183,10 @@ def ready(fun: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 def product_times(size: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """A Hessian-vector product of sum(sin x), the case of PyTorch's tutorial."""
     x, v = normal(0, size), normal(1, size)
-    fun = lambda x: jnp.sin(x).sum()  # noqa: E731
+
+    def fun(x: jax.Array) -> jax.Array:
+        return jnp.sin(x).sum()
+
     candidates = {
         "gradient": ready(jax.grad(fun), x),
         "hvp": ready(lambda x, v: hvp(fun, x, v), x, v),
@@ -199,7 +205,10 @@ def product_times(size: int, rounds: int, seconds: float) -> list[dict[str, Any]
 def batches(batch: int, inputs: int, outputs: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """A Jacobian for each sample of a batch, the case of PyTorch's tutorial."""
     weights, x = normal(0, outputs, inputs), normal(1, batch, inputs)
-    fun = lambda x: jnp.tanh(x @ weights.T)  # noqa: E731
+
+    def fun(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ weights.T)
+
     candidates = {
         "jax.vmap of jax.jacrev": ready(jax.vmap(jax.jacrev(fun)), x),
         'batch_jacobian, rows="vmap"': ready(batch_jacobian(fun), x),
@@ -223,7 +232,7 @@ def higher_orders(size: int, orders: tuple[int, ...], rounds: int, seconds: floa
         for order in orders:
             nested: Callable[..., Any] = fun
             for _ in range(order):
-                nested = lambda x, f=nested: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]  # noqa: E731
+                nested = lambda x, f=nested: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]  # noqa: E731 (nested again and again: a name for each is of no use)
             candidates = {"derivative": ready(derivative(fun, order), x), "nested": ready(nested, x)}
             times = interleaved(candidates, rounds=rounds, seconds=seconds)
             rows.append(

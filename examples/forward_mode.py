@@ -88,7 +88,7 @@ def main() -> None:
     show("the derivative, by the rule (which check_grads has compared with differences)", out.tangent, [0, 0.5, 1])
 
     print("\n5. Higher orders: duals of duals, or derivative")
-    slope_of = lambda x: dual(jnp.sin)(Dual(x, jnp.ones_like(x))).tangent  # noqa: E731
+    slope_of = lambda x: dual(jnp.sin)(Dual(x, jnp.ones_like(x))).tangent  # noqa: E731 (a formula)
     second = dual(slope_of)(Dual(primal, jnp.ones_like(primal)))
     show("sin″ by a dual of a dual", second.tangent, -jnp.sin(primal))
     show("sin‴ by Taylor mode", derivative(jnp.sin, 3)(primal), -jnp.cos(primal))

@@ -175,7 +175,7 @@ def _summed(
         moved = list(args)
         for i, shift in zip(selected, shifts, strict=True):
             leaf_axes = iter(broadcast_axes(axes[i], args[i]))
-            moved[i] = jax.tree.map(lambda x, s: x + jnp.expand_dims(s, next(leaf_axes) % x.ndim), args[i], shift)  # noqa: B023
+            moved[i] = jax.tree.map(lambda x, s: x + jnp.expand_dims(s, next(leaf_axes) % x.ndim), args[i], shift)  # noqa: B023 (used at once)
         return function(owner, *moved, **kwargs)
 
     def summed(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def _summed(
         moved = list(args)
         for i, shift in zip(selected, shifts, strict=True):
             leaf_axes = iter(broadcast_axes(axes[i], args[i]))
-            moved[i] = jax.tree.map(lambda x, s: x + jnp.moveaxis(s, 0, next(leaf_axes)), args[i], shift)  # noqa: B023
+            moved[i] = jax.tree.map(lambda x, s: x + jnp.moveaxis(s, 0, next(leaf_axes)), args[i], shift)  # noqa: B023 (used at once)
         out = function(owner, *moved, **kwargs)
         out, aux = out if has_aux else (out, None)
         total = jax.tree.map(lambda x: x.sum(axis=0), out)

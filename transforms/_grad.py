@@ -97,7 +97,10 @@ def value_and_grad(
       (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
     """
     both = _value_and_grad("value_and_grad", fun, argnums, has_aux, cotangent)
-    again = lambda fun: value_and_grad(fun, argnums, has_aux, cotangent=cotangent)  # noqa: E731
+
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return value_and_grad(fun, argnums, has_aux, cotangent=cotangent)
+
     return wrap_like(fun, "value_and_grad", both, again)
 
 

@@ -19,7 +19,7 @@ from ._jaxpr import evaluate, interpret
 from ._model import owner_of, refuse_shared_state, to_parts
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
-_CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905
+_CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905 (words read better)
 
 # Primitives whose rule in jet gives what nested jvp gives, to rounding, wherever they are finite. Rules in jet that are
 # not trusted, all measured against nested jvp:
@@ -33,7 +33,7 @@ _EXACT = frozenset(
     add add_any broadcast_in_dim complex concatenate conj conv_general_dilated copy cos cosh cumprod cumsum dot_general
     dynamic_slice dynamic_update_slice erf exp fft imag logistic mul neg pad real reduce_max reduce_min reduce_sum
     reduce_window_sum reshape rev scatter-add select_n sin sinh slice split square squeeze stack sub transpose unstack
-    """.split()  # noqa: SIM905
+    """.split()  # noqa: SIM905 (words read better)
 )
 
 # Linear in each operand, or in the first: where the others are constant, each coefficient goes through by itself. The

@@ -117,7 +117,7 @@ def test_linear_maps_in_a_map_build_jacobians() -> None:
 def test_jacobians_of_a_batch_inside_a_gradient() -> None:
     batched = lambda x: jnp.sin(x @ W.T)
     for rows in ("vmap", "independent"):
-        norm = lambda x: jnp.sum(batch_jacobian(batched, rows=rows)(x) ** 2)  # noqa: B023
+        norm = lambda x: jnp.sum(batch_jacobian(batched, rows=rows)(x) ** 2)  # noqa: B023 (used at once)
         assert_close(jax.jit(grad(norm))(X), -(np.sin(2 * X @ W.T) * (W**2).sum(1)) @ W)
 
 

@@ -123,7 +123,7 @@ def test_derivatives_of_an_ensemble() -> None:
     for transform in (jacfwd, jacrev, jacobian):
         by_input = transform(ens)(X)
         chex.assert_trees_all_close(by_input, jnp.swapaxes(ens.trainable["kernel"], 1, 2), rtol=1e-6)
-        rows = vmap(lambda member, x: transform(lambda m: m(x))(member), (0, None))(ens, X)  # noqa: B023
+        rows = vmap(lambda member, x: transform(lambda m: m(x))(member), (0, None))(ens, X)  # noqa: B023 (used at once)
         by_kernel = np.broadcast_to(np.einsum("i,op->oip", X, np.eye(2)), (4, 2, 3, 2))
         chex.assert_trees_all_close(rows["kernel"][...], jnp.asarray(by_kernel, jnp.float32), rtol=1e-6)
         whole = transform(lambda ens: ens(X))(ens)

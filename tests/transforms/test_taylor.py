@@ -111,7 +111,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
         for name in """
         abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erfc erf_inv exp exp2 expm1 floor is_finite
         lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh
-        """.split()  # noqa: SIM905
+        """.split()  # noqa: SIM905 (words read better)
         if name != "is_finite"
     },
     "cube": lambda x: lax.integer_pow(x, 3),
