@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._arguments import Argnums, wrap_like
+from ._arguments import Argnums
 from ._jacobian import jacobian_of
 
 _MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
@@ -32,8 +32,8 @@ def hessian(
       mode: how the outer and the inner Jacobian are taken: "fwd_rev", "rev_rev", "fwd_fwd" or "rev_fwd". All are equal;
         "auto" is the first, whose columns are derivatives of one gradient.
       chunk_size: how many columns (rows, where the outer one is "rev") to compute at a time.
-      memory_budget: as for `jacfwd`, for both Jacobians together. Only the outer one is cut: where the output is not a
-        scalar, the inner one is computed whole for each chunk.
+      memory_budget: as for `jacfwd`, for both Jacobians together: the outer one in chunks, and where one column of it
+        is too much, the inner one in chunks for each.
       sparsity: not available yet.
 
     Returns:
@@ -63,10 +63,6 @@ def hessian(
         raise NotImplementedError("hessian: sparsity is not available yet; leave it out for the dense Hessian.")
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
-    first = jacobian_of("hessian", fun, argnums, has_aux, modes[inner])
-    second = jacobian_of("hessian", first, argnums, has_aux, modes[outer], chunk_size, memory_budget)
-
-    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return hessian(fun, argnums, has_aux, mode=mode, chunk_size=chunk_size, memory_budget=memory_budget)
-
-    return wrap_like(fun, "hessian", second, again)
+    return jacobian_of(
+        "hessian", fun, argnums, has_aux, modes[outer], chunk_size, memory_budget, inner=modes[inner]
+    )

@@ -200,10 +200,12 @@ def jacobian_of(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     row_axis: int = 0,
+    inner: str | None = None,
 ) -> Any:
     """`jacobian` for any transform, which `api` names in errors.
 
-    In reverse mode the axes of the output come before axis `row_axis` of each argument.
+    In reverse mode the axes of the output come before axis `row_axis` of each argument. With `inner` it is the Jacobian
+    of the Jacobian that this mode gives.
     """
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
@@ -212,19 +214,25 @@ def jacobian_of(
     check_chunk_size(api, chunk_size)
     budget = check_budget(api, memory_budget, chunk_size)
 
-    def prepare(args: Any, kwargs: Any) -> Call:
-        call = Call(api, fun, positions, has_aux, args, kwargs)
+    def prepare(args: Any, kwargs: Any, inner: str | None = inner, inner_chunk: int | None = None) -> Call:
+        differentiated = fun if inner is None else jacobian_of(api, fun, argnums, has_aux, inner, inner_chunk)
+        call = Call(api, differentiated, positions, has_aux, args, kwargs)
         call.check_floating(complex_too=False)
         return call
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        call = prepare(args, kwargs)
+        call, chunk = prepare(args, kwargs), chunk_size
         forward = (_choose(api, call).mode if mode == "auto" else mode) == "forward"
         compute = _forward if forward else partial(_reverse, axis=row_axis)
-        chunk = chunk_size
         if budget is not None:
-            size = max(_sizes(call.primals if forward else _shapes(api, call)), default=1)
-            chunk = largest_chunk(api, lambda k: partial(compute, api, call, k), max(size, 1), budget)
+            size = _slices(api, call, forward)
+            inner_size = 1 if inner is None else _slices(api, prepare(args, kwargs, None), inner == "forward")
+
+            def cut(k: int) -> tuple[Call, int]:
+                """The inner Jacobian whole for some slices of the outer one, or in chunks for one of them."""
+                return (call, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
+
+            call, chunk = cut(largest_chunk(api, lambda k: partial(compute, api, *cut(k)), size * inner_size, budget))
         out, rows, rest = compute(api, call, chunk)
         aux = call.finish(rest)
 
@@ -238,7 +246,7 @@ def jacobian_of(
         return (result, aux) if has_aux else result
 
     def again(fun: Callable[..., Any]) -> Any:
-        return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, row_axis)
+        return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, row_axis, inner)
 
     wrapped: Any = wrap_like(fun, api, of_arguments, again)
     if api == "jacobian":
@@ -261,7 +269,7 @@ def _forward(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[li
         def column(k: Any) -> list[Any]:
             return jax.tree.leaves(push(*jax.tree.unflatten(treedef, basis(k))))
 
-        return _map(column, size, -1, chunk_size)
+        return _map(column if chunk_size is None else _checkpoint(column), size, -1, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(out)]
     parts = _by_array(inputs, columns, -1, chunk_size)
@@ -286,7 +294,7 @@ def _reverse(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tup
         def row(k: Any) -> list[Any]:
             return jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
 
-        return _map(row, size, axis, chunk_size)
+        return _map(row if chunk_size is None else _checkpoint(row), size, axis, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(call.primals)]
     return (
@@ -302,6 +310,8 @@ def _reverse(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tup
     )
 
 
+# What is differentiated in chunks keeps nothing of one for the next.
+_checkpoint = partial(jax.checkpoint, prevent_cse=False)
 _COMPUTE = {"forward": _forward, "reverse": _reverse}
 
 
@@ -388,6 +398,11 @@ def _shapes(api: str, call: Call) -> Any:
         out = jax.tree.map(jnp.asarray, call(*call.primals)[0])
     _check_output(api, out)
     return out
+
+
+def _slices(api: str, call: Call, forward: bool) -> int:
+    """How many columns or rows there are for the largest array."""
+    return max([1, *_sizes(call.primals if forward else _shapes(api, call))])
 
 
 def _check_output(api: str, out: Any) -> None:

@@ -120,11 +120,36 @@ def test_budgets_close_over_tracers() -> None:
     chex.assert_trees_all_close(jax.vmap(within)(np.array([0.5], np.float32))[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_budgets_of_hessians_and_modules() -> None:
+@pytest.mark.parametrize("mode", ["fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd"])
+@pytest.mark.parametrize("budget", [10, 18])
+def test_budgets_of_hessians(mode: str, budget: int) -> None:
     energy = lambda x: jnp.sum(jnp.tanh(W @ x) ** 2)
-    within = jax.jit(hessian(energy, memory_budget="10KiB"))
-    assert temporaries(hessian(energy), X) > 10 * 2**10 >= temporaries(within, X)
+    within = jax.jit(hessian(energy, mode=mode, memory_budget=f"{budget}KiB"))
+    assert temporaries(hessian(energy, mode=mode), X) > budget * 2**10 >= temporaries(within, X)
     chex.assert_trees_all_close(within(X), jax.hessian(energy)(X), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["rev_rev", "fwd_fwd"])
+def test_budgets_of_hessians_of_several_outputs(mode: str) -> None:
+    weights = np.sin(np.arange(16.0 * 12)).reshape(16, 12).astype(np.float32)
+
+    def vector(x: Any, y: Any) -> Any:
+        return {"a": jnp.tanh(weights @ jnp.tanh(x * y)), "b": jnp.sum(y**3)}, "a string"
+
+    args = (X[:12], 1.5 * X[12:24])
+    plain = lambda *args: hessian(vector, (1, 0), has_aux=True, mode=mode)(*args)[0]
+    within = lambda *args: hessian(vector, (1, 0), has_aux=True, mode=mode, memory_budget="16KiB")(*args)[0]
+    assert temporaries(plain, *args) > 16 * 2**10 >= temporaries(within, *args)
+    expected = jax.jit(jax.hessian(lambda *args: vector(*args)[0], (1, 0)))(*args)
+    chex.assert_trees_all_close(jax.jit(within)(*args), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_impossible_budget_of_a_hessian() -> None:
+    with pytest.raises(ValueError, match=r"^hessian: no chunk fits into memory_budget=9 B: the least found is"):
+        hessian(lambda x: jnp.tanh(x).sum(), mode="fwd_fwd", memory_budget=9)(X[:3])
+
+
+def test_budgets_of_modules() -> None:
     ens = Ensemble.create(lambda rngs: nnx.Linear(8, 3, rngs=rngs), 2, seed=0)
     of_member = lambda model, x: jacrev(lambda m: jnp.tanh(m(x)), memory_budget="1MB")(model)
     rows = vmap(of_member, (0, None))(ens, X[:8])
