@@ -63,6 +63,4 @@ def hessian(
         raise NotImplementedError("hessian: sparsity is not available yet; leave it out for the dense Hessian.")
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
-    return jacobian_of(
-        "hessian", fun, argnums, has_aux, modes[outer], chunk_size, memory_budget, inner=modes[inner]
-    )
+    return jacobian_of("hessian", fun, argnums, has_aux, modes[outer], chunk_size, memory_budget, inner=modes[inner])
