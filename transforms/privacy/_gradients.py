@@ -57,7 +57,7 @@ class ExampleGradients:
     ) -> None:
         self._parameters = [jnp.asarray(x) for x in parameters]
         batch = examples[0].shape[0]
-        one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in examples]
+        one = [jax.ShapeDtypeStruct(x.shape[1:], jnp.result_type(x)) for x in examples]
         # A loss of parameters alone must meet data too.
         zero = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -84,6 +84,10 @@ class ExampleGradients:
         self.values, pull, (self.aux, records) = jax.vjp(of_batch, taps, has_aux=True)
         (cotangents,) = pull(jnp.ones_like(self.values))
         self._pieces = self._take_pieces(records, cotangents)
+        for members, alone in self._groups():
+            piece = self._pieces[members[0]]
+            if alone and isinstance(piece, Factors) and not piece.smaller():
+                self._pieces[members[0]] = Direct(piece.direct())
 
     def _take_pieces(self, records: Any, cotangents: Any) -> dict[int, Piece]:
         numbers = frozenset(range(len(self._sites)))

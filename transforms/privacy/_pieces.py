@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._jaxpr import aval
 from ._sites import Site
@@ -32,6 +33,11 @@ class Factors(NamedTuple):
     restore: Callable[[jax.Array], jax.Array]
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
 
+    def smaller(self) -> bool:
+        """Whether both factors have fewer numbers than the gradients."""
+        positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
+        return positions * (p + d) < p * d
+
     def choice(self) -> str:
         """How the norm is taken, and why."""
         positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
@@ -48,16 +54,16 @@ class Factors(NamedTuple):
         if positions == 1:
             return (jnp.square(left).sum((2, 3)) * jnp.square(right).sum((2, 3))).sum(1)
         if 2 * positions**2 <= p * d:
-            return (jnp.einsum("bstp,bsup->bstu", left, left) * jnp.einsum("bstd,bsud->bstu", right, right)).sum(
-                (1, 2, 3)
-            )
+            return (_gram(left, left) * _gram(right, right)).sum((1, 2, 3))
         return jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
         left, right = kept(self.left, weights), kept(self.right, weights)
         right = right * weights[:, None, None, None].astype(right.dtype)
-        return self.restore(jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype))
+        if left.shape[3] > right.shape[3]:  # XLA on CPU transposes the first of the two, and recomputes it for that
+            return self.restore(_product(right, left, dtype).swapaxes(1, 2))
+        return self.restore(_product(left, right, dtype))
 
     def direct(self) -> jax.Array:
         """The gradient of each example: shape (batch, *operand)."""
@@ -201,9 +207,22 @@ def _without_transposes(site: Site) -> tuple[Any, tuple[int, ...]]:
     return layout, order
 
 
+def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    """The product of both over examples and positions: shape (stack, p, d)."""
+    if left.shape[1] > 1:
+        return jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype)
+    left, right = (x.reshape(-1, x.shape[3]) for x in (left, right))
+    return lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)[None]
+
+
 def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Inner products of the positions of `x` with those of `y`."""
-    return jnp.einsum("bstd,bsud->bstu", x, y)
+    """Inner products of the positions of `x` with those of `y`: shape (batch, stack, positions, positions).
+
+    XLA on CPU copies what has axes of size 1, and takes twice as long for large products that it fuses with a sum.
+    """
+    flat = (z.reshape(-1, *z.shape[2:]) for z in (x, y))
+    found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat))
+    return found.reshape(*x.shape[:2], *found.shape[1:])
 
 
 def kept(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .._compat import scan_counts
 from .._jaxpr import aval, interpret
 
 
@@ -177,7 +178,7 @@ class _Finder:
         return found
 
     def scan(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> Plan | None:
-        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carry = scan_counts(eqn.params)
         shared, state, slices = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
         if any(isinstance(x, Parameters) for x in state):
             return None

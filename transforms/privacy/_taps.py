@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from .._compat import scan_counts
 from .._jaxpr import aval, evaluate, interpret
 from ._sites import REMAT, Plan, Site
 
@@ -53,7 +54,7 @@ def run_with_taps(
             outputs, inner = _INNER[eqn.primitive.name](eqn, values, step, sites, taps)
             records.update(inner)
             return outputs
-        outputs = evaluate(eqn, *values)
+        outputs = _evaluate(eqn, values)
         if not step:
             return outputs
         parametric = {sites[n].operand for n in step}
@@ -62,6 +63,25 @@ def run_with_taps(
         return [out + next(given) if jnp.issubdtype(out.dtype, jnp.inexact) else out for out in outputs]
 
     return interpret(jaxpr, consts, args, visit), records
+
+
+def _evaluate(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """The results of an operation; of a product without the axes of size 1, which XLA on CPU copies the result for."""
+    if eqn.primitive.name != "dot_general":
+        return evaluate(eqn, *values)
+    contract, batch = eqn.params["dimension_numbers"]
+    squeezed, contracted, mapped = [], [], []
+    for value, *used in zip(values, contract, batch, strict=True):
+        left = [axis for axis, size in enumerate(value.shape) if size > 1 or any(axis in axes for axes in used)]
+        squeezed.append(value.reshape([value.shape[axis] for axis in left]))
+        contracted.append(tuple(left.index(axis) for axis in used[0]))
+        mapped.append(tuple(left.index(axis) for axis in used[1]))
+    params = eqn.params | {"dimension_numbers": (tuple(contracted), tuple(mapped))}
+    (out,) = evaluate(eqn.replace(params=params), *squeezed)
+    shape = aval(eqn.outvars[0]).shape
+    if 1 < out.ndim < len(shape):
+        out = lax.optimization_barrier(out)
+    return [out.reshape(shape)]
 
 
 def _of_jit(eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site], taps: Taps) -> tuple[Any, Records]:
@@ -80,7 +100,8 @@ def _of_remat(eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site
 
 
 def _of_scan(eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site], taps: Taps) -> tuple[Any, Records]:
-    body, consts, carry = eqn.params["jaxpr"], eqn.params["num_consts"], eqn.params["num_carry"]
+    body = eqn.params["jaxpr"]
+    consts, carry = scan_counts(eqn.params)
 
     def turn(state: list[Any], slices: tuple[list[Any], Taps]) -> tuple[list[Any], tuple[list[Any], Records]]:
         of_turn, taps = slices
@@ -163,8 +184,9 @@ def _operands_inside(
     jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", [])
     if eqn.primitive.name != "scan":
         return operands(jaxpr, consts, values, plan, sites, wanted)
-    start = eqn.params["num_consts"] + eqn.params["num_carry"]
-    before = [*values[: eqn.params["num_consts"]], *[_UNKNOWN] * eqn.params["num_carry"]]
+    shared, carry = scan_counts(eqn.params)
+    start = shared + carry
+    before = [*values[:shared], *[_UNKNOWN] * carry]
     known = [None if x is _UNKNOWN else x for x in values[start:]]
 
     def of_turn(slices: list[Any], wanted: frozenset[int]) -> dict[int, Any]:

@@ -37,12 +37,14 @@ def convolved(*args: Any, layout: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"
 
 
 def recurrent(p: Any, x: Any) -> Any:
-    return total(lax.scan(lambda h, xt: (jnp.tanh(xt @ p["w"] + h @ p["u"] + p["b"]), None), jnp.zeros(4), x)[0])
+    return total(
+        lax.scan(lambda h, xt: (jnp.tanh(xt @ p["w"] + h @ p["u"] + p["b"]), None), jnp.zeros(len(p["u"])), x)[0]
+    )
 
 
 def concatenated(p: Any, x: Any) -> Any:
     step = lambda h, xt: (jnp.tanh(jnp.concatenate([xt, h]) @ jnp.concatenate([p["w"], p["u"]])), h)
-    return total(lax.scan(step, jnp.zeros(4), x)[0])
+    return total(lax.scan(step, jnp.zeros(len(p["u"])), x)[0])
 
 
 def layer(h: Any, p: Any) -> Any:
@@ -51,7 +53,7 @@ def layer(h: Any, p: Any) -> Any:
 
 def nested(p: Any, x: Any) -> Any:
     inner = lambda h, w: lax.scan(lambda g, xt: (jnp.tanh(g @ w + xt @ p["u"]), None), h, x)
-    return total(lax.scan(lambda h, w: (inner(h, w)[0], None), jnp.zeros(3), p["w"])[0])
+    return total(lax.scan(lambda h, w: (inner(h, w)[0], None), jnp.zeros(len(p["u"])), p["w"])[0])
 
 
 def carried(p: Any, x: Any) -> Any:
@@ -100,20 +102,23 @@ def looped(p: Any, x: Any) -> Any:
 
 ROWS, VECTOR, INDEX = array(BATCH, 7, 3), array(BATCH, 3), RNG.integers(9, size=(BATCH, 7))
 IMAGE = array(BATCH, 7, 6, 2)
+# So wide that both factors of a gradient are smaller than the gradient.
+FEW, WIDER = array(BATCH, 3, 16), {"w": array(16, 12), "b": array(12), "u": array(12, 12)}
 SQUARE, WIDE = array(3, 3), array(3, 6)
-STACK = {"w": array(4, 3, 3), "b": array(4, 3)}
+STACK = {"w": array(4, 16, 16), "b": array(4, 16)}
 
 # The loss, the parameters, the examples, and the rules that are taken.
 PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
     "perceptron": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, VECTOR, "direct factors factors"),
-    "positions": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, ROWS, "direct factors factors"),
+    "positions": (mlp, {"w": array(16, 12), "b": array(12), "v": array(12, 9)}, FEW, "direct factors factors"),
+    "many positions": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, ROWS, "direct direct direct"),
     "used twice": (lambda p, x: total(jnp.sin(x @ p) @ p), SQUARE, ROWS, "factors factors"),
     "and transposed": (lambda p, x: total(jnp.sin(x @ p) @ p.T), WIDE, ROWS, "factors factors"),
     "in parts": (lambda p, x: total(jnp.sin(x @ p[:, :2]) @ p[:2, 2:4].T), WIDE, VECTOR, "direct direct"),
     "twice by a jitted function": (lambda p, x: total(jitted(p["b"], jitted(p["a"], x))), {"a": SQUARE, "b": WIDE},
                                    VECTOR, "factors factors"),
     "out of a jitted function": (split_up, WIDE, VECTOR, "direct direct"),
-    "heads": (lambda p, x: total(jnp.einsum("td,dhk->thk", x, p)), array(3, 2, 4), ROWS, "factors"),
+    "heads": (lambda p, x: total(jnp.einsum("td,dhk->thk", x, p)), array(16, 2, 6), FEW, "factors"),
     "one matrix a head": (lambda p, x: total(jnp.einsum("hd,hdk->hk", x, p)), array(7, 3, 4), ROWS, "factors"),
     "weight decay": (lambda p, x: total(x @ p) + 0.1 * jnp.sum(p**2), WIDE, VECTOR, "direct direct"),
     "parameters alone": (lambda p, x: jnp.sum(p**2), WIDE, VECTOR, "direct"),
@@ -125,7 +130,7 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
                                "rows"),
     "clipped index": (lambda p, i: total(p.at[i].get(mode="clip")), array(4, 3), INDEX, "rows"),
     "tied embedding": (lambda p, i: total(jnp.sin(p["e"][i] @ p["w"]) @ p["e"].T), {"e": array(9, 4), "w": array(4, 4)},
-                       INDEX, "factors factors rows"),
+                       INDEX, "direct factors rows"),
     "gather of parts": (lambda p, i: total(lax.dynamic_slice(p, (i[0], 1), (2, 2))), array(9, 4), INDEX, "direct"),
     "convolution": (convolved((2, 1), "SAME"), array(3, 3, 2, 4), IMAGE, "direct"),
     "dilated": (convolved((2, 1), [(2, 1), (0, 3)], None, (2, 1)), array(3, 2, 2, 4), IMAGE, "direct"),
@@ -135,24 +140,25 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
     "depthwise": (convolved((1, 1), "SAME", feature_group_count=2), array(3, 2, 1, 2), IMAGE, "direct"),
     "groups of the batch": (convolved((1, 1), "SAME", batch_group_count=2), array(3, 2, 2, 4),
                             array(BATCH, 2, 7, 6, 2), "direct"),
-    "channels first": (convolved((2, 1), "SAME", layout=("NCHW", "OIHW", "NCHW")), array(4, 7, 3, 3), IMAGE, "factors"),
+    "channels first": (convolved((2, 1), "SAME", layout=("NCHW", "OIHW", "NCHW")), array(16, 7, 3, 3), IMAGE,
+                       "factors"),
     "any order": (convolved((2, 1), "SAME", layout=("HNWC", "IWOH", "CWNH")), array(2, 3, 4, 3),
                   array(BATCH, 7, 3, 6, 2), "direct"),
-    "one dimension": (convolved((2,), "SAME", layout=("NWC", "WIO", "NWC")), array(3, 3, 4), ROWS, "factors"),
+    "one dimension": (convolved((2,), "SAME", layout=("NWC", "WIO", "NWC")), array(3, 16, 12), FEW, "factors"),
     "three dimensions": (convolved((2, 1, 1), "SAME", layout=("NDHWC", "DHWIO", "NDHWC")), array(3, 2, 2, 2, 4),
                          array(BATCH, 5, 4, 3, 2), "direct"),
     "few positions": (convolved((4, 4), "SAME", feature_group_count=2), array(3, 3, 4, 16), array(BATCH, 4, 4, 8),
                       "factors"),
     "kernels from data": (lambda p, x: convolved((1, 1), "SAME")(x, p), array(7, 6, 2), array(BATCH, 3, 3, 2, 4),
                           "direct"),
-    "recurrent": (recurrent, {"w": array(3, 4), "u": array(4, 4), "b": array(4)}, ROWS, "direct factors factors"),
-    "recurrent, concatenated": (concatenated, {"w": array(3, 4), "u": array(4, 4)}, ROWS, "factors factors"),
+    "recurrent": (recurrent, WIDER, FEW, "direct factors factors"),
+    "recurrent, concatenated": (concatenated, {"w": array(16, 12), "u": array(12, 12)}, FEW, "factors factors"),
     "backwards": (lambda p, x: recurrent(p, x[::-1]), {"w": array(3, 4), "u": array(4, 4), "b": array(4)}, ROWS,
-                  "direct factors factors"),
-    "stacked layers": (lambda p, x: total(lax.scan(layer, x, p)[0]), STACK, ROWS, "direct factors"),
-    "checkpointed layers": (lambda p, x: total(lax.scan(jax.checkpoint(layer), x, p)[0]), STACK, ROWS,
+                  "direct direct direct"),
+    "stacked layers": (lambda p, x: total(lax.scan(layer, x, p)[0]), STACK, FEW, "direct factors"),
+    "checkpointed layers": (lambda p, x: total(lax.scan(jax.checkpoint(layer), x, p)[0]), STACK, FEW,
                             "direct factors"),
-    "loops in a loop": (nested, {"w": array(4, 3, 3), "u": SQUARE}, ROWS, "factors factors"),
+    "loops in a loop": (nested, {"w": array(4, 16, 16), "u": array(16, 16)}, FEW, "direct factors"),
     "parameters carried": (carried, {"w": SQUARE, "u": array(3, 3)}, ROWS, "direct direct"),
     "layers by number": (looped, array(3, 3, 3), VECTOR, "direct"),
     "a branch": (lambda p, x: lax.cond(x[0] > 0, lambda: total(x @ p), lambda: total(2 * x @ p)), WIDE, VECTOR,
