@@ -17,7 +17,7 @@ NeedsValues = (
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of the operands of a `scan` with these parameters are the same in each turn, and how many are carried."""
+    """How many operands of a `scan` with these parameters are the same in each turn, and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     shared, carry, _ = params["ft_in"].unpack()  # from jax 0.11 on

@@ -11,10 +11,19 @@ import jax.numpy as jnp
 from ._gradients import ExampleGradients
 from ._per_example import PerExample
 from ._pieces import Direct, kept
+from ._program import Program
 
 
 class Backward:
     """A backward pass over some examples: their norms, and sums of their gradients.
+
+    Args:
+      of: the loss.
+      program: the same, traced; None to hold each example's gradient.
+      examples: the examples, along axis 0 of each array.
+      method: "ghost" for a second pass that sums; anything else for one pass.
+      spmd_axis_name: as for `jax.vmap`.
+      transform: what becomes of each example's gradients before they are clipped; only without a program.
 
     Attributes:
       values: the loss of each example.
@@ -25,15 +34,16 @@ class Backward:
     def __init__(
         self,
         of: PerExample,
+        program: Program | None,
         examples: Sequence[Any],
         method: str,
         spmd_axis_name: str | None = None,
         transform: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
-        self._parameters = [jnp.asarray(x) for x in of.parameters]
+        self._parameters = of.parameters
         self._each: Any = None
-        if method == "vmap":
+        if program is None:
             each = jax.value_and_grad(of.loss, has_aux=True)
             if examples[0].shape[0] == 1:  # axes of size 1 cost a tenth of the time on CPU
                 beside, self._each = each(self._parameters, [x[0] for x in self._examples])
@@ -47,7 +57,7 @@ class Backward:
                 self._each = jax.vmap(transform)(self._each)
                 self._clipped = _squares(self._each)
             return
-        self._found = ExampleGradients(of.loss, self._parameters, self._examples, spmd_axis_name)
+        self._found = ExampleGradients(program, self._examples, spmd_axis_name)
         self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms()
         self._clipped = self.squares
 
@@ -57,7 +67,7 @@ class Backward:
 
     def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
         """The sum over the examples of `weights` times the gradient; examples of weight zero are left out."""
-        if self._method == "vmap":
+        if self._each is not None:
             return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
         if self._method != "ghost":
             return self._found.weighted_sum(weights, dtype)

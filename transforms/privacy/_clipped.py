@@ -15,6 +15,7 @@ from .._budget import check_budget
 from .._chunk import check_chunk_size
 from .._vmap import vmap
 from ._backward import Backward
+from ._choice import Choice, choose
 from ._gradients import ExampleGradients, Use
 from ._per_example import PerExample
 
@@ -134,7 +135,7 @@ def per_sample_norm(
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
         of = check(False, keep_batch_dim, None, args, kwargs)
-        return jnp.sqrt(Backward(of, of.examples, method).squares)
+        return jnp.sqrt(Backward(of, None if method == "vmap" else of.program, of.examples, method).squares)
 
     return wrap_like(fun, "per_sample_norm", norms)
 
@@ -144,15 +145,19 @@ class Report(NamedTuple):
 
     Attributes:
       method: "vmap", "ghost" or "book_keeping".
-      uses: each place where a parameter meets data, how its gradients are taken there, and why; none for "vmap".
+      examples: how many are computed at a time.
+      why: why this method.
+      uses: each place where a parameter meets data, how its gradients are taken there, and why.
     """
 
     method: str
+    examples: int
+    why: str
     uses: list[Use]
 
     def __str__(self) -> str:
         lines = [f"{use.parameter}: {use.rule}, at {use.operation} ({use.where}): {use.why}" for use in self.uses]
-        return "\n".join([f"method: {self.method}", *lines])
+        return "\n".join([f"method: {self.method}, {self.examples} examples at a time: {self.why}", *lines])
 
 
 @dataclass(frozen=True)
@@ -291,7 +296,6 @@ def clipped_grad(
         raise ValueError(
             'clipped_grad: method="ghost" sums in the dtype of the parameters; leave dtype out, or take "book_keeping".'
         )
-    way = "vmap" if pre_clipping_transform is not None else method
     bare = not isinstance(argnums, (tuple, list))
 
     def transformed(of: PerExample) -> Callable[[list[Any]], Any] | None:
@@ -299,19 +303,28 @@ def clipped_grad(
             return None
         return lambda leaves: pre_clipping_transform(of.gradients(leaves, bare))
 
+    def chosen(of: PerExample) -> Choice:
+        most = _group_size(microbatch_size, of.size)
+        if pre_clipping_transform is not None:
+            return Choice("vmap", most, "pre_clipping_transform needs each gradient")
+        if method == "auto" and dtype is None:
+            return choose(of.program, of.size, most, spmd_axis_name)
+        return Choice("book_keeping" if method == "auto" else method, most, f'it was asked for by method="{method}"')
+
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
         of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        transform = transformed(of)
+        transform, choice = transformed(of), chosen(of)
+        program = None if choice.method == "vmap" else of.program
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
-            backward = Backward(of, examples, way, spmd_axis_name, transform)
+            backward = Backward(of, program, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
             weights = _clip_weights(backward.clipped_norms(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
-        total, (values, norms, aux) = _in_groups(of_some, of.examples, padding, microbatch_size)
+        total, (values, norms, aux) = _in_groups(of_some, of.examples, padding, choice.examples)
         total = jax.tree.map(lambda x: x / normalize_by if normalize_by != 1.0 else x, total)
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
         if not (has_aux or return_values or return_grad_norms):
@@ -325,17 +338,14 @@ def clipped_grad(
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
         of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         _padding(is_padding_example, of.size)
-        if way == "vmap":
-            return Report("vmap", [])
-        uses: list[Use] = []
+        choice, uses = chosen(of), []
 
         def traced(examples: list[Any]) -> None:
-            uses.extend(ExampleGradients(of.loss, of.parameters, examples).uses())
+            uses.extend(ExampleGradients(of.program, examples).uses())
 
         jax.eval_shape(traced, of.examples)
         names = of.names()
-        taken = "book_keeping" if way == "auto" else way
-        return Report(taken, [use._replace(parameter=names[use.parameter]) for use in uses])
+        return Report(*choice, [_said(use, names[use.parameter], choice) for use in uses])
 
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
     beside = has_aux or return_values or return_grad_norms
@@ -356,17 +366,12 @@ def _in_groups(
     compute: Callable[[list[Any], jax.Array], tuple[Any, Any]],
     examples: Sequence[Any],
     padding: jax.Array,
-    microbatch_size: int | None,
+    microbatch_size: int,
 ) -> tuple[Any, Any]:
     """`compute` of all examples, or of some at a time: the sum of its first result, the second one put together."""
     size = len(padding)
-    if microbatch_size is None or microbatch_size >= size:
+    if microbatch_size == size:
         return compute(list(examples), padding)
-    if size % microbatch_size:
-        raise ValueError(
-            f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {size}; pad the batch, and "
-            "pass is_padding_example."
-        )
 
     def split(x: Any) -> Any:
         return x.reshape(size // microbatch_size, microbatch_size, *x.shape[1:])
@@ -381,6 +386,25 @@ def _in_groups(
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     total, each = lax.scan(step, start, groups)
     return total, jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), each)
+
+
+def _group_size(microbatch_size: int | None, size: int) -> int:
+    """How many examples may be computed at a time."""
+    if microbatch_size is None or microbatch_size >= size:
+        return size
+    if size % microbatch_size:
+        raise ValueError(
+            f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {size}; pad the batch, and "
+            "pass is_padding_example."
+        )
+    return microbatch_size
+
+
+def _said(use: Use, name: str, choice: Choice) -> Use:
+    """A use as `explain` says it."""
+    if choice.method == "vmap":
+        use = use._replace(rule="direct", why=f"each example's gradient is held, {choice.examples} at a time")
+    return use._replace(parameter=name)
 
 
 def _padding(given: Any, size: int) -> jax.Array:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ._pieces import Direct, Factors, Piece, Rows, merged
+from .._jaxpr import aval
+from ._pieces import Direct, Factors, Piece, Rows, merged, widened
+from ._program import Program
 from ._rules import has_rule, piece_at
-from ._sites import Site, find_sites
+from ._sites import Site, apart, is_scaled
 from ._taps import operands, run_with_taps, zero_taps
 
 
@@ -21,7 +24,7 @@ class Use(NamedTuple):
 
     Attributes:
       parameter: which one: its number, or its path.
-      rule: "factors", "rows" or "direct".
+      rule: "factors", "rows", "direct" or "shared".
       operation: the primitive.
       where: the line of the source.
       why: a sentence.
@@ -38,8 +41,7 @@ class ExampleGradients:
     """The gradients of a loss at each example of a batch.
 
     Args:
-      loss: from the parameters (a list of arrays) and one example (a list of arrays) to a scalar and anything else.
-      parameters: the parameters.
+      program: the loss.
       examples: the examples, along axis 0 of each array.
       spmd_axis_name: as for `jax.vmap`.
 
@@ -48,37 +50,22 @@ class ExampleGradients:
       aux: what else it returned, for each example.
     """
 
-    def __init__(
-        self,
-        loss: Callable[..., tuple[Any, Any]],
-        parameters: Sequence[Any],
-        examples: Sequence[Any],
-        spmd_axis_name: str | None = None,
-    ) -> None:
-        self._parameters = [jnp.asarray(x) for x in parameters]
+    def __init__(self, program: Program, examples: Sequence[Any], spmd_axis_name: str | None = None) -> None:
+        self._program, self._parameters = program, program.parameters
+        self._plan, self._sites = program.plan, program.sites
+        self._shared = [n for n, site in enumerate(self._sites) if _is_number(site)]
         batch = examples[0].shape[0]
-        one = [jax.ShapeDtypeStruct(x.shape[1:], jnp.result_type(x)) for x in examples]
-        # A loss of parameters alone must meet data too.
-        zero = jax.ShapeDtypeStruct((), jnp.float32)
-
-        def of_leaves(*leaves: Any) -> Any:
-            (*inputs, zero) = leaves
-            value, aux = loss(inputs[: len(parameters)], inputs[len(parameters) :])
-            return value + zero.astype(value.dtype), aux
-
-        closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self._parameters, *one, zero)
-        self._closed, treedef = closed, jax.tree.structure(shapes)
-        self._plan, self._sites = find_sites(closed, len(self._parameters))
 
         def of_example(taps: Any, example: list[Any]) -> Any:
-            outputs, records = run_with_taps(
-                closed.jaxpr, closed.consts, [*self._parameters, *example], self._plan, self._sites, taps
-            )
-            value, aux = jax.tree.unflatten(treedef, outputs)
+            args = [*self._parameters, *example]
+            closed = program.closed
+            outputs, records = run_with_taps(closed.jaxpr, closed.consts, args, self._plan, self._sites, taps)
+            value, aux = jax.tree.unflatten(program.treedef, outputs)
             return value, (aux, records)
 
         def of_batch(taps: Any) -> Any:
-            return jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(taps, [*examples, jnp.zeros(batch, zero.dtype)])
+            zeros = jnp.zeros(batch, jnp.float32)
+            return jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(taps, [*examples, zeros])
 
         taps = zero_taps(self._plan, self._sites, batch)
         self.values, pull, (self.aux, records) = jax.vjp(of_batch, taps, has_aux=True)
@@ -99,24 +86,18 @@ class ExampleGradients:
         return pieces
 
     def _operands(self, parameters: Sequence[Any], wanted: frozenset[int]) -> dict[int, Any]:
-        return operands(self._closed.jaxpr, self._closed.consts, parameters, self._plan, self._sites, wanted)
+        return operands(
+            self._program.closed.jaxpr, self._program.closed.consts, parameters, self._plan, self._sites, wanted
+        )
 
     def _groups(self) -> list[tuple[list[int], bool]]:
         """The sites that have parameters in common, and whether one is alone with all numbers of its parameters."""
-        groups: list[tuple[set[int], list[int]]] = []
+        groups: list[list[int]] = []
         for n, site in enumerate(self._sites):
-            leaves, members = set(site.value.leaves), [n]
-            apart = []
-            for group in groups:
-                if group[0] & leaves:
-                    leaves |= group[0]
-                    members = group[1] + members
-                else:
-                    apart.append(group)
-            groups = [*apart, (leaves, members)]
-        return [
-            (members, len(members) == 1 and self._sites[members[0]].value.layout is not None) for _, members in groups
-        ]
+            if n not in self._shared:
+                joined = [group for group in groups if any(not apart(site.value, self._sites[m].value) for m in group)]
+                groups = [group for group in groups if group not in joined] + [[*itertools.chain(*joined), n]]
+        return [(group, len(group) == 1 and self._sites[group[0]].value.layout is not None) for group in groups]
 
     def squared_norms(self) -> jax.Array:
         """The squared norm of each example's gradient."""
@@ -125,19 +106,73 @@ class ExampleGradients:
             pieces = [self._pieces[n] for n in members]
             together = pieces if alone else merged([(self._sites[n], self._pieces[n]) for n in members])
             if together is not None:
-                total = total + sum(piece.squared_norm() for piece in together)
+                norms = sum(piece.squared_norm() for piece in together)
                 if len(together) == 2 and isinstance(together[0], Factors) and isinstance(together[1], Rows):
-                    total = total + together[1].cross(together[0])
+                    norms += together[1].cross(together[0])
+                total = total + norms * self._scale(members[0])
                 continue
             for gradients in self._of_leaves(members).values():
                 total = total + Direct(gradients).squared_norm()
+        # What goes beside may make less of it, down to a rounding error.
+        return jnp.maximum(total + self._beside(), 0) if self._shared else total
+
+    def _scale(self, n: int) -> Any:
+        """The square of the factor with which the numbers of the parameters are in the operand of a site."""
+        layout = self._sites[n].value.layout
+        if layout is None or not is_scaled(layout):
+            return 1
+        # Backwards, as gradients go: forwards a cast to fewer digits would come after the product.
+        (leaf,) = self._direction(n).values()
+        return jnp.square(leaf).max(initial=0)  # zero where the part is not
+
+    def _beside(self) -> Any:
+        """What the numbers in `self._shared` add to the squared norms, with what they have in common with all else.
+
+        Of such a number the gradient is the same for each example, but for a factor.
+        """
+        total: Any = 0.0
+        factors = {n: widened(self._pieces[n].direct().reshape(self.values.shape)) for n in self._shared}
+        directions = {n: self._direction(n) for n in self._shared}
+        for n, direction in directions.items():
+            for m, other in directions.items():
+                common = direction.keys() & other.keys()
+                total += factors[n] * factors[m] * sum(jnp.vdot(direction[i], other[i]) for i in common)
+            rest = frozenset(
+                k
+                for k, site in enumerate(self._sites)
+                if k not in self._shared and site.value.leaves & direction.keys()
+            )
+            chain, leaves = self._chain(direction, rest)
+            _, along = jax.jvp(
+                chain, (leaves,), ([direction[i].astype(x.dtype) for i, x in zip(direction, leaves, strict=True)],)
+            )
+            total += 2 * factors[n] * sum(self._pieces[k].inner(along[k]) for k in rest)
         return total
+
+    def _direction(self, n: int) -> dict[int, jax.Array]:
+        """The gradient of the sum of the operand of a site, for each parameter that it is computed from."""
+        chain, leaves = self._chain(self._sites[n].value.leaves, frozenset([n]))
+        operand, pull = jax.vjp(lambda leaves: chain(leaves)[n], leaves)
+        (gradients,) = pull(jnp.ones_like(operand))
+        return dict(zip(sorted(self._sites[n].value.leaves), map(widened, gradients), strict=True))
+
+    def _chain(self, parameters: Iterable[int], wanted: frozenset[int]) -> tuple[Callable[..., Any], list[jax.Array]]:
+        """The operands of some sites as a function of some parameters, in their order, and these."""
+        chosen = sorted(parameters)
+
+        def operands(leaves: list[Any]) -> dict[int, Any]:
+            filled = list(self._parameters)
+            for i, leaf in zip(chosen, leaves, strict=True):
+                filled[i] = leaf
+            return self._operands(filled, wanted)
+
+        return operands, [self._parameters[i] for i in chosen]
 
     def uses(self) -> list[Use]:
         """How each parameter's gradients are taken, for each place where it meets data."""
         found = []
-        for members, alone in self._groups():
-            apart = not alone and merged([(self._sites[n], self._pieces[n]) for n in members]) is None
+        for members, alone in [*self._groups(), *(([n], True) for n in self._shared)]:
+            alone = alone or merged([(self._sites[n], self._pieces[n]) for n in members]) is not None
             for n in members:
                 site, piece = self._sites[n], self._pieces[n]
                 rule = type(piece).__name__.lower()
@@ -148,7 +183,12 @@ class ExampleGradients:
                 else:
                     why = f"the gradient at each example has {math.prod(piece.gradients.shape[1:])} numbers"
                     why += "" if has_rule(site) else f", by the derivative of {site.eqn.primitive.name}"
-                if apart:
+                if n in self._shared:
+                    rule, why = (
+                        "shared",
+                        "a single number, whose gradient is the same for each example but for a factor",
+                    )
+                if not alone:
                     how = "used in other ways too" if len(members) > 1 else "computed from the parameters"
                     rule, why = "direct", f"the operand is {how}, so each example's gradient is held"
                 found += [Use(leaf, rule, site.eqn.primitive.name, _where(site), why) for leaf in site.value.leaves]
@@ -156,19 +196,10 @@ class ExampleGradients:
 
     def _of_leaves(self, members: list[int]) -> dict[int, jax.Array]:
         """Each example's gradients of the parameters of some sites."""
-        wanted = frozenset(members)
-        leaves = sorted(frozenset().union(*(self._sites[n].value.leaves for n in members)))
-
-        def chain(chosen: list[Any]) -> dict[int, Any]:
-            filled = list(self._parameters)
-            for i, leaf in zip(leaves, chosen, strict=True):
-                filled[i] = leaf
-            return self._operands(filled, wanted)
-
-        _, pull = jax.vjp(chain, [self._parameters[i] for i in leaves])
-        direct = {n: self._pieces[n].direct() for n in members}
-        (gradients,) = jax.vmap(pull)(direct)
-        return dict(zip(leaves, gradients, strict=True))
+        parameters = frozenset().union(*(self._sites[n].value.leaves for n in members))
+        chain, leaves = self._chain(parameters, frozenset(members))
+        (gradients,) = jax.vmap(jax.vjp(chain, leaves)[1])({n: self._pieces[n].direct() for n in members})
+        return dict(zip(sorted(parameters), gradients, strict=True))
 
     def weighted_sum(self, weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
         """The sum over examples of `weights` times the gradient, for each parameter; those of weight zero are left out.
@@ -184,6 +215,12 @@ class ExampleGradients:
             {n: piece.weighted(weights, given[n].dtype).astype(given[n].dtype) for n, piece in self._pieces.items()}
         )
         return gradients
+
+
+def _is_number(site: Site) -> bool:
+    """Whether the operand is a single number that is computed from parameters."""
+    one = aval(site.eqn.invars[site.operand]).size == 1 and not site.value.stacked
+    return one and site.value.layout is None
 
 
 def _where(site: Site) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from .._arguments import argument_name, describe, leaf_name
 from .._call import Call, arrays_apart
 from .._grad import scalar_seed
+from ._program import Program
 
 
 class PerExample:
@@ -48,7 +50,7 @@ class PerExample:
         self._api, self._has_aux, self._keep = api, has_aux, keep_batch_dim
         self._call = Call(api, fun, argnums, has_aux, args, kwargs)
         self._call.check_floating(complex_too=False)
-        self.parameters, self._treedef = jax.tree.flatten(self._call.primals)
+        self.parameters, self._treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, self._call.primals))
         self._batched = tuple(batch_argnums)
         self.size = _batch_size(api, fun, self._batched, args)
         batch = {i: args[i] for i in self._batched}
@@ -69,6 +71,11 @@ class PerExample:
         scalar_seed(f"{self._api}:", value, "return the loss of one example")
         arrays, self._join = arrays_apart(aux)
         return value, arrays
+
+    @cached_property
+    def program(self) -> Program:
+        """The loss, traced. What it closes over belongs to the trace in which this is first asked for."""
+        return Program(self.loss, self.parameters, self.examples)
 
     def aux(self, arrays: list[Any]) -> Any:
         """What `fun` returned beside the loss, for each example; without the axis of size 1 that `fun` got."""

@@ -49,7 +49,7 @@ class Factors(NamedTuple):
 
     def squared_norm(self) -> jax.Array:
         """For each example, in float32 or wider: shape (batch,)."""
-        left, right = _widen(self.left), _widen(self.right)
+        left, right = widened(self.left), widened(self.right)
         positions, p, d = left.shape[2], left.shape[3], right.shape[3]
         if positions == 1:
             return (jnp.square(left).sum((2, 3)) * jnp.square(right).sum((2, 3))).sum(1)
@@ -69,6 +69,12 @@ class Factors(NamedTuple):
         """The gradient of each example: shape (batch, *operand)."""
         return jax.vmap(self.restore)(jnp.einsum("bstp,bstd->bspd", self.left, self.right))
 
+    def inner(self, direction: jax.Array) -> jax.Array:
+        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        shape = (self.left.shape[1], self.left.shape[3], self.right.shape[3])
+        along = _turned(self.restore, shape, direction)
+        return (jnp.einsum("bstp,spd->bstd", widened(self.left), along) * widened(self.right)).sum((1, 2, 3))
+
 
 class Rows(NamedTuple):
     """Each example's gradient of a table from which rows were taken.
@@ -87,7 +93,7 @@ class Rows(NamedTuple):
 
     def squared_norm(self) -> jax.Array:
         """For each example, in float32 or wider: shape (batch,)."""
-        right = _widen(self.right)
+        right = widened(self.right)
         same = self.taken[..., :, None] == self.taken[..., None, :]
         return jnp.where(same, _gram(right, right), 0).sum((1, 2, 3))
 
@@ -96,8 +102,8 @@ class Rows(NamedTuple):
         along_rows, along = factors.left, factors.right
         if factors.axes is not None and factors.axes[2] == (0,):
             along_rows, along = along, along_rows
-        at_rows = jnp.take_along_axis(_widen(along_rows), self.taken[:, :, None, :], axis=3)
-        return 2 * (at_rows * _gram(_widen(along), _widen(self.right))).sum((1, 2, 3))
+        at_rows = jnp.take_along_axis(widened(along_rows), self.taken[:, :, None, :], axis=3)
+        return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
@@ -119,6 +125,12 @@ class Rows(NamedTuple):
 
         return jax.vmap(of_example)(self.taken, self.right)
 
+    def inner(self, direction: jax.Array) -> jax.Array:
+        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        along = _turned(self.restore, (self.right.shape[1], self.height, self.right.shape[3]), direction)
+        stack = jnp.arange(self.right.shape[1])[None, :, None]
+        return (along[stack, self.taken] * widened(self.right)).sum((1, 2, 3))
+
 
 class Direct(NamedTuple):
     """Each example's gradient of an operand.
@@ -131,7 +143,7 @@ class Direct(NamedTuple):
 
     def squared_norm(self) -> jax.Array:
         """For each example, in float32 or wider: shape (batch,)."""
-        return jnp.square(_widen(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
+        return jnp.square(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
@@ -143,6 +155,10 @@ class Direct(NamedTuple):
     def direct(self) -> jax.Array:
         """The gradient of each example: shape (batch, *operand)."""
         return self.gradients
+
+    def inner(self, direction: jax.Array) -> jax.Array:
+        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        return jnp.tensordot(widened(self.gradients), widened(direction), direction.ndim)
 
 
 Piece = Factors | Rows | Direct
@@ -230,5 +246,13 @@ def kept(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
-def _widen(x: jax.Array) -> jax.Array:
+def _turned(restore: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """The inverse of `restore`, which moves numbers, of `x`; in float32 or wider."""
+    x = widened(x)
+    (found,) = jax.linear_transpose(restore, jax.ShapeDtypeStruct(shape, x.dtype))(x)
+    return found
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -148,7 +148,7 @@ def _convolution(site: Site, operand: jax.Array, values: list[Any], cotangents: 
         return arranged.transpose(0, *(axis + 1 for axis in spec)).reshape(operand.shape)
 
     positions, p = right.shape[2], len(slices) * inputs
-    if 2 * positions**2 <= p * outputs:
+    if positions * (p + outputs) < p * outputs:
         return Factors(jnp.concatenate(slices, axis=-1), right, restore, None)
     parts = [_sum_over_positions(left, right) for left in slices]
     return Direct(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))
@@ -184,6 +184,35 @@ def _gather(site: Site, operand: jax.Array, values: list[Any], cotangents: list[
         right = jnp.where(inside[..., None], right, 0)
     index = jnp.clip(index, 0, shape[0] - 1)
     return Rows(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
+
+
+def norm_cost(site: Site) -> tuple[float, int]:
+    """For the norm of one example's gradient there: floating-point operations, and how many numbers are kept for it.
+
+    What an ordinary gradient costs too does not count.
+    """
+    name, operand = site.eqn.primitive.name, aval(site.eqn.invars[site.operand])
+    shared = math.prod(loop.length for loop in site.loops if loop.number not in site.value.stacked)
+    stack = math.prod(loop.length for loop in site.loops if loop.number in site.value.stacked)
+    if not has_rule(site):
+        return 0.0, stack * operand.size
+    out = aval(site.eqn.outvars[0])
+    if name == "gather":
+        positions, d = shared * out.size * operand.shape[0] // operand.size, operand.size // operand.shape[0]
+        return 2.0 * stack * positions**2 * d, stack * positions * d
+    if name == "dot_general":
+        (contract, batch), side = site.eqn.params["dimension_numbers"], site.operand
+        p, groups = (math.prod(operand.shape[axis] for axis in axes[side]) for axes in (contract, batch))
+    else:
+        numbers, groups = site.eqn.params["dimension_numbers"], site.eqn.params["feature_group_count"]
+        p = operand.size // operand.shape[numbers.rhs_spec[0]]
+        groups = groups * site.eqn.params["batch_group_count"]
+    d = operand.size // (p * groups)
+    positions = shared * out.size // (groups * d)
+    if positions * (p + d) >= p * d:
+        return 0.0, stack * operand.size
+    kept = stack * groups * positions * (p + d)
+    return 2.0 * kept * positions, kept
 
 
 def has_rule(site: Site) -> bool:

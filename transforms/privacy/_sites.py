@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._compat import scan_counts
 from .._jaxpr import aval, interpret
@@ -31,7 +31,7 @@ class Parameters(NamedTuple):
 
     Attributes:
       leaves: the parameters that it is computed from.
-      layout: how it is a rearrangement of them, each number of theirs once: the operations; None where it is not.
+      layout: how it is a rearrangement of them, or of a part of them, but for a factor: the operations; None where not.
       stacked: the loops around it, by number, in each turn of which it is another slice of the parameters.
     """
 
@@ -144,7 +144,8 @@ class _Finder:
         if not places or name == "stop_gradient":
             return None, [_known(operands)] * count
         if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
-            return None, [_rearranged(eqn, [operands[k] for k in places])] * count
+            values = [operands[k] for k in places]
+            return None, [_rearranged(eqn, values, k) for k in range(count)]
         if name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
@@ -213,22 +214,71 @@ def _known(operands: Sequence[Any]) -> Origin:
     return Origin.DATA if Origin.DATA in operands else Origin.CONSTANT
 
 
-def _rearranged(eqn: JaxprEqn, values: list[Parameters]) -> Parameters:
-    """What comes out of an operation on parameters alone."""
+def _rearranged(eqn: JaxprEqn, values: list[Parameters], output: int) -> Parameters:
+    """Where an output of an operation on parameters alone comes from."""
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
+    layouts = [value.layout for value in values if value.layout is not None and value.stacked == stacked]
+    step: Any = None
+    if len(layouts) == len(values) == 1:
+        step = _moved(eqn) or _scaled(eqn) or _part(eqn, output)
+    elif len(layouts) == len(values) == len(eqn.invars) and eqn.primitive.name == "concatenate":
+        distinct = sum(len(value.leaves) for value in values) == len(leaves)
+        if distinct and not any(map(is_scaled, layouts)):
+            return Parameters(leaves, (("concatenate", eqn.params["dimension"], tuple(layouts)),), stacked)
+    return Parameters(leaves, None if step is None else (*layouts[0], step), stacked)
+
+
+def _moved(eqn: JaxprEqn) -> Any:
+    """An operation that moves the numbers of its operand and changes none, or only their sign or dtype."""
     name = eqn.primitive.name
-    layouts = tuple(value.layout for value in values)
-    if any(layout is None for layout in layouts) or any(value.stacked != stacked for value in values):
-        return Parameters(leaves, None, stacked)
-    one = len(values) == 1 and len(eqn.invars) == 1
-    if one and (name in _REARRANGING or _is_cast(eqn) or _is_reshape(eqn)):
-        how = eqn.params["permutation"] if name == "transpose" else str(eqn.params)
-        return Parameters(leaves, (*(layouts[0] or ()), (name, how)), stacked)
-    distinct = sum(len(value.leaves) for value in values) == len(leaves)
-    if name == "concatenate" and len(values) == len(eqn.invars) and distinct:
-        return Parameters(leaves, (("concatenate", eqn.params["dimension"], layouts),), stacked)
-    return Parameters(leaves, None, stacked)
+    if len(eqn.invars) > 1 or not (name in _REARRANGING or _is_cast(eqn) or _is_reshape(eqn)):
+        return None
+    return name, eqn.params["permutation"] if name == "transpose" else str(eqn.params)
+
+
+def _scaled(eqn: JaxprEqn) -> Any:
+    """A product with one constant number."""
+    if eqn.primitive.name not in ("mul", "div") or len(eqn.invars) != 2:
+        return None
+    factor = next((x for x in eqn.invars if isinstance(x, Literal)), eqn.invars[1])
+    if aval(factor).shape or (factor is eqn.invars[0] and eqn.primitive.name == "div"):
+        return None
+    return "scaled", eqn.primitive.name, factor.val if isinstance(factor, Literal) else factor
+
+
+def _part(eqn: JaxprEqn, output: int) -> Any:
+    """A part of an array: the first and the last place of it, for each axis."""
+    shape = aval(eqn.invars[0]).shape
+    if eqn.primitive.name == "slice":
+        return "part", eqn.params["start_indices"], eqn.params["limit_indices"], eqn.params["strides"]
+    if eqn.primitive.name == "split":
+        axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+        start = [0] * len(shape)
+        start[axis] = int(sum(sizes[:output]))
+        stop = list(shape)
+        stop[axis] = start[axis] + int(sizes[output])
+        return "part", tuple(start), tuple(stop), None
+    return None
+
+
+def is_scaled(layout: tuple[Any, ...]) -> bool:
+    """Whether the numbers of a layout are those of the parameters times a factor."""
+    return any(step[0] == "scaled" for step in layout)
+
+
+def apart(one: Parameters, other: Parameters) -> bool:
+    """Whether two values have no number of the parameters in common."""
+    if not one.leaves & other.leaves:
+        return True
+    boxes = [value.layout[0] for value in (one, other) if value.layout and value.layout[0][0] == "part"]
+    if len(one.leaves | other.leaves) > 1 or len(boxes) < 2:
+        return False
+    (_, starts, stops, _), (_, other_starts, other_stops, _) = boxes
+    return any(
+        stop <= other_start or other_stop <= start
+        for start, stop, other_start, other_stop in zip(starts, stops, other_starts, other_stops, strict=True)
+    )
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:

@@ -154,7 +154,9 @@ def test_a_transform_before_clipping() -> None:
         gradient = 2 * jax.grad(loss)(PARAMS, X[i : i + 1], Y[i : i + 1])["w"]
         total += gradient * min(1, 1.37 / jnp.linalg.norm(gradient))
     assert_close(doubled(PARAMS, X, Y), {"twice": total})
-    assert doubled.explain(PARAMS, X, Y) == ("vmap", [])
+    report = doubled.explain(PARAMS, X, Y)
+    assert report[:3] == ("vmap", 6, "pre_clipping_transform needs each gradient")
+    assert {use.rule for use in report.uses} == {"direct"}
 
 
 class Net(nnx.Module):
@@ -320,3 +322,20 @@ def test_the_sensitivity_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ModuleNotFoundError, match=r"sensitivity needs dp-accounting; install .*plurax\[privacy\]"):
         of.sensitivity()
+
+
+def test_what_auto_takes_depends_on_the_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = lambda params, x: jnp.sum(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]))
+    params = {name: np.sin(np.arange(256.0**2)).reshape(256, 256).astype(np.float32) / 16 for name in "ab"}
+    long, short = (np.cos(np.arange(2.0 * n * 256)).reshape(2, n, 256).astype(np.float32) for n in (120, 3))
+    auto = clipped_grad(wide, l2_clip_norm=1.0, return_grad_norms=True)
+    report = auto.explain(params, long)
+    assert report[:2] == ("vmap", 1)
+    assert "MiB one at a time" in report.why
+    assert [(use.parameter, use.rule) for use in report.uses] == [("params['a']", "direct"), ("params['b']", "direct")]
+    assert auto.explain(params, short)[:2] == ("book_keeping", 2)
+    book_keeping = clipped_grad(wide, l2_clip_norm=1.0, return_grad_norms=True, method="book_keeping")
+    for x in (long, short):
+        assert_close(jax.jit(auto)(params, x), jax.jit(book_keeping)(params, x), 1e-4)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert auto.explain(params, long)[:2] == ("book_keeping", 2)

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from plurax.transforms.privacy._gradients import ExampleGradients
+from plurax.transforms.privacy._program import Program
 
 BATCH = 5
 RNG = np.random.default_rng(0)
@@ -96,6 +97,10 @@ def weight_normed(p: Any, x: Any) -> Any:
     return total(x @ (p["v"] / jnp.linalg.norm(p["v"], axis=0) * p["g"]))
 
 
+def decay(p: Any) -> Any:
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+
+
 def looped(p: Any, x: Any) -> Any:
     return total(lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ lax.dynamic_index_in_dim(p, i, 0, False)), x))
 
@@ -114,14 +119,37 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
     "many positions": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, ROWS, "direct direct direct"),
     "used twice": (lambda p, x: total(jnp.sin(x @ p) @ p), SQUARE, ROWS, "factors factors"),
     "and transposed": (lambda p, x: total(jnp.sin(x @ p) @ p.T), WIDE, ROWS, "factors factors"),
-    "in parts": (lambda p, x: total(jnp.sin(x @ p[:, :2]) @ p[:2, 2:4].T), WIDE, VECTOR, "direct direct"),
+    "in parts": (lambda p, x: total(jnp.sin(x @ p[:, :2]) @ p[:2, 2:4].T), WIDE, VECTOR, "direct factors"),
     "twice by a jitted function": (lambda p, x: total(jitted(p["b"], jitted(p["a"], x))), {"a": SQUARE, "b": WIDE},
                                    VECTOR, "factors factors"),
-    "out of a jitted function": (split_up, WIDE, VECTOR, "direct direct"),
+    "out of a jitted function": (split_up, WIDE, VECTOR, "direct shared"),
+    "scaled": (lambda p, x: total(jnp.sin(x @ (p / jnp.sqrt(3.0))) @ (p * -0.5).T), WIDE, VECTOR, "direct direct"),
+    "scaled alike": (lambda p, x: total(jnp.sin(x @ (2 * p)) @ (2 * p)), SQUARE, ROWS, "factors factors"),
+    "scaled once": (lambda p, x: total(jnp.sin(x @ (p / jnp.sqrt(3.0)).astype(np.float32))), array(16, 12), FEW, "factors"),
+    "scaled and decayed": (lambda p, x: total(x @ (p / jnp.sqrt(3.0))) + decay(p), array(16, 12), FEW,
+                           "factors shared"),
+    "not scaled": (lambda p, x: total(x @ (3.0 / p)), array(16, 12), FEW, "direct"),
+    "layers of a stack": (lambda p, x: total(jnp.sin(jnp.sin(x @ p[0]) @ p[1]) @ (2 * p[2, ::2].T)), array(3, 16, 16),
+                          FEW, "factors factors factors"),
+    "parts of a matrix": (lambda p, x: total(jnp.sin(x @ jnp.split(p, 2, 1)[0]) * (x @ jnp.split(p, 2, 1)[1])),
+                          array(16, 24), FEW, "factors factors"),
+    "parts with numbers in common": (lambda p, x: total((x @ p[:, :14]) * (x @ p[:, 2:])), array(16, 16), FEW,
+                                     "direct direct"),
+    "parts and the whole": (lambda p, x: total(x @ p[:, :12] @ p[:12]), array(16, 16), FEW, "direct direct"),
+    "a part of a part": (lambda p, x: total((x @ p[:, :8][:, 2:6]) * (x @ p[:, 8:12])), array(16, 16), FEW,
+                         "factors factors"),
     "heads": (lambda p, x: total(jnp.einsum("td,dhk->thk", x, p)), array(16, 2, 6), FEW, "factors"),
     "one matrix a head": (lambda p, x: total(jnp.einsum("hd,hdk->hk", x, p)), array(7, 3, 4), ROWS, "factors"),
-    "weight decay": (lambda p, x: total(x @ p) + 0.1 * jnp.sum(p**2), WIDE, VECTOR, "direct direct"),
-    "parameters alone": (lambda p, x: jnp.sum(p**2), WIDE, VECTOR, "direct"),
+    "weight decay": (lambda p, x: total(x @ p) + 0.1 * jnp.sum(p**2), WIDE, VECTOR, "factors shared"),
+    "decay of all": (lambda p, x: mlp(p, x) + 0.1 * decay(p), {"w": array(16, 12), "b": array(12), "v": array(12, 9)},
+                     FEW, "direct factors factors shared shared shared"),
+    "decay times data": (lambda p, x: total(x @ p["w"] @ p["v"]) * decay(p["w"]) + x[0] * jnp.sum(p["w"]) ** 3,
+                         {"w": WIDE, "v": array(6, 4)}, VECTOR, "factors factors shared shared"),
+    "decay of stacked layers": (lambda p, x: total(lax.scan(layer, x, p)[0]) + decay(p), STACK, FEW,
+                                "direct factors shared shared"),
+    "decay of an embedding": (lambda p, i: total(p["e"][i] @ p["e"].T) - decay(p), {"e": array(9, 4)}, INDEX[:, :2],
+                              "factors rows shared"),
+    "parameters alone": (lambda p, x: jnp.sum(p**2), WIDE, VECTOR, "shared"),
     "no parameters": (lambda p, x: jnp.sum(x), WIDE, VECTOR, ""),
     "scale and shift": (normed, {"scale": array(3), "shift": array(3)}, ROWS, "direct direct"),
     "weight normalisation": (weight_normed, {"v": array(3, 4), "g": array(4)}, VECTOR, "direct direct"),
@@ -196,7 +224,7 @@ def test_norms_and_sums_are_those_of_each_gradient(name: str) -> None:
 
     @jax.jit
     def both(leaves: list[Any], examples: Any) -> Any:
-        found = ExampleGradients(of_leaves, leaves, [examples])
+        found = ExampleGradients(Program(of_leaves, leaves, [examples]), [examples])
         uses.extend(found.uses())
         actual = found.values, found.squared_norms(), found.weighted_sum(WEIGHTS)
         mapped = jax.vmap(jax.value_and_grad(of_leaves, has_aux=True), (None, 0))
@@ -214,7 +242,7 @@ def test_large_matrices_are_never_held_for_each_example() -> None:
     loss = lambda p, x: (jnp.sum(jnp.tanh(x[0] @ p[0]) @ p[1]), None)
 
     def clipped(params: Any, x: Any) -> Any:
-        found = ExampleGradients(loss, params, [x])
+        found = ExampleGradients(Program(loss, params, [x]), [x])
         return found.weighted_sum(1 / found.squared_norms())
 
     analysis: Any = jax.jit(clipped).lower(params, x).compile().memory_analysis()

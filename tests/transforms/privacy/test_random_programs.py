@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from plurax.transforms.privacy._gradients import ExampleGradients
+from plurax.transforms.privacy._program import Program
 
 N, BATCH = 3, 4
 
@@ -75,7 +76,7 @@ def test_every_way_of_a_parameter_to_the_loss_counts(data: st.DataObject) -> Non
 
     @jax.jit
     def both(parameters: Any, examples: Any) -> Any:
-        found = ExampleGradients(loss, parameters, examples)
+        found = ExampleGradients(Program(loss, parameters, examples), examples)
         _, gradients = jax.vmap(jax.value_and_grad(loss, has_aux=True), (None, 0))(parameters, examples)
         squares = sum(jnp.square(x).sum((1, 2)) for x in gradients)
         sums = [jnp.tensordot(weights, x, 1) for x in gradients]

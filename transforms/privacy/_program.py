@@ -1,0 +1,45 @@
+"""The loss of one example as a program, and where its parameters meet data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._sites import find_sites
+
+
+class Program:
+    """A loss, traced once.
+
+    Args:
+      loss: from the parameters (a list of arrays) and one example (a list of arrays) to a scalar and anything else.
+      parameters: the parameters.
+      examples: the examples, along axis 0 of each array; of which the shapes count.
+
+    Attributes:
+      parameters: the parameters, as arrays.
+      closed: the program, of the parameters, an example, and a zero.
+      treedef: the structure of what it returns.
+      plan: what to do with each of its operations.
+      sites: where parameters meet data.
+    """
+
+    def __init__(
+        self, loss: Callable[..., tuple[Any, Any]], parameters: Sequence[Any], examples: Sequence[Any]
+    ) -> None:
+        self.parameters = list(parameters)
+        one = [jax.ShapeDtypeStruct(x.shape[1:], jnp.result_type(x)) for x in examples]
+        # A loss of parameters alone must meet data too.
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def of_leaves(*leaves: Any) -> Any:
+            (*inputs, zero) = leaves
+            value, aux = loss(inputs[: len(parameters)], inputs[len(parameters) :])
+            return value + zero.astype(value.dtype), aux
+
+        self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
+        self.treedef = jax.tree.structure(shapes)
+        self.plan, self.sites = find_sites(self.closed, len(self.parameters))
