@@ -144,8 +144,7 @@ class _Finder:
         if not places or name == "stop_gradient":
             return None, [_known(operands)] * count
         if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
-            values = [operands[k] for k in places]
-            return None, [_rearranged(eqn, values, k) for k in range(count)]
+            return None, [_rearranged(eqn, operands, places, k) for k in range(count)]
         if name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
@@ -214,14 +213,15 @@ def _known(operands: Sequence[Any]) -> Origin:
     return Origin.DATA if Origin.DATA in operands else Origin.CONSTANT
 
 
-def _rearranged(eqn: JaxprEqn, values: list[Parameters], output: int) -> Parameters:
-    """Where an output of an operation on parameters alone comes from."""
+def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: int) -> Parameters:
+    """Where an output of an operation on parameters, which are the operands at `places`, and constants comes from."""
+    values: list[Parameters] = [operands[k] for k in places]
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
     layouts = [value.layout for value in values if value.layout is not None and value.stacked == stacked]
     step: Any = None
     if len(layouts) == len(values) == 1:
-        step = _moved(eqn) or _scaled(eqn) or _part(eqn, output)
+        step = _moved(eqn) or _scaled(eqn, places[0]) or _part(eqn, output)
     elif len(layouts) == len(values) == len(eqn.invars) and eqn.primitive.name == "concatenate":
         distinct = sum(len(value.leaves) for value in values) == len(leaves)
         if distinct and not any(map(is_scaled, layouts)):
@@ -237,14 +237,15 @@ def _moved(eqn: JaxprEqn) -> Any:
     return name, eqn.params["permutation"] if name == "transpose" else str(eqn.params)
 
 
-def _scaled(eqn: JaxprEqn) -> Any:
-    """A product with one constant number."""
-    if eqn.primitive.name not in ("mul", "div") or len(eqn.invars) != 2:
+def _scaled(eqn: JaxprEqn, place: int) -> Any:
+    """A product of the operand at `place` and one constant number."""
+    if (eqn.primitive.name, place) not in (("mul", 0), ("mul", 1), ("div", 0)):
         return None
-    factor = next((x for x in eqn.invars if isinstance(x, Literal)), eqn.invars[1])
-    if aval(factor).shape or (factor is eqn.invars[0] and eqn.primitive.name == "div"):
+    factor = eqn.invars[1 - place]
+    if aval(factor).shape:
         return None
-    return "scaled", eqn.primitive.name, factor.val if isinstance(factor, Literal) else factor
+    # Of what is no literal the value is not known here: it is like no other.
+    return "scaled", eqn.primitive.name, factor.val if isinstance(factor, Literal) else object()
 
 
 def _part(eqn: JaxprEqn, output: int) -> Any:

@@ -76,6 +76,11 @@ def jitted(w: Any, x: Any) -> Any:
 
 
 @jax.jit
+def scaled(x: Any, w: Any, factor: Any) -> Any:
+    return x @ (factor * w)
+
+
+@jax.jit
 def both_out(w: Any, x: Any) -> Any:
     return jnp.tanh(w), x * w.sum()
 
@@ -125,9 +130,12 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
     "out of a jitted function": (split_up, WIDE, VECTOR, "direct shared"),
     "scaled": (lambda p, x: total(jnp.sin(x @ (p / jnp.sqrt(3.0))) @ (p * -0.5).T), WIDE, VECTOR, "direct direct"),
     "scaled alike": (lambda p, x: total(jnp.sin(x @ (2 * p)) @ (2 * p)), SQUARE, ROWS, "factors factors"),
-    "scaled once": (lambda p, x: total(jnp.sin(x @ (p / jnp.sqrt(3.0)).astype(np.float32))), array(16, 12), FEW, "factors"),
+    "scaled once": (lambda p, x: total(x @ (jnp.sqrt(3.0) * p).T), array(12, 16), FEW, "factors"),
+    "a number that divides": (lambda p, x: total(x * (jnp.sqrt(3.0) / p)), array(), FEW, "shared"),
     "scaled and decayed": (lambda p, x: total(x @ (p / jnp.sqrt(3.0))) + decay(p), array(16, 12), FEW,
                            "factors shared"),
+    "scaled in two ways": (lambda p, x: total(scaled(scaled(x, p, jnp.sqrt(2.0)), p, jnp.sqrt(3.0))), array(16, 16), FEW,
+                           "direct direct"),
     "not scaled": (lambda p, x: total(x @ (3.0 / p)), array(16, 12), FEW, "direct"),
     "layers of a stack": (lambda p, x: total(jnp.sin(jnp.sin(x @ p[0]) @ p[1]) @ (2 * p[2, ::2].T)), array(3, 16, 16),
                           FEW, "factors factors factors"),
