@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jax import lax
 
 from plurax.transforms.privacy._gradients import ExampleGradients
+from plurax.transforms.privacy._pieces import Factors
 from plurax.transforms.privacy._program import Program
 
 N, BATCH = 3, 4
+
+
+@jax.jit
+def by_factor(a: Any, b: Any, factor: Any) -> Any:
+    return a @ (factor * b)
+
 
 # Each takes two values of shape (N, N), from parameters, data or both, and gives one.
 STEPS: dict[str, Any] = {
@@ -39,6 +49,14 @@ STEPS: dict[str, Any] = {
     "choice": lambda a, b: jnp.where(a > b, a, 2 * b),
     "rows": lambda a, b: a[jnp.array([2, 0, 2])] * b,
     "rows by data": lambda a, b: a[jnp.argsort(b[0])],
+    "half": lambda a, b: (0.5 * a) @ b,
+    "divided": lambda a, b: (a / jnp.sqrt(3.0)) @ b.T,
+    "by a jitted factor": lambda a, b: by_factor(by_factor(a, b, jnp.sqrt(2.0)), b, jnp.sqrt(3.0)),
+    "parts": lambda a, b: jnp.concatenate([a[:2] @ b, b[2:] @ a]),
+    "parts with numbers in common": lambda a, b: (a[:, :2] @ b[:2]) * (a[:, 1:] @ b[1:]),
+    "split": lambda a, b: jnp.split(a, [1], 1)[0] * b + jnp.split(a, [1], 1)[1] @ b[:2],
+    "decay": lambda a, b: a + 0.1 * jnp.sum(b**2),
+    "times a norm": lambda a, b: a * jnp.linalg.norm(b),
     "stop": lambda a, b: a * lax.stop_gradient(b),
     "cast": lambda a, b: a.astype(jnp.float32).astype(jnp.float64) + b,
     "jitted": jax.jit(lambda a, b: jnp.sin(a) @ b),
@@ -55,9 +73,14 @@ STEPS: dict[str, Any] = {
 }
 
 
-@given(data=st.data())
-@settings(max_examples=max(50, settings().max_examples))
-def test_every_way_of_a_parameter_to_the_loss_counts(data: st.DataObject) -> None:
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("part", range(4))  # which run side by side
+def test_every_way_of_a_parameter_to_the_loss_counts(part: int) -> None:
+    program = given(data=st.data())(a_program_counts_every_way)
+    seed(part)(settings(max_examples=max(13, settings().max_examples // 4))(program))()
+
+
+def a_program_counts_every_way(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 7), label="steps")
     steps = [
         (data.draw(st.sampled_from(sorted(STEPS))), data.draw(st.integers(0, 3 + i)), data.draw(st.integers(0, 3 + i)))
@@ -67,6 +90,8 @@ def test_every_way_of_a_parameter_to_the_loss_counts(data: st.DataObject) -> Non
     parameters = [generator.normal(size=(N, N)) for _ in range(2)]
     examples = [generator.normal(size=(BATCH, N, N)) for _ in range(2)]
     weights = generator.normal(size=BATCH)
+    # Of matrices as small as these the gradients would be held otherwise.
+    factors = mock.patch.object(Factors, "smaller", return_value=True) if data.draw(st.booleans()) else nullcontext()
 
     def loss(parameters: Any, example: Any) -> Any:
         values = [*parameters, *example]
@@ -82,7 +107,7 @@ def test_every_way_of_a_parameter_to_the_loss_counts(data: st.DataObject) -> Non
         sums = [jnp.tensordot(weights, x, 1) for x in gradients]
         return (found.squared_norms(), found.weighted_sum(weights)), (squares, sums)
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), factors:
         actual, expected = both(parameters, examples)
         tolerance = 1e-5 if any(name == "cast" for name, *_ in steps) else 1e-9
         scale = 1 + max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
