@@ -255,7 +255,8 @@ def clipped_grad(
       prng_argnum: an argument that is a key, which is split, one for each sample.
       spmd_axis_name: as for `jax.vmap`.
       method: "vmap" holds each sample's gradient; "ghost" takes the norms from one backward pass and the sum from
-        another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping".
+        another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping", or on
+        one CPU "vmap" one sample at a time, by what both cost as counted from shapes.
 
     Returns:
       A function of the same arguments that returns the sum, like the parameters; with `has_aux`, `return_values` or

@@ -2,7 +2,7 @@
 
 `Factors` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations A and
 cotangents G, with T positions, of which the gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d)
-instead of T p d and holds T² numbers instead of p d (arXiv 2205.10683). `Direct` keeps the gradient of each example.
+instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `Direct` keeps the gradient of each example.
 """
 
 from __future__ import annotations
