@@ -1,7 +1,8 @@
 """What a clipped sum of per-sample gradients costs, against the ordinary gradient and other ways to it.
 
-python benchmarks/privacy.py            measures, and rewrites its tables of benchmarks/README.md
-python benchmarks/privacy.py --smoke    runs everything small and once, and writes nothing
+python benchmarks/privacy.py               measures, and rewrites its tables of benchmarks/README.md
+python benchmarks/privacy.py --only GPT    measures the jobs with GPT in their titles, and writes nothing
+python benchmarks/privacy.py --smoke       runs everything small and once, and writes nothing
 """
 
 from __future__ import annotations
@@ -27,17 +28,37 @@ try:
     import jax_privacy
 except ModuleNotFoundError:
     jax_privacy = None
+try:
+    import opacus
+    import torch
+except ModuleNotFoundError:
+    opacus = torch = _opacus = None
+else:
+    import _opacus
 
 MIB = 2**20
+CLIP = 1.0
+ORDINARY, OF_TORCH = "ordinary gradient", "torch, ordinary gradient"
 
 
 class Job(NamedTuple):
-    """A loss of parameters, of inputs and of labels, with all three."""
+    """A loss of parameters, of inputs and of labels, with all three, and the name of its model in PyTorch."""
 
     loss: Callable[..., jax.Array]
     params: Any
     x: jax.Array
     y: jax.Array
+    twin: str | None
+
+
+class Way(NamedTuple):
+    """A compiled call, what it should return, and what is known of it."""
+
+    call: Callable[[], Any]
+    expected: Any = None
+    temporaries: int | None = None
+    tracing: float | None = None
+    against: str = ORDINARY
 
 
 def normal(generator: np.random.Generator, *shape: int) -> jax.Array:
@@ -48,6 +69,10 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
+def plain_cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1).mean()
+
+
 def mlp(generator: np.random.Generator, batch: int, sizes: tuple[int, ...]) -> Job:
     params = [(normal(generator, n, m), jnp.zeros(m)) for n, m in itertools.pairwise(sizes)]
 
@@ -56,7 +81,7 @@ def mlp(generator: np.random.Generator, batch: int, sizes: tuple[int, ...]) -> J
             x = jax.nn.relu(x @ weight + bias)
         return cross_entropy(x @ params[-1][0] + params[-1][1], y)
 
-    return Job(loss, params, normal(generator, batch, sizes[0]), labels(generator, batch, sizes[-1]))
+    return Job(loss, params, normal(generator, batch, sizes[0]), labels(generator, batch, sizes[-1]), "mlp")
 
 
 def cnn(generator: np.random.Generator, batch: int, side: int) -> Job:
@@ -78,7 +103,7 @@ def cnn(generator: np.random.Generator, batch: int, side: int) -> Job:
         x = jax.nn.relu(x @ params["dense1"][0] + params["dense1"][1])
         return cross_entropy(x @ params["dense2"][0] + params["dense2"][1], y)
 
-    return Job(loss, params, normal(generator, batch, side, side, 1), labels(generator, batch, 10))
+    return Job(loss, params, normal(generator, batch, side, side, 1), labels(generator, batch, 10), "cnn")
 
 
 def lstm(generator: np.random.Generator, batch: int, length: int, inputs: int, hidden: int) -> Job:
@@ -100,12 +125,15 @@ def lstm(generator: np.random.Generator, batch: int, length: int, inputs: int, h
         (h, _), _ = lax.scan(step, (zeros, zeros), x.swapaxes(0, 1))
         return cross_entropy(h @ params["out"], y)
 
-    return Job(loss, params, normal(generator, batch, length, inputs), labels(generator, batch, 10))
+    return Job(loss, params, normal(generator, batch, length, inputs), labels(generator, batch, 10), "lstm")
 
 
-def gpt(generator: np.random.Generator, batch: int, length: int, layers: int, width: int, vocabulary: int) -> Job:
-    """Blocks of causal attention in four heads, with a tied embedding."""
-    heads = 4
+def gpt(batch: int, length: int, layers: int, width: int, vocabulary: int, plain: bool = False) -> Job:
+    """Blocks of causal attention in four heads; the head is the embedding, unless `params` have one of their own.
+
+    With `plain`, the loss is written with `jax.nn.log_softmax`, instead of taken from optax.
+    """
+    generator, heads = np.random.default_rng(0), 4
 
     def block() -> dict[str, Any]:
         return {
@@ -139,83 +167,192 @@ def gpt(generator: np.random.Generator, batch: int, length: int, layers: int, wi
             weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
             h += dense(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(h.shape), *p["out"])
             h += dense(jax.nn.gelu(dense(norm(h, *p["norm2"]), *p["up"])), *p["down"])
-        return cross_entropy(h @ params["embedding"].T, y)
+        logits = h @ params.get("head", params["embedding"]).T
+        return plain_cross_entropy(logits, y) if plain else cross_entropy(logits, y)
 
     x, y = (jnp.asarray(generator.integers(0, vocabulary, (batch, length))) for _ in range(2))
-    return Job(loss, params, x, y)
+    return Job(loss, params, x, y, None if plain else "gpt")
 
 
 def labels(generator: np.random.Generator, batch: int, classes: int) -> jax.Array:
     return jnp.asarray(generator.integers(0, classes, batch))
 
 
-def candidates(job: Job, naive: bool) -> dict[str, Callable[..., Any]]:
-    """Functions of the parameters, the inputs and the labels."""
-    options: dict[str, Any] = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2)}
-    found: dict[str, Callable[..., Any]] = {"ordinary gradient": jax.grad(job.loss)}
-    for method in ("book_keeping", "ghost"):
-        found[f'clipped_grad, "{method}"'] = clipped_grad(job.loss, method=method, **options)
-    found['clipped_grad, "vmap", one at a time'] = clipped_grad(job.loss, method="vmap", microbatch_size=1, **options)
-    few = clipped_grad(job.loss, method="book_keeping", microbatch_size=4, **options)
-    found['clipped_grad, "book_keeping", four at a time'] = few
-    if naive:
-        found["vmap of grad, then clipped"] = clipped_grad(job.loss, method="vmap", **options)
+def clipped(loss: Callable[..., jax.Array], params: Any, x: jax.Array, y: jax.Array) -> Any:
+    """One example's gradient, clipped: what one writes by hand."""
+    gradient = jax.grad(loss)(params, x[None], y[None])
+    factor = jnp.minimum(1, CLIP / optax.global_norm(gradient))
+    return jax.tree.map(lambda leaf: leaf * factor, gradient)
+
+
+def by_vmap(job: Job) -> Callable[..., Any]:
+    def fun(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        gradients = jax.vmap(partial(clipped, job.loss), (None, 0, 0))(params, x, y)
+        return jax.tree.map(lambda leaf: leaf.sum(0), gradients)
+
+    return fun
+
+
+def by_scan(job: Job) -> Callable[..., Any]:
+    def fun(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        def step(total: Any, example: Any) -> Any:
+            return jax.tree.map(jnp.add, total, clipped(job.loss, params, *example)), None
+
+        return lax.scan(step, jax.tree.map(jnp.zeros_like, params), (x, y))[0]
+
+    return fun
+
+
+def by_python(job: Job) -> Way:
+    """A call for each example, which adds to the sum in place."""
+
+    def add(total: Any, params: Any, x: jax.Array, y: jax.Array) -> Any:
+        return jax.tree.map(jnp.add, total, clipped(job.loss, params, x, y))
+
+    one = compiled(add, job.params, job.params, job.x[0], job.y[0], donate_argnums=0)
+
+    def call() -> Any:
+        total = jax.tree.map(jnp.zeros_like, job.params)
+        for example in zip(job.x, job.y, strict=True):
+            total = one.call.func(total, job.params, *example)
+        return total
+
+    return one._replace(call=call)
+
+
+def compiled(fun: Callable[..., Any], *args: Any, **options: Any) -> Way:
+    start = time.perf_counter()
+    lowered = jax.jit(lambda *args: fun(*args), **options).lower(*args)  # a function of its own, so traced anew
+    tracing = time.perf_counter() - start
+    run = lowered.compile()
+    return Way(partial(run, *args), None, run.memory_analysis().temp_size_in_bytes, tracing)
+
+
+def ways_of_jax(job: Job) -> dict[str, Way]:
+    args = (job.params, job.x, job.y)
+    options: dict[str, Any] = {"l2_clip_norm": CLIP, "batch_argnums": (1, 2)}
+    found = {ORDINARY: compiled(jax.grad(job.loss), *args)}
+    for method, size, note in (
+        ("auto", None, ""),
+        ("book_keeping", None, ""),
+        ("book_keeping", 4, ", four at a time"),
+        ("ghost", None, ""),
+        ("vmap", 2, ", two at a time"),
+        ("vmap", 1, ", one at a time"),
+    ):
+        fun = clipped_grad(job.loss, method=method, microbatch_size=size, **options)
+        found[f'clipped_grad, "{method}"{note}'] = compiled(fun, *args)
+    found["by hand: vmap of grad"] = compiled(by_vmap(job), *args)
+    found["by hand: scan of grad, one at a time"] = compiled(by_scan(job), *args)
+    found["by hand: Python loop, a compiled call for each"] = by_python(job)
     if jax_privacy is not None:
-        found["jax_privacy, one at a time"] = jax_privacy.clipped_grad(job.loss, microbatch_size=1, **options)
-        if naive:
-            found["jax_privacy"] = jax_privacy.clipped_grad(job.loss, **options)
+        found["jax_privacy, all at once (its default)"] = compiled(jax_privacy.clipped_grad(job.loss, **options), *args)
+        sizes = [2**i for i in range(10) if 2**i < len(job.x)]
+        parts = {
+            size: compiled(jax_privacy.clipped_grad(job.loss, microbatch_size=size, **options), *args) for size in sizes
+        }
+        trial = interleaved({size: way.call for size, way in parts.items()}, rounds=2, seconds=0.01)
+        best = min(sizes, key=lambda size: min(trial[size]["turns_ms"]))
+        found[f"jax_privacy, {best} at a time (its best of {sizes[0]} to {sizes[-1]})"] = parts[best]
+    ordinary, total = found[ORDINARY].call(), found["by hand: vmap of grad"].call()
+    return {name: way._replace(expected=ordinary if name == ORDINARY else total) for name, way in found.items()}
+
+
+def ways_of_torch(job: Job, ordinary: Any, total: Any) -> dict[str, Way]:
+    """PyTorch's gradient and Opacus's sums, which should be those of JAX."""
+
+    def way(
+        run: Callable[..., Any], expected: Any, params: Any = job.params, clip: tuple = (CLIP,), **module: Any
+    ) -> Way:
+        call = run(_opacus.model(job.twin, params, **module), job.x, job.y, *clip)
+        return Way(call, _opacus.arrays(job.twin, expected), against=OF_TORCH)
+
+    found = {OF_TORCH: way(_opacus.ordinary, ordinary, clip=())}
+    if job.twin == "lstm":
+        found["torch, ordinary gradient, Opacus's DPLSTM"] = found[OF_TORCH]
+        found[OF_TORCH] = way(_opacus.ordinary, ordinary, clip=(), cell=torch.nn.LSTM)
+    found["Opacus, hooks"] = way(_opacus.hooks, total)
+    if job.twin == "gpt":  # ghost norms of a tied embedding are refused
+        untied = job.params | {"head": job.params["embedding"]}
+        found["Opacus, fast gradient clipping"] = way(partial(_opacus.ghost, use_ghost_clipping=False), total)
+        expected = by_vmap(job)(untied, job.x, job.y)
+        found["Opacus, ghost, its head not tied"] = way(_opacus.ghost, expected, untied)
+    else:
+        found["Opacus, ghost"] = way(_opacus.ghost, total)
     return found
 
 
-def measure(job: Job, naive: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    compiled, traced = {}, {}
-    for name, fun in candidates(job, naive).items():
-        start = time.perf_counter()
-        lowered = jax.jit(lambda *args, fun=fun: fun(*args)).lower(job.params, job.x, job.y)
-        traced[name] = time.perf_counter() - start
-        compiled[name] = lowered.compile()
-    calls = {name: partial(run, job.params, job.x, job.y) for name, run in compiled.items()}
-    times = interleaved(calls, rounds=rounds, seconds=seconds)
-    memory = {name: run.memory_analysis().temp_size_in_bytes for name, run in compiled.items()}
-    first = memory["ordinary gradient"]
+def agree(found: Any, expected: Any) -> bool:
+    """Whether each array is within 1e-4 of what is expected, in the norm."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(np.linalg.norm(np.asarray(a) - b) < 1e-4 * np.linalg.norm(b) for a, b in pairs)
+
+
+def measure(job: Job, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    ways = ways_of_jax(job)
+    if _opacus is not None and job.twin is not None:
+        ways |= ways_of_torch(job, ways[ORDINARY].expected, ways["by hand: vmap of grad"].expected)
+    for name, way in ways.items():
+        if not agree(way.call(), way.expected):
+            raise RuntimeError(f"{name}: the result is not that of JAX's ordinary gradient, or of its sum by hand")
+    times = interleaved({name: way.call for name, way in ways.items()}, rounds=rounds, seconds=seconds)
+    first = ways[ORDINARY].temporaries
     return [
         {
             "": name,
-            "ms": f"{found['median_ms']:.2f}",
-            "times the ordinary": f"{ratio(times, name, 'ordinary gradient'):.2f}",
-            "temporaries (MiB)": f"{memory[name] / MIB:.2f}",
-            "times the ordinary's": f"{memory[name] / first:.2f}",
-            "tracing and lowering (s)": f"{traced[name]:.2f}",
+            "ms": f"{times[name]['median_ms']:.2f}",
+            "times the ordinary": f"{ratio(times, name, way.against):.2f}",
+            "temporaries (MiB)": "—" if way.temporaries is None else f"{way.temporaries / MIB:.2f}",
+            "times the ordinary's": "—" if way.temporaries is None else f"{way.temporaries / first:.2f}",
+            "tracing and lowering (s)": "—" if way.tracing is None else f"{way.tracing:.2f}",
         }
-        for name, found in times.items()
+        for name, way in ways.items()
     ]
+
+
+def jobs(smoke: bool) -> dict[str, Job]:
+    generator = np.random.default_rng(0)
+    if smoke:
+        return {
+            "MLP": mlp(generator, 4, (6, 5, 3)),
+            "CNN": cnn(generator, 4, 6),
+            "LSTM": lstm(generator, 4, 3, 2, 4),
+            "GPT": gpt(4, 3, 1, 8, 5),
+            "GPT, log_softmax": gpt(4, 3, 1, 8, 5, plain=True),
+        }
+    size = (16, 128, 4, 256, 8192)
+    title = "GPT, 4 layers of 256, 128 tokens, tied vocabulary 8192, batch 16, its loss"
+    return {
+        "MLP 784-512-256-10, batch 256": mlp(generator, 256, (784, 512, 256, 10)),
+        "CNN of PyTorch's tutorial, batch 64": cnn(generator, 64, 28),
+        "LSTM, 32 steps of 64 numbers, hidden 128, batch 64": lstm(generator, 64, 32, 64, 128),
+        f"{title} of optax": gpt(*size),
+        f"{title} written with log_softmax and take_along_axis": gpt(*size, plain=True),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    smoke = parser.parse_args().smoke
-    device, generator = jax.devices()[0], np.random.default_rng(0)
+    parser.add_argument("--only", default="", metavar="NAME", help="jobs with NAME in their titles, write nothing")
+    options = parser.parse_args()
+    device = jax.devices()[0]
+    if _opacus is not None:
+        torch.set_num_threads(2)
+    peers = f"torch {torch.__version__} (2 threads), opacus {opacus.__version__}" if _opacus else "without opacus"
     about = (
-        f"jax {jax.__version__}, {'jax-privacy' if jax_privacy else 'without jax-privacy'}, "
-        f"Python {platform.python_version()}, {device.platform} ({device.device_kind})."
+        f"jax {jax.__version__}, {f'jax-privacy {jax_privacy.__version__}' if jax_privacy else 'without jax-privacy'}, "
+        f"{peers}, Python {platform.python_version()}, {device.platform} ({device.device_kind})."
     )
-    if smoke:
-        jobs = {"MLP": mlp(generator, 4, (6, 5, 3)), "LSTM": lstm(generator, 4, 3, 2, 4)}
-    else:
-        jobs = {
-            "MLP 784-512-256-10, batch 256": mlp(generator, 256, (784, 512, 256, 10)),
-            "CNN of PyTorch's tutorial, batch 64": cnn(generator, 64, 28),
-            "LSTM, 32 steps of 64 numbers, hidden 128, batch 64": lstm(generator, 64, 32, 64, 128),
-            "GPT, 4 layers of 256, 128 tokens, tied vocabulary 8192, batch 16": gpt(generator, 16, 128, 4, 256, 8192),
-        }
     sections, results = [about], {"about": about}
-    for title, job in jobs.items():
-        rows = measure(job, title.startswith("MLP"), *((2, 0.001) if smoke else (7, 0.1)))
+    for title, job in jobs(options.smoke).items():
+        if options.only.lower() not in title.lower():
+            continue
+        rows = measure(job, *((2, 0.001) if options.smoke else (7, 0.1)))
         results[title] = rows
         sections.append(f"### {title}\n\n{table(rows)}")
         print(title, table(rows), sep="\n", flush=True)
-    if not smoke:
+    if not options.smoke and not options.only:
         publish("privacy", "\n\n".join(sections), results)
 
 

@@ -109,7 +109,7 @@ def per_sample_norm(
       argnums: as for `per_sample_grad`; the norm is that over all of them together.
       batch_argnums: as for `per_sample_grad`.
       keep_batch_dim: as for `per_sample_grad`.
-      method: as for `clipped_grad`; "ghost" and "book_keeping" are the same here.
+      method: as for `clipped_grad`; all but "vmap" are the same here.
 
     Returns:
       A function of the same arguments that returns the norms, shape (batch,), of float32 or wider.
@@ -308,9 +308,9 @@ def clipped_grad(
         most = _group_size(microbatch_size, of.size)
         if pre_clipping_transform is not None:
             return Choice("vmap", most, "pre_clipping_transform needs each gradient")
-        if method == "auto" and dtype is None:
+        if method == "auto":
             return choose(of.program, of.size, most, spmd_axis_name)
-        return Choice("book_keeping" if method == "auto" else method, most, f'it was asked for by method="{method}"')
+        return Choice(method, most, f'it was asked for by method="{method}"')
 
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
         of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
