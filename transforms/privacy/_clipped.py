@@ -14,7 +14,7 @@ from .._arguments import Argnums, check_argnums, check_callable, describe, wrap_
 from .._budget import check_budget
 from .._chunk import check_chunk_size
 from .._vmap import vmap
-from ._backward import Backward
+from ._backward import Backward, each_gradient
 from ._choice import Choice, choose
 from ._gradients import ExampleGradients, Use
 from ._per_example import PerExample
@@ -86,8 +86,11 @@ def per_sample_grad(
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
         of = check(has_aux, keep_batch_dim, None, args, kwargs)
-        each = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
-        leaves, aux = each(of.parameters, of.examples)
+        if chunk_size is None and memory_budget is None:
+            (_, aux), leaves = each_gradient(of, of.examples)
+        else:
+            each = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
+            leaves, aux = each(of.parameters, of.examples)
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
 

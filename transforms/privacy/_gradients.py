@@ -201,6 +201,12 @@ class ExampleGradients:
         (gradients,) = jax.vmap(jax.vjp(chain, leaves)[1])({n: self._pieces[n].direct() for n in members})
         return dict(zip(sorted(parameters), gradients, strict=True))
 
+    def each(self) -> list[jax.Array]:
+        """The gradient of each parameter at each example: shape (batch, *parameter)."""
+        found = self._of_leaves(list(range(len(self._sites))))
+        batch = self.values.shape
+        return [found.get(i, jnp.zeros((*batch, *x.shape), x.dtype)) for i, x in enumerate(self._parameters)]
+
     def weighted_sum(self, weights: jax.Array, dtype: Any = None) -> list[jax.Array]:
         """The sum over examples of `weights` times the gradient, for each parameter; those of weight zero are left out.
 
