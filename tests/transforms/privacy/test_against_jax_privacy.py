@@ -1,0 +1,533 @@
+"""`clipped_grad` in the place of `jax_privacy.clipped_grad`: arguments, results, errors, and its tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import jax_privacy
+import numpy as np
+import optax
+import pytest
+from jax_privacy.experimental import execution_plan
+
+from plurax.transforms import clipped_grad
+
+pytestmark = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # by jax-privacy
+
+METHODS = ("vmap", "ghost", "book_keeping")
+RELATIONS = list(dp_accounting.NeighboringRelation)
+X = np.sin(np.arange(24.0)).reshape(6, 4).astype(np.float32)
+Y = np.array([0, 2, 1, 1, 0, 2])
+PARAMS = {"w": np.cos(np.arange(12.0)).reshape(4, 3).astype(np.float32), "b": np.array([0.1, -0.2, 0.3], np.float32)}
+HALF = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), PARAMS)
+PADDED = np.arange(6) % 3 == 1
+EVERY = {"return_values": True, "return_grad_norms": True}
+
+
+def loss(params: Any, x: Any, y: Any) -> Any:
+    """The mean cross-entropy of a batch."""
+    logits = x @ params["w"] + params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def scaled(params: Any, x: Any, y: Any, scale: Any) -> Any:
+    return jnp.sum(loss(params, x, y) * scale)
+
+
+def data_first(batch: Any, params: Any) -> Any:
+    return loss(params, batch["x"], *batch["rest"])
+
+
+def with_aux(params: Any, x: Any, y: Any) -> Any:
+    logits = x @ params["w"]
+    return loss(params, x, y), {"logits": logits, "first": logits[0, :1], "mean": logits.mean(), "x": (x, x[None])}
+
+
+def of_one(params: Any, x: Any, y: Any) -> Any:
+    assert x.ndim == 1
+    return loss(params, x[None], y[None])
+
+
+def aux_of_one(params: Any, x: Any, y: Any) -> Any:
+    return of_one(params, x, y), {"x": x[:1], "y": y, "rows": x[None]}
+
+
+def by_keyword(params: Any, x: Any, *, y: Any, weight: Any) -> Any:
+    return loss(params, x, y[None]) * weight["of"] + jnp.sum(params["b"] * weight["on"])
+
+
+def noisy(params: Any, x: Any, key: Any) -> Any:
+    noise = (jax.random.key_data(key) % 1000).astype(jnp.float32) / 1000
+    return jnp.sum(params["w"][:2] * noise[:, None]) * x[0, 0] + jnp.sum(params["b"]) * noise[0]
+
+
+def noisier(params: Any, x: Any, keys: Any) -> Any:
+    return noisy(params, x, keys["a"]) + noisy(params, x, keys["b"][1])
+
+
+def twice(gradient: Any) -> Any:
+    return {"twice": 2 * gradient["w"], "and": [gradient["b"][:2]]}
+
+
+class Case(NamedTuple):
+    """A loss, its arguments, and options of `clipped_grad`."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tolerance: float
+    options: dict[str, Any]
+
+
+def case(
+    fun: Callable[..., Any] = loss,
+    args: tuple[Any, ...] = (PARAMS, X, Y),
+    kwargs: Any = None,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> Case:
+    return Case(fun, args, kwargs or {}, tolerance, {"l2_clip_norm": 1.37, "batch_argnums": (1, 2), **options})
+
+
+GROUPS = (PARAMS, X.reshape(3, 2, 4), Y.reshape(3, 2))
+KEY, KEYS = jax.random.key(3), {"a": jax.random.key(0), "b": (jax.random.key(1), jax.random.key(2))}
+BY_KEYWORD = {"y": Y, "weight": {"of": np.linspace(0.5, 2, 6, dtype=np.float32), "on": X[:, :3]}}
+
+CASES: dict[str, Case] = {
+    "values and norms": case(**EVERY),
+    "a bound that is an int, of few": case(l2_clip_norm=1, return_values=True),
+    "a bound in an array, of none": case(l2_clip_norm=jnp.float32(10), return_grad_norms=True),
+    "normalized": case(normalize_by=6),
+    "rescaled and normalized": case(rescale_to_unit_norm=True, normalize_by=0.25),
+    # The gradients of what.
+    "several arguments": case(scaled, (PARAMS, X, Y, np.float32(0.7)), argnums=(3, 0), **EVERY),
+    "one in a tuple": case(argnums=(0,)),
+    "a number": case(scaled, (PARAMS, X, Y, 2.5), argnums=3, **EVERY),
+    "the second one": case(data_first, ({"x": X, "rest": [Y]}, PARAMS), argnums=1, batch_argnums=0, **EVERY),
+    "a leaf of nothing": case(args=({**PARAMS, "n": None, "e": np.ones((0, 2), np.float32)}, X, Y)),
+    "parameters without data": case(lambda p, x, y: jnp.sum(p["w"]) * jnp.sum(x), **EVERY),
+    "a transform": case(pre_clipping_transform=lambda g: jax.tree.map(jnp.sin, g), microbatch_size=2, **EVERY),
+    "a transform to something else": case(pre_clipping_transform=twice, **EVERY),
+    "a transform of several": case(
+        scaled,
+        (PARAMS, X, Y, 0.7),
+        argnums=(0, 3),
+        pre_clipping_transform=lambda g: (g[1], g[0]["b"]),
+        normalize_by=3.0,
+    ),
+    "a transform to nothing": case(pre_clipping_transform=lambda g: {}, **EVERY),
+    "a transform to None": case(pre_clipping_transform=lambda g: None, **EVERY),
+    # And of whom.
+    "auxiliary arrays": case(with_aux, has_aux=True, microbatch_size=2, **EVERY),
+    "auxiliary numbers": case(
+        lambda p, x, y: (loss(p, x, y), {"n": 3, "f": 0.5, "of": np.arange(2), "j": jnp.arange(3), "none": None}),
+        has_aux=True,
+    ),
+    "without an axis": case(of_one, keep_batch_dim=False, **EVERY),
+    "auxiliary arrays without an axis": case(aux_of_one, has_aux=True, keep_batch_dim=False),
+    "groups": case(args=GROUPS, keep_batch_dim=False, l2_clip_norm=0.5, **EVERY),
+    "groups with an axis": case(lambda p, x, y: loss(p, x[0], y[0]), GROUPS, l2_clip_norm=0.5, microbatch_size=1),
+    "one sample": case(args=(PARAMS, X[:1], Y[:1]), **EVERY),
+    "keywords": case(by_keyword, (PARAMS, X), BY_KEYWORD, batch_argnums=1, microbatch_size=2, **EVERY),
+    "padding": case(kwargs={"is_padding_example": PADDED}, **EVERY),
+    "padding in parts": case(kwargs={"is_padding_example": PADDED}, microbatch_size=2),
+    "padding without an axis": case(
+        of_one, kwargs={"is_padding_example": PADDED}, keep_batch_dim=False, nan_safe=False
+    ),
+    # How.
+    "a key": case(noisy, (PARAMS, X, KEY), batch_argnums=1, prng_argnum=2, **EVERY),
+    "a key in parts": case(noisy, (PARAMS, X, KEY), batch_argnums=1, prng_argnum=2, microbatch_size=2, **EVERY),
+    "a key of old": case(noisy, (PARAMS, X, jax.random.PRNGKey(3)), batch_argnums=1, prng_argnum=-1),
+    "keys": case(noisier, (PARAMS, X, KEYS), batch_argnums=1, prng_argnum=2),
+    "a key for all": case(noisy, (PARAMS, X, KEY), batch_argnums=1),
+    "NaN may pass, but there is none": case(nan_safe=False, microbatch_size=6, **EVERY),
+    "an axis of devices": case(spmd_axis_name="data", microbatch_size=3),
+    "a narrow sum": case(dtype=jnp.bfloat16, tolerance=2e-2, **EVERY),
+    "a narrow sum in parts": case(dtype="float16", tolerance=2e-3, microbatch_size=2, rescale_to_unit_norm=True),
+    "a wide sum of narrow gradients": case(args=(HALF, X, Y), dtype=jnp.float32, tolerance=2e-2),
+    "narrow gradients": case(args=(HALF, X, Y), tolerance=2e-2, normalize_by=6.0),
+}
+
+
+def method_of(number: int, options: dict[str, Any]) -> str:
+    """One of the methods that can do it, in turn: test_clipped.py is where they are compared."""
+    if "pre_clipping_transform" in options:
+        return ("vmap", "auto")[number % 2]
+    return ("book_keeping", "vmap", "ghost" if "dtype" not in options else "auto")[number % 3]
+
+
+def jitted(of: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compiled as one program, with the numbers among the arguments as they are: a float is no array."""
+    return jax.jit(lambda kwargs: of(*args, **kwargs))(kwargs)
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """The same structure, shapes, dtypes and numbers; an `Aux` of either library is one."""
+    as_tuples = lambda tree: (tree[0], tuple(tree[1])) if type(tree) is tuple and has_fields(tree[-1]) else tree
+    actual, expected = as_tuples(actual), as_tuples(expected)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def has_fields(x: Any) -> bool:
+    return getattr(x, "_fields", None) == ("values", "grad_norms", "aux")
+
+
+def test_the_helper_sees_differences() -> None:
+    one = (jnp.ones(2), jax_privacy.clipping.AuxiliaryOutput(jnp.ones(3), None, None))
+    assert_same(one, one)
+    for other in (
+        (1.001 * one[0], one[1]),
+        (one[0].astype(jnp.bfloat16), one[1]),
+        (one[0], one[1]._replace(values=None)),
+        (one[0], one[1]._replace(values=None, aux=one[1].values)),
+        one[0],
+    ):
+        with pytest.raises(AssertionError):
+            assert_same(other, one)
+
+
+def test_the_signature_is_the_same() -> None:
+    ours = dict(inspect.signature(clipped_grad).parameters)
+    method = ours.pop("method")
+    assert (method.kind, method.default) == (method.KEYWORD_ONLY, "auto")
+    theirs = inspect.signature(jax_privacy.clipped_grad).parameters
+    described = lambda parameters: [(p.name, p.kind, p.default) for p in parameters.values()]
+    identity = theirs["pre_clipping_transform"].default
+    assert identity("anything") == "anything"
+    ours["pre_clipping_transform"] = ours["pre_clipping_transform"].replace(default=identity)  # there it is None
+    assert described(ours) == described(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [(name, method_of(number, case.options)) for number, (name, case) in enumerate(CASES.items())]
+)
+def test_the_results_are_the_same(name: str, method: str) -> None:
+    fun, args, kwargs, tolerance, options = CASES[name]
+    of, theirs = clipped_grad(fun, **options, method=method), jax_privacy.clipped_grad(fun, **options)
+    expected = jitted(theirs, args, kwargs)
+    assert of.has_aux == theirs.has_aux == (type(expected) is tuple and has_fields(expected[-1]))
+    assert_same(jitted(of, args, kwargs), expected, tolerance)
+
+
+def of_each_method(**options: Any) -> list[Any]:
+    """`clipped_grad` of each method, and before them jax-privacy's, of `loss`."""
+    options = {"l2_clip_norm": 1.37, "batch_argnums": (1, 2), **options}
+    return [jax_privacy.clipped_grad(loss, **options), *(clipped_grad(loss, **options, method=m) for m in METHODS)]
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+def test_every_bound_means_the_same(rescale: bool) -> None:
+    """It may also be traced, and negative then."""
+
+    def sums(bound: Any) -> Any:
+        every = of_each_method(l2_clip_norm=bound, rescale_to_unit_norm=rescale, normalize_by=2.0)
+        return [(of(PARAMS, X, Y), jnp.asarray(of.sensitivity())) for of in every]
+
+    bounds = np.array([-1.0, 0.0, 0.01, 0.7, 1.37, 10.0, np.inf], np.float32)
+    expected, *found = jax.jit(jax.vmap(sums))(bounds)
+    for each in found:
+        assert_same(each, expected)
+
+
+def test_its_derivatives_are_the_same() -> None:
+    def derivative(of: Any) -> Any:
+        return jax.grad(lambda p: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(of(p, X, Y))))(PARAMS)
+
+    expected, *found = jax.jit(lambda: [derivative(of) for of in of_each_method()])()
+    for each in found:
+        assert_same(each, expected, 1e-4)
+
+
+def test_what_is_skipped_there_is_padding() -> None:
+    """The values and norms of padding are those of what it holds; there, of whole parts of it, they are zeros."""
+    padding = np.arange(6) % 2 == 1
+    every = of_each_method(microbatch_size=3, **EVERY)
+    (total, there), *found = jax.jit(lambda: [of(PARAMS, X, Y, is_padding_example=padding) for of in every])()
+    assert there.values[padding].tolist() == [0, 0, 0]
+    for of, (sums, aux) in zip(every[1:], found, strict=True):
+        assert_same(sums, total)
+        for mine, theirs, all_of_mine in zip(aux[:2], there[:2], of(PARAMS, X, Y)[1][:2], strict=True):
+            assert_same(mine[~padding], theirs[~padding])
+            assert_same(mine, all_of_mine)
+
+
+def test_the_one_deviation() -> None:
+    """A gradient that is not finite in one place is left out as a whole; there, only in that place."""
+    fun = lambda p, x: jnp.sum(p["w"] * x[0, 0]) + jnp.sum(p["b"] * x[0, 1:])
+    broken = X.copy()
+    broken[2, 0], broken[4, 0] = np.nan, np.inf
+    whole = np.array([0, 1, 3, 5])
+
+    def sums(of: Any, **options: Any) -> Any:
+        of = partial(of, fun, l2_clip_norm=0.7, **options)
+        # Of the last, each number is finite and the norm is not: it contributes nothing, in both.
+        first = of()(PARAMS, X[whole]), of(return_grad_norms=True)(PARAMS, broken), of(nan_safe=False)(PARAMS, broken)
+        return *first, of()(PARAMS, 1e20 * X)
+
+    ways = [jax_privacy.clipped_grad, *(partial(clipped_grad, method=method) for method in METHODS)]
+    (without, (there, _), loose_there, overflown), *found = jax.jit(lambda: [sums(of) for of in ways])()
+    zeroed = jax.tree.map(lambda leaf: leaf.copy(), broken)
+    zeroed[~np.isfinite(zeroed)] = 0
+    assert_same(there, jax_privacy.clipped_grad(fun, l2_clip_norm=0.7)(PARAMS, zeroed))
+    assert float(jnp.abs(without["b"] - there["b"]).max()) > 0.1
+    assert np.isnan(loose_there["w"]).all()
+    assert np.isfinite(loose_there["b"]).all()
+    for mine, (left_out, aux), loose, overflowing in found:
+        assert_same(mine, without)
+        assert_same(left_out, without)
+        assert np.isfinite(aux.grad_norms).tolist() == [i in whole for i in range(6)]
+        assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(loose))
+        assert_same(overflowing, overflown)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "auto"])
+def test_an_empty_batch_sums_to_zero(method: str) -> None:
+    """Poisson sampling gives one sometimes; there it is an error."""
+    options = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), **EVERY}
+    with pytest.raises(ValueError, match="must be positive"):
+        jax.eval_shape(jax_privacy.clipped_grad(loss, **options), PARAMS, X[:0], Y[:0])
+    found, aux = jitted(clipped_grad(loss, **options, method=method), (PARAMS, X[:0], Y[:0]), {})
+    assert_same(found, jax.tree.map(jnp.zeros_like, PARAMS))
+    assert aux.values.shape == aux.grad_norms.shape == (0,)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"l2_clip_norm": 2.0},
+    {"l2_clip_norm": 3},
+    {"l2_clip_norm": 2.0, "rescale_to_unit_norm": True, "has_aux": True},
+    {"l2_clip_norm": 2.0, "normalize_by": 8, "return_values": True},
+    {"l2_clip_norm": 0.0, "normalize_by": 8.0, "rescale_to_unit_norm": True, "return_grad_norms": True},
+    {"l2_clip_norm": np.inf},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_is_returned_has_the_same_attributes(options: dict[str, Any]) -> None:
+    ours, theirs = clipped_grad(loss, **options), jax_privacy.clipped_grad(loss, **options)
+    assert (ours.has_aux, ours.l2_norm_bound) == (theirs.has_aux, theirs.l2_norm_bound)
+    assert ours.sensitivity() == theirs.sensitivity()
+    for relation in RELATIONS:
+        assert ours.sensitivity(relation) == theirs.sensitivity(neighboring_relation=relation)
+        assert type(ours.sensitivity(relation)) is type(theirs.sensitivity(relation))
+        assert ours.sensitivity(neighboring_relation=relation) == ours.sensitivity(relation)
+    for of in (ours, theirs):
+        with pytest.raises(ValueError, match="no neighbouring relation|Unsupported"):
+            of.sensitivity("ADD_OR_REMOVE_ONE")
+    fields = {field.name for field in dataclasses.fields(theirs)}
+    assert fields == {"fun", "l2_norm_bound", "has_aux"}
+    assert fields <= {field.name for field in dataclasses.fields(ours)}
+    assert dataclasses.replace(ours, l2_norm_bound=7.0).sensitivity() == 7.0
+
+
+# What is wrong: the loss, its arguments, options, and keyword arguments.
+Wrong = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
+
+
+def wrong(fun: Any = loss, args: Any = (PARAMS, X, Y), kwargs: Any = None, **options: Any) -> Wrong:
+    return fun, args, {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), **options}, kwargs or {}
+
+
+def error_of(of: Any, fun: Any, args: tuple[Any, ...], options: dict[str, Any], kwargs: dict[str, Any]) -> type | None:
+    """The type of the error, of making the function or of calling it."""
+    try:
+        jax.eval_shape(lambda: as_leaves(of(fun, **options)(*args, **kwargs)))
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def as_leaves(tree: Any) -> Any:
+    return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+
+
+REFUSED_BY_BOTH: dict[str, Wrong] = {
+    "argnums empty": wrong(argnums=()),
+    "argnums negative": wrong(argnums=-1),
+    "argnums no int": wrong(argnums=1.0),
+    "argnums None": wrong(argnums=None),
+    "batch_argnums empty": wrong(batch_argnums=()),
+    "batch_argnums negative": wrong(batch_argnums=-2),
+    "batch_argnums no int": wrong(batch_argnums="1"),
+    "in both": wrong(argnums=(0, 1)),
+    "the bound negative": wrong(l2_clip_norm=-1.0),
+    "the bound a negative int": wrong(l2_clip_norm=-1),
+    "the bound a negative number of numpy": wrong(l2_clip_norm=np.float32(-1.0)),
+    "the bound None": wrong(l2_clip_norm=None),
+    "normalize_by zero": wrong(normalize_by=0.0),
+    "normalize_by negative": wrong(normalize_by=-1),
+    "normalize_by None": wrong(normalize_by=None),
+    "microbatch_size no int": wrong(microbatch_size=2.0),
+    "prng_argnum out of range": wrong(prng_argnum=3),
+    "prng_argnum no key": wrong(noisy, (PARAMS, X, 3), batch_argnums=1, prng_argnum=2),
+    "prng_argnum with keys": wrong(noisy, (PARAMS, X, jax.random.split(KEY, 6)), batch_argnums=1, prng_argnum=2),
+    "unknown dtype": wrong(dtype="floatish"),
+    "a transform that is none": wrong(pre_clipping_transform=3),
+    "integer parameters": wrong(args=({"w": np.ones((4, 3), int), "b": PARAMS["b"]}, X, Y)),
+    "sizes that differ": wrong(args=(PARAMS, X, Y[:5])),
+    "an argument without an axis": wrong(args=(PARAMS, X, np.int32(3))),
+    "a batch that is a number": wrong(args=(PARAMS, X, 3)),
+    "a batch that is missing": wrong(of_one, (PARAMS, X), keep_batch_dim=False),
+    "an argument too many": wrong(args=(PARAMS, X, Y, Y)),
+    "an unknown keyword": wrong(kwargs={"z": X}),
+    "a keyword of another size": wrong(by_keyword, (PARAMS, X), {**BY_KEYWORD, "y": Y[:5]}, batch_argnums=1),
+    "a keyword without an axis": wrong(
+        by_keyword, (PARAMS, X), {"y": Y, "weight": {"of": 2.0, "on": X[:, :3]}}, batch_argnums=1
+    ),
+    "a keyword that is no array": wrong(
+        lambda p, x, mode: jnp.sum(p["b"]), (PARAMS, X), {"mode": "a"}, batch_argnums=1
+    ),
+    "padding of another size": wrong(kwargs={"is_padding_example": np.zeros(5, bool)}),
+    "no scalar": wrong(lambda p, x, y: x @ p["w"]),
+    "an array of one number": wrong(lambda p, x, y: loss(p, x, y)[None]),
+    "an integer": wrong(lambda p, x, y: 3),
+    "a complex number": wrong(lambda p, x, y: loss(p, x, y) * 1j),
+    "nothing": wrong(lambda p, x, y: None),
+    "a pair without has_aux": wrong(with_aux),
+    "no pair": wrong(has_aux=True),
+    "three": wrong(lambda p, x, y: (loss(p, x, y), 1, 2), has_aux=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_BOTH)
+def test_what_both_refuse_they_refuse_with_the_same_type(name: str) -> None:
+    assert error_of(jax_privacy.clipped_grad, *REFUSED_BY_BOTH[name]) in (TypeError, ValueError, IndexError)
+    assert error_of(clipped_grad, *REFUSED_BY_BOTH[name]) is error_of(jax_privacy.clipped_grad, *REFUSED_BY_BOTH[name])
+
+
+def test_a_missing_bound_is_a_type_error() -> None:
+    for of in (clipped_grad, jax_privacy.clipped_grad):
+        with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'l2_clip_norm'"):
+            of(loss)
+
+
+# Errors there that are found late, by what happens to fail; ours say what is wrong, and are of the documented types.
+REFUSED_OTHERWISE: dict[str, tuple[Wrong, type | None, type | None]] = {
+    "microbatch_size does not divide": (wrong(microbatch_size=4), TypeError, ValueError),
+    "microbatch_size zero": (wrong(microbatch_size=0), ZeroDivisionError, ValueError),
+    "microbatch_size negative": (wrong(microbatch_size=-1), TypeError, ValueError),
+    "argnums out of range": (wrong(argnums=5), TypeError, ValueError),
+    "argnums twice": (wrong(argnums=(0, 0)), TypeError, ValueError),
+    "batch_argnums out of range": (wrong(batch_argnums=(1, 5)), IndexError, ValueError),
+    "batch_argnums None": (wrong(batch_argnums=None), ValueError, TypeError),
+    "a batch by keyword": (wrong(args=(PARAMS, X), kwargs={"y": Y}), IndexError, ValueError),
+    "no array": (wrong(lambda p, x, y: jnp.sum(p["b"]), (PARAMS, None, None)), IndexError, ValueError),
+    "padding of another rank": (wrong(kwargs={"is_padding_example": np.zeros((6, 1), bool)}), TypeError, ValueError),
+    "padding of floats": (wrong(kwargs={"is_padding_example": np.zeros(6)}), TypeError, ValueError),
+}
+# What ours refuses though it has a result there, and what it takes though it is refused there.
+REFUSED_HERE: dict[str, Wrong] = {
+    "the bound NaN": wrong(l2_clip_norm=np.nan),
+    "normalize_by NaN": wrong(normalize_by=np.nan),
+    "batch_argnums twice": wrong(batch_argnums=(1, 1)),
+    "complex parameters": wrong(lambda p, x, y: jnp.abs(jnp.sum(p * x)), (jnp.ones(4) + 1j, X, Y)),
+    "padding of integers": wrong(kwargs={"is_padding_example": np.zeros(6, int)}),
+}
+REFUSED_THERE: dict[str, Wrong] = {
+    "argnums a list": wrong(argnums=[0]),
+    "batch_argnums a list": wrong(batch_argnums=[1, 2]),
+    "argnums an int of numpy": wrong(argnums=np.int64(0)),
+    "microbatch_size larger than the batch": wrong(microbatch_size=8),
+    "no transform": wrong(pre_clipping_transform=None),
+    "padding in a list": wrong(kwargs={"is_padding_example": [False] * 6}),
+    "the first of the batch without an array": wrong(lambda p, x, y: jnp.sum(p["b"]) * y[0], (PARAMS, None, Y)),
+    "a string beside the loss": wrong(lambda p, x, y: (loss(p, x, y), "aux"), has_aux=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OTHERWISE)
+def test_what_is_refused_with_another_type(name: str) -> None:
+    case, theirs, ours = REFUSED_OTHERWISE[name]
+    assert error_of(jax_privacy.clipped_grad, *case) is theirs
+    assert error_of(clipped_grad, *case) is ours
+
+
+@pytest.mark.parametrize("name", REFUSED_HERE)
+def test_what_is_refused_here_alone(name: str) -> None:
+    assert error_of(jax_privacy.clipped_grad, *REFUSED_HERE[name]) is None
+    assert error_of(clipped_grad, *REFUSED_HERE[name]) in (TypeError, ValueError)
+
+
+@pytest.mark.parametrize("name", REFUSED_THERE)
+def test_what_is_refused_there_alone(name: str) -> None:
+    assert error_of(jax_privacy.clipped_grad, *REFUSED_THERE[name]) in (TypeError, AttributeError, IndexError)
+    assert error_of(clipped_grad, *REFUSED_THERE[name]) is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_may_be_a_number(method: str) -> None:
+    constant = lambda p, x, y: 2.0
+    options = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), **EVERY}
+    expected = jitted(jax_privacy.clipped_grad(constant, **options), (PARAMS, X, Y), {})
+    assert_same(jitted(clipped_grad(constant, **options, method=method), (PARAMS, X, Y), {}), expected)
+
+
+def test_noise_is_added_to_it() -> None:
+    def noised(of: Any) -> Any:
+        of = of(loss, l2_clip_norm=0.5, normalize_by=6.0, batch_argnums=(1, 2))
+        privatizer = jax_privacy.noise_addition.gaussian_privatizer(stddev=1.1 * of.sensitivity(), prng_key=7)
+        return jax.jit(lambda: privatizer.update(of(PARAMS, X, Y), privatizer.init(PARAMS))[0])()
+
+    ours = noised(clipped_grad)
+    assert_same(ours, noised(jax_privacy.clipped_grad))
+    assert float(optax.tree.norm(ours)) > 0.1
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_an_accountant_takes_its_sensitivity(relation: Any) -> None:
+    accountant = dp_accounting.pld.PLDAccountant(relation)
+    epsilon = {}
+    for of in (clipped_grad, jax_privacy.clipped_grad):
+        stddev = 6.0
+        multiplier = stddev / of(loss, l2_clip_norm=2.0).sensitivity(accountant.neighboring_relation)
+        event = dp_accounting.GaussianDpEvent(multiplier)
+        epsilon[of] = dp_accounting.pld.PLDAccountant(relation).compose(event).get_epsilon(1e-5)
+    assert epsilon[clipped_grad] == epsilon[jax_privacy.clipped_grad] > 0
+
+
+def test_a_plan_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole training with jax-privacy's plan: sampling, padding, clipping, and correlated noise."""
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return clipped_grad(*args, **kwargs)
+
+    def trained() -> Any:
+        config = execution_plan.BandMFExecutionPlanConfig(
+            iterations=4,
+            strategy=np.array([1.0, 0.5]),
+            epsilon=None,
+            delta=None,
+            noise_multiplier=0.3,
+            l2_clip_norm=0.5,
+            normalize_by=3.0,
+            sampling_prob=0.8,
+            noise_seed=5,
+        )
+        plan = config.plan
+        gradient = plan.clipped_grad(loss, batch_argnums=(1, 2), has_aux=False)
+        noise = plan.noise_addition_transform
+        state, params = noise.init(PARAMS), PARAMS
+        step = jax.jit(lambda params, x, y, padding: gradient(params, x, y, is_padding_example=padding))
+        for indices in plan.batch_selection_strategy.batch_iterator(6, rng=np.random.default_rng(0)):
+            (indices,) = jax_privacy.batch_selection.split_and_pad_global_batch(indices, 6)
+            total = step(params, X[indices], Y[indices], indices == -1)
+            noisy, state = noise.update(total, state)
+            params = jax.tree.map(lambda p, g: p - 0.5 * g, params, noisy)
+        return params
+
+    theirs = trained()
+    monkeypatch.setattr(jax_privacy.clipping, "clipped_grad", counted)
+    assert_same(trained(), theirs)
+    assert len(calls) == 2  # for the sensitivity, and for the loss
+    assert float(optax.tree.norm(jax.tree.map(jnp.subtract, theirs, PARAMS))) > 0.1
