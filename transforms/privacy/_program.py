@@ -47,6 +47,6 @@ class Program:
     def mapped_wrongly(self) -> bool:
         """Whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
 
-        XLA (of jax 0.10) divides the derivatives by kernels of convolutions with the channels last wrongly.
+        XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
         """
         return any(site.eqn.primitive.name == "conv_general_dilated" and site.operand == 1 for site in self.sites)
