@@ -126,7 +126,7 @@ class Call:
                 raise ValueError(
                     f"{self._api}: fun changes the state of {type(model).__name__} (`{lost[0]}`), of which there is "
                     "one for all examples; use its evaluation mode: nnx.view(model, use_running_average=True) for "
-                    "BatchNorm, deterministic=True for dropout."
+                    "BatchNorm, deterministic=True for dropout; call nnx.RNN with initial_carry=."
                 )
         return self._pair(out) if self._has_aux else (out, None)
 

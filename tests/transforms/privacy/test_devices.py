@@ -1,82 +1,234 @@
-"""Batches sharded over four devices give the sums of one device. It is run as a script, with four CPU devices."""
+"""A batch over four devices gives what it gives on one. This file is also the script that has them: tests have one."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-SCRIPT = """
-import jax, jax.numpy as jnp, numpy as np
-from functools import partial
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm
 
-assert jax.device_count() == 4
-mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-rng = np.random.default_rng(0)
-array = lambda *shape: rng.normal(size=shape).astype(np.float32)
-params = {"e": array(9, 6), "w": array(6, 6), "b": array(6), "k": array(3, 6, 4)}
-x, y = rng.integers(9, size=(8, 5)), array(8, 5, 4)
-padding = np.arange(8) % 5 == 1
+BATCH, METHODS = 8, ("vmap", "ghost", "book_keeping")
+PARAMS = {
+    name: np.sin(np.arange(float(np.prod(shape)))).reshape(shape).astype(np.float32)
+    for name, shape in {"table": (7, 6), "hidden": (6, 4), "bias": (4,), "kernel": (3, 4, 3)}.items()
+}
+EXAMPLES = (
+    np.cos(np.arange(BATCH * 30.0)).reshape(BATCH, 5, 6).astype(np.float32),
+    np.arange(BATCH * 5).reshape(BATCH, 5) * 3 % 7,
+    np.arange(BATCH * 5).reshape(BATCH, 5) % 3,
+)
+PADDING = np.arange(BATCH) % 3 == 1
+OPTIONS: dict[str, Any] = {"l2_clip_norm": 0.5, "batch_argnums": (1, 2, 3), "return_grad_norms": True}
 
 
-def loss(p, x, y):
-    h = jnp.tanh(p["e"][x] @ p["w"] + p["b"])
-    h = jax.lax.conv_general_dilated(h, p["k"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
-    return jnp.sum((h - y) ** 2), {"h": h}
+def loss(params: Any, x: Any, tokens: Any, labels: Any) -> Any:
+    """Positions, rows of a table, a bias and a convolution."""
+    hidden = jnp.tanh((x + params["table"][tokens]) @ params["hidden"] + params["bias"])
+    form = ("NWC", "WIO", "NWC")  # of which XLA divides the derivatives among devices wrongly, where they are mapped
+    logits = lax.conv_general_dilated(hidden, params["kernel"], (1,), "SAME", dimension_numbers=form)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def check(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * (10 + np.abs(b).max()))
+def mesh_of(**axes: int) -> Any:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-for method in ("auto", "vmap", "ghost", "book_keeping"):
-    of = clipped_grad(
-        loss, has_aux=True, l2_clip_norm=3.0, batch_argnums=(1, 2), return_values=True, return_grad_norms=True,
-        method=method,
-    )
-    expected = jax.jit(of)(params, x, y, is_padding_example=padding)
-    assert expected[1].grad_norms.max() > 3.0
-    # Automatic sharding: the compiler divides the work.
-    sharded = put((x, y, padding), P("data"))
-    of_padded = jax.jit(lambda params, x, y, padding: of(params, x, y, is_padding_example=padding))
-    found = of_padded(put(params, P()), *sharded)
-    check(found, expected)
-    assert not found[1].grad_norms.sharding.is_fully_replicated
+def assert_close(actual: Any, expected: Any) -> None:
+    actual, expected = ((sums, tuple(aux)) for sums, aux in (actual, expected))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    actual, expected = jax.tree.map(np.asarray, (actual, expected))  # from wherever they are
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
 
-    # By hand: each device sums over its part of the batch.
-    def of_part(params, x, y, padding):
-        total, aux = of(params, x, y, is_padding_example=padding)
-        return jax.lax.psum(total, "data"), aux
 
+def spread(mesh: Any, xs: Any) -> Any:
+    """Arrays with the examples over the devices of the first axis of a mesh."""
+    return jax.device_put(xs, NamedSharding(mesh, P(mesh.axis_names[0])))
+
+
+@cache
+def on_one_device() -> Any:
+    return jax.jit(clipped_grad(loss, **OPTIONS, method="vmap"))(PARAMS, *EXAMPLES, is_padding_example=PADDING)
+
+
+@cache
+def on_four_devices(method: str, microbatch_size: int | None = None) -> tuple[Any, set[str]]:
+    """The result, and what the devices exchange for it."""
+    of = clipped_grad(loss, **OPTIONS, method=method, microbatch_size=microbatch_size)
+    args = (PARAMS, *spread(mesh_of(data=4), (*EXAMPLES, PADDING)))
+    program = jax.jit(lambda *args: of(*args[:-1], is_padding_example=args[-1])).lower(*args).compile()
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return program(*args), set(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text()))
+
+
+def jit(method: str) -> None:
+    found, exchanged = on_four_devices(method)
+    assert_close(found, on_one_device())
+    assert found[1].grad_norms.sharding.spec == P("data")
+    assert found[0]["hidden"].sharding.is_fully_replicated
+    assert exchanged == {"all-reduce"}
+
+
+def jit_in_parts(method: str) -> None:
+    assert_close(on_four_devices(method, 4)[0], on_one_device())
+
+
+def jit_in_parts_that_stay_where_they_are(method: str) -> None:
+    """Each part has examples of all devices, so that none waits and none is sent."""
+    found, exchanged = on_four_devices(method, 4)
+    assert exchanged == {"all-reduce"}
+    assert found[1].grad_norms.sharding.spec == P("data")
+
+
+def keys(method: str) -> None:
+    """An example's key does not depend on where it is."""
+
+    def noisy(params: Any, x: Any, key: Any) -> Any:
+        return jnp.sum(jnp.sin(x @ params["hidden"]) * jax.random.uniform(key, (4,)))
+
+    options = {"l2_clip_norm": 0.5, "prng_argnum": 2, "return_grad_norms": True, "method": method}
+    of, key = clipped_grad(noisy, **options), jax.random.key(0)
+    found = jax.jit(of)(PARAMS, spread(mesh_of(data=4), EXAMPLES[0]), key)
+    assert_close(found, jax.jit(of)(PARAMS, EXAMPLES[0], key))
+
+
+def of_each_device(method: str, microbatch_size: int | None = None, **options: Any) -> Any:
+    """Each device has some examples, and their sums are added."""
+    of = clipped_grad(loss, **OPTIONS, method=method, microbatch_size=microbatch_size)
+
+    def of_some(params: Any, *examples: Any) -> Any:
+        sums, aux = of(params, *examples[:-1], is_padding_example=examples[-1])
+        return lax.psum(sums, "data"), tuple(aux)
+
+    specs = (P(), *[P("data")] * 4)
+    mapped = jax.shard_map(of_some, mesh=mesh_of(data=4), in_specs=specs, out_specs=(P(), P("data")), **options)
+    return jax.jit(mapped)(PARAMS, *EXAMPLES, PADDING)
+
+
+def shard_map_unchecked(method: str) -> None:
+    assert_close(of_each_device(method, check_vma=False), on_one_device())
+
+
+def shard_map(method: str) -> None:
+    """Here gradients of parameters that all devices share are added up over them: not before their norms are taken."""
+    assert_close(of_each_device(method), on_one_device())
+
+
+def shard_map_in_parts(method: str) -> None:
+    assert_close(of_each_device(method, 1), on_one_device())
+
+
+def shard_map_of_norms(method: str) -> None:
+    norms = per_sample_norm(loss, batch_argnums=(1, 2, 3), method=method)
     specs = (P(), P("data"), P("data"), P("data"))
-    by_hand = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=(P(), P("data")), check_vma=False)
-    check(jax.jit(by_hand)(params, x, y, padding), expected)
-    norms = jax.jit(per_sample_norm(lambda *args: loss(*args)[0], batch_argnums=(1, 2), method=method))
-    check(norms(put(params, P()), *sharded[:2]), expected[1].grad_norms)
-    named = clipped_grad(
-        lambda *args: loss(*args)[0], l2_clip_norm=3.0, batch_argnums=(1, 2), spmd_axis_name="data", method=method
-    )
-    of_named = jax.jit(lambda params, x, y, padding: named(params, x, y, is_padding_example=padding))
-    check(of_named(put(params, P()), *sharded), expected[0])
-each = jax.jit(per_sample_grad(loss, has_aux=True, batch_argnums=(1, 2)))
-parts = [each(params, x[i : i + 1], y[i : i + 1]) for i in range(8)]
-check(each(put(params, P()), *sharded[:2]), jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts))
-print("all alike")
-"""
+    mapped = jax.shard_map(norms, mesh=mesh_of(data=4), in_specs=specs, out_specs=P("data"))
+    assert_close(({}, (jax.jit(mapped)(PARAMS, *EXAMPLES),)), ({}, (on_one_device()[1].grad_norms,)))
 
 
-def test_sharded_batches_give_the_sums_of_one_device() -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    environment: Any = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=root, env=environment, timeout=600
+def spmd_axis_name(method: str) -> None:
+    """A loss that is itself over devices has its examples over the others."""
+    mesh = mesh_of(data=2, model=2)
+    product = jax.shard_map(
+        lambda x, w: lax.psum(x @ w, "model"),
+        mesh=mesh,
+        in_specs=(P(None, None, "model"), P("model", None)),
+        out_specs=P(),
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "all alike"
+    plain = lambda params, x: jnp.mean(jnp.tanh(x @ params["hidden"] + params["bias"]) ** 2)
+    parallel = lambda params, x: jnp.mean(jnp.tanh(product(x, params["hidden"]) + params["bias"]) ** 2)
+    options = {"l2_clip_norm": 0.1, "return_grad_norms": True}
+    expected = jax.jit(clipped_grad(plain, **options))(PARAMS, EXAMPLES[0])
+    of = clipped_grad(parallel, **options, method=method, spmd_axis_name="data")
+    found = jax.jit(of)(PARAMS, spread(mesh, EXAMPLES[0]))
+    assert_close(found, expected)
+    assert found[1].grad_norms.sharding.spec == P("data")
+
+
+WAYS: tuple[Callable[[str], None], ...] = (
+    jit,
+    jit_in_parts,
+    jit_in_parts_that_stay_where_they_are,
+    keys,
+    shard_map_unchecked,
+    shard_map,
+    shard_map_in_parts,
+    shard_map_of_norms,
+    spmd_axis_name,
+)
+
+
+def each(method: str) -> None:
+    options = {"batch_argnums": (1, 2, 3)}
+    expected = on_one_device()[1].grad_norms
+    args = (PARAMS, *spread(mesh_of(data=4), EXAMPLES))
+    gradients = jax.jit(per_sample_grad(loss, **options))(*args)
+    assert_close(({}, (jax.vmap(optax.tree.norm)(gradients),)), ({}, (expected,)))
+    for method in METHODS:
+        norms = jax.jit(per_sample_norm(loss, **options, method=method))(*args)
+        assert_close(({}, (norms,)), ({}, (expected,)))
+
+
+def auto(method: str) -> None:
+    """A loop over examples would leave devices idle."""
+    assert clipped_grad(loss, **OPTIONS).explain(PARAMS, *EXAMPLES).method == "book_keeping"
+
+
+def wrong(method: str) -> None:
+    """What must be reported."""
+    assert_close(({"w": np.ones(2)}, ()), ({"w": np.full(2, 1.001)}, ()))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What went wrong on four devices, for each way and method: a traceback, or nothing."""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_four_devices_give_what_one_gives(way: Any, method: str, outcomes: dict[str, str]) -> None:
+    failure = outcomes[f"{way.__name__} {method}"]
+    assert not failure, failure
+
+
+def test_each_gradient_what_is_chosen_and_what_fails(outcomes: dict[str, str]) -> None:
+    assert not outcomes["each"], outcomes["each"]
+    assert not outcomes["auto"], outcomes["auto"]
+    assert "not equal to tolerance" in outcomes["wrong"].lower()
+
+
+def failure_of(way: Callable[[str], None], method: str) -> str:
+    try:
+        way(method)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == 4
+    every = {f"{way.__name__} {method}": failure_of(way, method) for way in WAYS for method in METHODS}
+    every |= {way.__name__: failure_of(way, "auto") for way in (each, auto, wrong)}
+    Path("/dev/stdout").write_text(json.dumps(every))

@@ -37,14 +37,15 @@ PARAMS = {
 
 
 def loss(params: Any, example: Any) -> Any:
-    """All that gradients are kept as: factors of few positions, of one, of many; rows; and as they are."""
+    """All that gradients are kept as: factors of few, one, many positions; rows; as they are; decay."""
     parts = (
         jnp.tanh(example["long"] @ params["wide"]) * example["at long"],
         jnp.sin(example["short"] @ params["few"] + params["bias"]) * example["at short"],
         params["table"][example["rows"]] * example["at rows"],
         jnp.cos(example["flat"] @ params["one"]) * params["table"][0] * example["at flat"],
     )
-    return example["size"][0] * sum(jnp.sum(part) for part in parts)
+    decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)) / 9
+    return example["size"][0] * sum(jnp.sum(part) for part in parts) + decay
 
 
 def draw_examples(generator: Any, count: int) -> dict[str, Any]:
@@ -72,6 +73,12 @@ def draw_examples(generator: Any, count: int) -> dict[str, Any]:
     return examples
 
 
+def distance(x: Any, y: Any) -> Any:
+    """For each draw, in float64."""
+    leaves = [np.float64(a) - np.float64(b) for a, b in zip(*map(jax.tree.leaves, (x, y)), strict=True)]
+    return np.sqrt(sum(np.square(leaf).reshape(len(leaf), -1).sum(1) for leaf in leaves))
+
+
 def neighbours(of: Callable[..., Any], draws: Any, bounds: Any) -> dict[NeighboringRelation, Any]:
     """How far apart the sums of neighbouring batches are, for each draw; the second example is the one that differs.
 
@@ -95,12 +102,9 @@ def neighbours(of: Callable[..., Any], draws: Any, bounds: Any) -> dict[Neighbor
         without = lax.map(lambda args: of(args[0])(PARAMS, args[1]), (bounds, fewer))
         return without, lax.map(of_more, (jnp.tile(bounds, 3), more, padding))
 
-    removed, others = jax.tree.map(np.float64, sums(fewer, bounds, more, padding))
+    removed, others = sums(fewer, bounds, more, padding)
     thirds = {name: np.split(x, 3) for name, x in others.items()}
     first, replaced, padded = ({name: parts[i] for name, parts in thirds.items()} for i in range(3))
-
-    def distance(x: Any, y: Any) -> Any:
-        return np.sqrt(sum(np.square(x[name] - y[name]).reshape(len(bounds), -1).sum(1) for name in PARAMS))
 
     return {
         ADD_OR_REMOVE_ONE: distance(first, removed),
@@ -130,6 +134,19 @@ def test_no_draw_exceeds_the_sensitivity_and_some_come_close(method: str, option
             assert (apart[drawn] > 0.9 * allowed[drawn]).any() or not drawn.any(), (relation, bound)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_of_samples_are_neighbours_too(method: str) -> None:
+    generator = np.random.default_rng(21)
+    draws = draw_examples(generator, 200 * 2 * 3)
+    draws = jax.tree.map(lambda x: x.reshape(200, 2, 3, *x.shape[1:]), draws)  # two users with three samples each
+    of_user = lambda params, user: sum(loss(params, jax.tree.map(lambda x: x[i, None], user)) for i in range(3))  # noqa: B023 (used at once)
+    of = clipped_grad(of_user, l2_clip_norm=0.7, keep_batch_dim=False, method=method)
+    sums = jax.jit(lambda draws: lax.map(lambda users: of(PARAMS, users), draws))
+    apart = distance(sums(draws), sums(jax.tree.map(lambda x: x[:, 1:], draws)))
+    assert apart.max() <= 0.7 * (1 + ROUNDING)
+    assert apart.max() > 0.69
+
+
 # Below are examples that are made so that terms of a gradient, or of its norm, are lost among others in float32.
 
 
@@ -152,8 +169,7 @@ def assert_bounded(of: Any, params: Any, examples: Any, ordinary: Any) -> Any:
 
         return lax.map(of_one, examples)
 
-    with_it, without = jax.tree.map(np.float64, both(examples, ordinary))
-    apart = np.sqrt(np.square(with_it - without).reshape(len(with_it), -1).sum(1)) / of.sensitivity()
+    apart = distance(*both(examples, ordinary)) / of.sensitivity()
     assert apart.max() <= 1 + ROUNDING
     return apart
 

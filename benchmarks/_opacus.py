@@ -1,0 +1,210 @@
+"""The models of `privacy.py` in PyTorch, and the ways of PyTorch and of Opacus to their gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.layers import DPLSTM
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import nn
+
+Arrays = dict[str, np.ndarray]
+Gradients = Callable[[], dict[str, torch.Tensor]]
+
+
+def arrays(kind: str, params: Any) -> Arrays:
+    """Parameters of a job, or their gradients, by the names that PyTorch has for them and in its layout."""
+    found = MODELS[kind][0](params)
+    return {name: np.ascontiguousarray(leaf) for name, leaf in found.items()}
+
+
+def model(kind: str, params: Any, **options: Any) -> nn.Module:
+    """The module of a job with its parameters; what the job has not (a second bias of the LSTM) is zero and frozen."""
+    named = arrays(kind, params)
+    module = MODELS[kind][1](named, **options)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in named)
+        parameter.data = torch.tensor(named[name]) if name in named else torch.zeros_like(parameter)
+    return module
+
+
+def losses(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Each example's loss: the mean over its labels."""
+    logits = module(x).flatten(0, -2)
+    return nn.functional.cross_entropy(logits, y.flatten(), reduction="none").reshape(len(y), -1).mean(1)
+
+
+def ordinary(module: nn.Module, x: Any, y: Any) -> Gradients:
+    x, y, named = _tensor(x), _tensor(y), _trained(module)
+    return lambda: dict(zip(named, torch.autograd.grad(losses(module, x, y).mean(), [*named.values()]), strict=True))
+
+
+def hooks(module: nn.Module, x: Any, y: Any, clip: float) -> Gradients:
+    """Each example's gradient is held, then clipped and added to the others as Opacus's optimizer does it."""
+    x, y, named = _tensor(x), _tensor(y), _trained(module)
+    wrapped = GradSampleModule(module, loss_reduction="sum")
+    optimizer = DPOptimizer(**_options(named, clip))
+
+    def call() -> dict[str, torch.Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        losses(wrapped, x, y).sum().backward()
+        optimizer.clip_and_accumulate()
+        return {name: parameter.summed_grad for name, parameter in named.items()}
+
+    return call
+
+
+def ghost(module: nn.Module, x: Any, y: Any, clip: float, use_ghost_clipping: bool = True) -> Gradients:
+    """Norms from one backward pass and the sum from another, as Opacus's loss does it.
+
+    Opacus 1.6 has ghost norms for `nn.Linear` and `nn.Embedding`; of other layers, or without `use_ghost_clipping`, the
+    first pass holds each example's gradient, one layer at a time.
+    """
+    x, y, named = _tensor(x), _tensor(y), _trained(module)
+    wrapped = GradSampleModuleFastGradientClipping(
+        module, loss_reduction="sum", max_grad_norm=clip, use_ghost_clipping=use_ghost_clipping
+    )
+    optimizer = DPOptimizerFastGradientClipping(**_options(named, clip))
+
+    def call() -> dict[str, torch.Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        DPTensorFastGradientClipping(wrapped, optimizer, losses(wrapped, x, y), "sum").backward()
+        return {name: parameter.grad for name, parameter in named.items()}
+
+    return call
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """Images get their channels first, in memory too: of other layouts, Opacus takes the wrong gradients in silence."""
+    array = np.array(array)
+    found = torch.from_numpy(np.moveaxis(array, -1, 1) if array.ndim == 4 else array)
+    return (found if found.is_floating_point() else found.long()).clone(memory_format=torch.contiguous_format)
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _options(named: dict[str, nn.Parameter], clip: float) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(named.values(), lr=1.0)
+    return {
+        "optimizer": optimizer,
+        "noise_multiplier": 0.0,
+        "max_grad_norm": clip,
+        "expected_batch_size": None,
+        "loss_reduction": "sum",
+    }
+
+
+def _dense(name: str, weight: Any, bias: Any) -> dict[str, Any]:
+    return {f"{name}.weight": weight.T, f"{name}.bias": bias}
+
+
+def _linear(named: Arrays, name: str) -> nn.Linear:
+    outputs, inputs = named[f"{name}.weight"].shape
+    return nn.Linear(inputs, outputs, bias=f"{name}.bias" in named)
+
+
+def _mlp_arrays(params: Any) -> dict[str, Any]:
+    return {name: leaf for i, layer in enumerate(params) for name, leaf in _dense(str(2 * i), *layer).items()}
+
+
+def _mlp(named: Arrays) -> nn.Module:
+    layers = [[_linear(named, str(2 * i)), nn.ReLU()] for i in range(len(named) // 2)]
+    return nn.Sequential(*itertools.chain(*layers[:-1]), layers[-1][0])
+
+
+def _cnn_arrays(params: Any) -> dict[str, Any]:
+    """Images have their channels first here, also where they are flattened."""
+    channels = params["conv2"][1].size
+    weight, bias = params["dense1"]
+    side = round((len(weight) / channels) ** 0.5)
+    weight = weight.reshape(side, side, channels, -1).transpose(2, 0, 1, 3).reshape(weight.shape)
+    found = _dense("6", weight, bias) | _dense("8", *params["dense2"])
+    for name, (kernel, shift) in {"0": params["conv1"], "2": params["conv2"]}.items():
+        found |= {f"{name}.weight": kernel.transpose(3, 2, 0, 1), f"{name}.bias": shift}
+    return found
+
+
+def _cnn(named: Arrays) -> nn.Module:
+    def conv(name: str) -> nn.Conv2d:
+        outputs, inputs, *kernel = named[f"{name}.weight"].shape
+        return nn.Conv2d(inputs, outputs, tuple(kernel))
+
+    convolutions = [conv("0"), nn.ReLU(), conv("2"), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*convolutions, _linear(named, "6"), nn.ReLU(), _linear(named, "8"))
+
+
+def _lstm_arrays(params: Any) -> dict[str, Any]:
+    found = {"lstm.weight_ih_l0": params["w"].T, "lstm.weight_hh_l0": params["u"].T, "lstm.bias_ih_l0": params["b"]}
+    return found | {"out.weight": params["out"].T}
+
+
+class _LSTM(nn.Module):
+    def __init__(self, named: Arrays, cell: type[nn.Module] = DPLSTM) -> None:
+        super().__init__()
+        _, hidden = named["lstm.weight_hh_l0"].shape
+        self.lstm = cell(named["lstm.weight_ih_l0"].shape[1], hidden, batch_first=True)
+        self.out = _linear(named, "out")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.lstm(x)
+        return self.out(hidden[:, -1])
+
+
+def _gpt_arrays(params: Any) -> dict[str, Any]:
+    """The head is tied to the embedding where `params` have none of their own."""
+    found = {f"{name}.weight": params[name] for name in ("embedding", "position", "head") if name in params}
+    for i, block in enumerate(params["blocks"]):
+        for name in ("qkv", "out", "up", "down"):
+            found |= _dense(f"blocks.{i}.{name}", *block[name])
+        for name in ("norm1", "norm2"):
+            found |= dict(zip((f"blocks.{i}.{name}.weight", f"blocks.{i}.{name}.bias"), block[name], strict=True))
+    return found
+
+
+class _Block(nn.Module):
+    def __init__(self, named: Arrays, name: str) -> None:
+        super().__init__()
+        self.qkv, self.out, self.up, self.down = (
+            _linear(named, f"{name}.{layer}") for layer in ("qkv", "out", "up", "down")
+        )
+        self.norm1, self.norm2 = (nn.LayerNorm(self.out.out_features) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the job writes it: scaled dot products of four heads, one matrix for their inputs."""
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        scores = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).masked_fill(~mask, -1e9)
+        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class _GPT(nn.Module):
+    def __init__(self, named: Arrays) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(*named["embedding.weight"].shape)
+        self.position = nn.Embedding(*named["position.weight"].shape)
+        layers = sum(name.endswith("qkv.weight") for name in named)
+        self.blocks = nn.Sequential(*(_Block(named, f"blocks.{i}") for i in range(layers)))
+        self.head = nn.Linear(*self.embedding.weight.shape[::-1], bias=False)
+        if "head.weight" not in named:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1]).repeat(len(x), 1)  # for every example, since Opacus looks for a batch
+        return self.head(self.blocks(self.embedding(x) + self.position(places)))
+
+
+MODELS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[..., nn.Module]]] = {
+    "mlp": (_mlp_arrays, _mlp),
+    "cnn": (_cnn_arrays, _cnn),
+    "lstm": (_lstm_arrays, _LSTM),
+    "gpt": (_gpt_arrays, _GPT),
+}
