@@ -42,7 +42,7 @@ class Backward:
     ) -> None:
         self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
         self._parameters = of.parameters
-        self._each: Any = None
+        self._held = program is None
         if program is None:
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
             self.squares = _squares(self._each)
@@ -61,7 +61,7 @@ class Backward:
 
     def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
         """The sum over the examples of `weights` times the gradient; examples of weight zero are left out."""
-        if self._each is not None:
+        if self._held:
             return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
         if self._method != "ghost":
             return self._found.weighted_sum(weights, dtype)

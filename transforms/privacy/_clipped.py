@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._arguments import Argnums, check_argnums, check_callable, describe, wrap_like
@@ -287,7 +288,7 @@ def clipped_grad(
     check = _checked("clipped_grad", fun, argnums, batch_argnums)
     _check_method("clipped_grad", method)
     check_chunk_size("clipped_grad", microbatch_size, "microbatch_size")
-    if isinstance(l2_clip_norm, (int, float)) and not l2_clip_norm >= 0:
+    if isinstance(l2_clip_norm, (int, float, np.number)) and not l2_clip_norm >= 0:
         raise ValueError(f"clipped_grad: l2_clip_norm must not be negative or NaN, but got {l2_clip_norm}.")
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: normalize_by must be positive, but got {normalize_by}.")
@@ -311,6 +312,8 @@ def clipped_grad(
         most = _group_size(microbatch_size, of.size)
         if pre_clipping_transform is not None:
             return Choice("vmap", most, "pre_clipping_transform needs each gradient")
+        if of.size == 0:
+            return Choice("vmap", 0, "there are no examples")
         if method == "auto":
             return choose(of.program, of.size, most, spmd_axis_name)
         return Choice(method, most, f'it was asked for by method="{method}"')

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._arguments import argument_name, describe, leaf_name
 from .._call import Call, arrays_apart
@@ -54,6 +55,12 @@ class PerExample:
         self._batched = tuple(batch_argnums)
         self.size = _batch_size(api, fun, self._batched, args)
         batch = {i: args[i] for i in self._batched}
+        for path, leaf in jax.tree.leaves_with_path(kwargs):
+            if tuple(getattr(leaf, "shape", ()))[:1] != (self.size,):
+                raise ValueError(
+                    f"{api}: keyword argument `{leaf_name('', path)}` is {describe(leaf)}, but keyword arguments have "
+                    f"the {self.size} examples along axis 0; let fun close over what they share."
+                )
         keys: Any = ()
         if prng_argnum is not None:
             keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[prng_argnum])
@@ -69,7 +76,8 @@ class PerExample:
             batch[self._prng] = keys
         value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
         scalar_seed(f"{self._api}:", value, "return the loss of one example")
-        arrays, self._join = arrays_apart(aux)
+        numbers = (bool, int, float, complex, np.ndarray, np.generic)
+        arrays, self._join = arrays_apart(jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux))
         return value, arrays
 
     @cached_property

@@ -38,6 +38,7 @@ class Program:
         def of_leaves(*leaves: Any) -> Any:
             (*inputs, zero) = leaves
             value, aux = loss(inputs[: len(parameters)], inputs[len(parameters) :])
+            value = jnp.asarray(value)
             return value + zero.astype(value.dtype), aux
 
         self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
