@@ -90,13 +90,6 @@ def jit_in_parts(method: str) -> None:
     assert_close(on_four_devices(method, 4)[0], on_one_device())
 
 
-def jit_in_parts_that_stay_where_they_are(method: str) -> None:
-    """Each part has examples of all devices, so that none waits and none is sent."""
-    found, exchanged = on_four_devices(method, 4)
-    assert exchanged == {"all-reduce"}
-    assert found[1].grad_norms.sharding.spec == P("data")
-
-
 def keys(method: str) -> None:
     """An example's key does not depend on where it is."""
 
@@ -164,7 +157,6 @@ def spmd_axis_name(method: str) -> None:
 WAYS: tuple[Callable[[str], None], ...] = (
     jit,
     jit_in_parts,
-    jit_in_parts_that_stay_where_they_are,
     keys,
     shard_map_unchecked,
     shard_map,
