@@ -1,11 +1,13 @@
 """The imports from JAX whose place changes between versions, and what it raises where, in one file."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["NeedsValues", "Tracer", "scan_counts"]
+__all__ = ["NeedsValues", "Tracer", "one_of", "scan_counts", "varying", "varying_axes"]
 
 # What is raised where a function that is traced asks for a value: it branches on one, or hands an array to NumPy.
 NeedsValues = (
@@ -22,3 +24,24 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     shared, carry, _ = params["ft_in"].unpack()  # from jax 0.11 on
     return len(shared), len(carry)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of the `shard_map` around us over whose devices an array, or an abstract value, differs."""
+    differs = getattr(x if hasattr(x, "manual_axis_type") else jax.typeof(x), "manual_axis_type")
+    return differs.varying if differs else frozenset()
+
+
+def varying(x: Any, axes: Iterable[str]) -> Any:
+    """An array as one that differs over the devices of these axes, of which the gradient is that of each device."""
+    missing = tuple(sorted(set(axes) - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def one_of(examples: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of one of some examples, and over which devices of a `shard_map` they differ."""
+    shape, dtype, kind = examples.shape[1:], jax.dtypes.result_type(examples), jax.typeof(examples)
+    if not varying_axes(kind):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    sharding = NamedSharding(kind.sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=kind.manual_axis_type)

@@ -14,6 +14,7 @@ from jax import lax
 from .._arguments import Argnums, check_argnums, check_callable, describe, wrap_like
 from .._budget import check_budget
 from .._chunk import check_chunk_size
+from .._compat import varying, varying_axes
 from .._vmap import vmap
 from ._backward import Backward, each_gradient
 from ._choice import Choice, choose
@@ -381,7 +382,8 @@ def _in_groups(
         return compute(list(examples), padding)
 
     def split(x: Any) -> Any:
-        return x.reshape(size // microbatch_size, microbatch_size, *x.shape[1:])
+        # Each group takes some of every part of the batch: where devices have a part each, nothing is sent.
+        return x.reshape(microbatch_size, size // microbatch_size, *x.shape[1:]).swapaxes(0, 1)
 
     groups = jax.tree.map(split, (list(examples), padding))
     shapes = jax.eval_shape(lambda: compute(*jax.tree.map(lambda x: x[0], groups))[0])
@@ -390,9 +392,9 @@ def _in_groups(
         part, each = compute(*group)
         return jax.tree.map(jnp.add, total, part), each
 
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    start = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
     total, each = lax.scan(step, start, groups)
-    return total, jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), each)
+    return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
 
 
 def _group_size(microbatch_size: int | None, size: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._arguments import argument_name, describe, leaf_name
 from .._call import Call, arrays_apart
+from .._compat import varying, varying_axes
 from .._grad import scalar_seed
 from ._program import Program
 
@@ -66,6 +67,18 @@ class PerExample:
             keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[prng_argnum])
         self._prng = prng_argnum
         self.examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
+        # In a `shard_map`, the gradient of what all devices share is a sum over them, and no norm can be taken of that.
+        axes = frozenset[str]().union(*map(varying_axes, [*self.parameters, *self.examples]))
+        self.parameters = [varying(x, axes) for x in self.parameters]
+        self.examples = [varying(x, axes) for x in self.examples]
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual and self.size:
+            exchanged = self.program.exchanged_over(manual)
+            if exchanged:
+                raise ValueError(
+                    f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around, "
+                    "so that it is not the loss of one example; do that outside of it."
+                )
 
     def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The loss of one example, and the arrays among what else it returns."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
+from .._compat import one_of
 from ._sites import find_sites
+
+# Operations that name an axis of devices, where each does its own.
+_ALONE = frozenset(["axis_index", "pcast", "pvary"])
 
 
 class Program:
@@ -31,7 +36,7 @@ class Program:
         self, loss: Callable[..., tuple[Any, Any]], parameters: Sequence[Any], examples: Sequence[Any]
     ) -> None:
         self.parameters = list(parameters)
-        one = [jax.ShapeDtypeStruct(x.shape[1:], jnp.result_type(x)) for x in examples]
+        one = [one_of(x) for x in examples]
         # A loss of parameters alone must meet data too.
         zero = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -45,9 +50,26 @@ class Program:
         self.treedef = jax.tree.structure(shapes)
         self.plan, self.sites = find_sites(self.closed, len(self.parameters))
 
+    def exchanged_over(self, axes: Iterable[str]) -> str:
+        """An operation over the devices of some of these axes; empty if there is none."""
+        return _exchanged_over(self.closed.jaxpr, frozenset(axes))
+
     def mapped_wrongly(self) -> bool:
         """Whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
 
         XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
         """
         return any(site.eqn.primitive.name == "conv_general_dilated" and site.operand == 1 for site in self.sites)
+
+
+def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
+    for eqn in jaxpr.eqns:
+        named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
+        if eqn.primitive.name not in _ALONE and not axes.isdisjoint(jax.tree.leaves(named)):
+            return eqn.primitive.name
+        for x in jax.tree.leaves(list(eqn.params.values())):
+            body = getattr(x, "jaxpr", x)
+            found = isinstance(body, Jaxpr) and _exchanged_over(body, axes)
+            if found:
+                return found
+    return ""

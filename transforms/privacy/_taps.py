@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._compat import scan_counts
+from .._compat import scan_counts, varying, varying_axes
 from .._jaxpr import aval, evaluate, interpret
 from ._sites import REMAT, Plan, Site
 
@@ -27,13 +27,12 @@ Records = dict[int, list[Any]]
 
 def zero_taps(plan: Plan, sites: Sequence[Site], batch: int) -> Taps:
     """The taps for each of `batch` examples, with an axis for each loop behind that of the examples."""
-    return {
-        n: [
-            jnp.zeros((batch, *(loop.length for loop in sites[n].loops), *aval(var).shape), aval(var).dtype)
-            for var in outputs_with_derivatives(sites[n].eqn)
-        ]
-        for n in plan.taps()
-    }
+
+    def zeros(site: Site, out: Any) -> jax.Array:
+        shape = batch, *(loop.length for loop in site.loops), *out.shape
+        return varying(jnp.zeros(shape, out.dtype), varying_axes(out))
+
+    return {n: [zeros(sites[n], aval(x)) for x in outputs_with_derivatives(sites[n].eqn)] for n in plan.taps()}
 
 
 def outputs_with_derivatives(eqn: JaxprEqn) -> list[Any]:

@@ -90,6 +90,13 @@ def jit_in_parts(method: str) -> None:
     assert_close(on_four_devices(method, 4)[0], on_one_device())
 
 
+def jit_in_parts_that_stay_where_they_are(method: str) -> None:
+    """Each part has examples of all devices, so that none waits and none is sent."""
+    found, exchanged = on_four_devices(method, 4)
+    assert exchanged == {"all-reduce"}
+    assert found[1].grad_norms.sharding.spec == P("data")
+
+
 def keys(method: str) -> None:
     """An example's key does not depend on where it is."""
 
@@ -135,6 +142,29 @@ def shard_map_of_norms(method: str) -> None:
     assert_close(({}, (jax.jit(mapped)(PARAMS, *EXAMPLES),)), ({}, (on_one_device()[1].grad_norms,)))
 
 
+def shard_map_of_members(method: str) -> None:
+    """Each device has a model, and all have the same examples."""
+    stacked = jax.tree.map(lambda x: np.stack([x * scale for scale in (1, 2, 3, 4)]), PARAMS)
+    of = clipped_grad(loss, **OPTIONS, method=method)
+
+    def of_one(params: Any, *examples: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], of(jax.tree.map(lambda x: x[0], params), *examples))
+
+    specs = (P("data"), P(), P(), P())
+    found = jax.jit(jax.shard_map(of_one, mesh=mesh_of(data=4), in_specs=specs, out_specs=P("data")))
+    expected = jax.jit(jax.vmap(of, (0, None, None, None)))
+    assert_close(found(stacked, *EXAMPLES), expected(stacked, *EXAMPLES))
+
+
+def shard_map_of_what_is_combined(method: str) -> None:
+    """Where a loss adds up over devices, it is not that of one example, and its gradient is not of one either."""
+    of = clipped_grad(lambda w, x: lax.psum(jnp.sum(x @ w), "data"), l2_clip_norm=1.0, method=method)
+    for check_vma in (True, False):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+        with pytest.raises(ValueError, match=r"clipped_grad: the loss of one example has psum\w*, which combines dev"):
+            jax.shard_map(of, mesh=mesh_of(data=4), **specs)(np.ones(3), np.ones((8, 3)))
+
+
 def spmd_axis_name(method: str) -> None:
     """A loss that is itself over devices has its examples over the others."""
     mesh = mesh_of(data=2, model=2)
@@ -157,11 +187,14 @@ def spmd_axis_name(method: str) -> None:
 WAYS: tuple[Callable[[str], None], ...] = (
     jit,
     jit_in_parts,
+    jit_in_parts_that_stay_where_they_are,
     keys,
     shard_map_unchecked,
     shard_map,
     shard_map_in_parts,
     shard_map_of_norms,
+    shard_map_of_members,
+    shard_map_of_what_is_combined,
     spmd_axis_name,
 )
 
