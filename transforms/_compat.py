@@ -28,7 +28,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The axes of the `shard_map` around us over whose devices an array, or an abstract value, differs."""
-    differs = getattr(x if hasattr(x, "manual_axis_type") else jax.typeof(x), "manual_axis_type")
+    differs = (x if hasattr(x, "manual_axis_type") else jax.typeof(x)).manual_axis_type
     return differs.varying if differs else frozenset()
 
 

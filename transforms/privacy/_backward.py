@@ -46,18 +46,19 @@ class Backward:
         if program is None:
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
             self.squares = _squares(self._each)
-            self._clipped = self.squares
+            clipped = self.squares
             if transform is not None:
                 self._each = jax.vmap(transform)(self._each)
-                self._clipped = _squares(self._each)
+                clipped = _squares(self._each)
+            self._clipped = jnp.sqrt(clipped)
             return
         self._found = ExampleGradients(program, self._examples, spmd_axis_name)
         self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms()
-        self._clipped = self.squares
+        self._clipped = self._found.upper_norms(twice=method == "ghost")
 
-    def clipped_norms(self) -> jax.Array:
-        """The norms that are to be bounded: those after the transform, if there is one."""
-        return jnp.sqrt(self._clipped)
+    def norms_to_clip(self) -> jax.Array:
+        """The norms that are to be bounded: after the transform, if there is one, and rounded up; never zero."""
+        return jnp.maximum(self._clipped, float(jnp.finfo(self._clipped.dtype).tiny) ** 0.4)
 
     def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
         """The sum over the examples of `weights` times the gradient; examples of weight zero are left out."""

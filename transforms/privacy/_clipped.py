@@ -263,6 +263,10 @@ def clipped_grad(
         another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping", or on
         one CPU "vmap" one sample at a time, by what both cost as counted from shapes.
 
+    Rounding: a sample is clipped by its norm and what rounding may have taken from it, so that the bound holds where
+    large terms cancel each other too; this makes a difference only where they cancel to a tenth or less. "ghost" rounds
+    its second pass anew, for which it can answer only where parameters meet data in products and lookups.
+
     Returns:
       A function of the same arguments that returns the sum, like the parameters; with `has_aux`, `return_values` or
       `return_grad_norms` a pair of it and an `Aux`. It takes `is_padding_example=`, booleans of shape (batch,): those
@@ -328,7 +332,7 @@ def clipped_grad(
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
             backward = Backward(of, program, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
-            weights = _clip_weights(backward.clipped_norms(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
+            weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 

@@ -18,6 +18,9 @@ from ._rules import has_rule, piece_at
 from ._sites import Site, apart, is_scaled
 from ._taps import operands, run_with_taps, zero_taps
 
+# What the rounding of the terms of a sum may come to, in that of one of them.
+_ROUNDINGS = 8
+
 
 class Use(NamedTuple):
     """One place where a parameter meets data.
@@ -52,7 +55,7 @@ class ExampleGradients:
 
     def __init__(self, program: Program, examples: Sequence[Any], spmd_axis_name: str | None = None) -> None:
         self._program, self._parameters = program, program.parameters
-        self._plan, self._sites = program.plan, program.sites
+        self._plan, self._sites, self._spmd = program.plan, program.sites, spmd_axis_name
         self._shared = [n for n, site in enumerate(self._sites) if _is_number(site)]
         batch = examples[0].shape[0]
 
@@ -70,11 +73,12 @@ class ExampleGradients:
         taps = zero_taps(self._plan, self._sites, batch)
         self.values, pull, (self.aux, records) = jax.vjp(of_batch, taps, has_aux=True)
         (cotangents,) = pull(jnp.ones_like(self.values))
-        self._pieces = self._take_pieces(records, cotangents)
-        for members, alone in self._groups():
-            piece = self._pieces[members[0]]
-            if alone and isinstance(piece, Factors) and not piece.smaller():
-                self._pieces[members[0]] = Direct(piece.direct())
+        # What is summed in the end: pieces by site, and the gradients of parameters that are held.
+        self._pieces = self._taken = self._take_pieces(records, cotangents)
+        self._held: dict[int, jax.Array] = {}
+        self._groups = self._find_groups()
+        for group in self._groups:
+            self._put_together(group)
 
     def _take_pieces(self, records: Any, cotangents: Any) -> dict[int, Piece]:
         numbers = frozenset(range(len(self._sites)))
@@ -82,7 +86,7 @@ class ExampleGradients:
         pieces: dict[int, Piece] = {}
         for n, site in enumerate(self._sites):
             mates = [(other, given[m]) for m, other in enumerate(self._sites) if other.tap == site.tap and m != n]
-            pieces[n] = piece_at(site, given[n], mates, records[site.tap], cotangents[site.tap])
+            pieces[n] = piece_at(site, given[n], mates, records[site.tap], cotangents[site.tap], self._spmd)
         return pieces
 
     def _operands(self, parameters: Sequence[Any], wanted: frozenset[int]) -> dict[int, Any]:
@@ -90,31 +94,83 @@ class ExampleGradients:
             self._program.closed.jaxpr, self._program.closed.consts, parameters, self._plan, self._sites, wanted
         )
 
-    def _groups(self) -> list[tuple[list[int], bool]]:
-        """The sites that have parameters in common, and whether one is alone with all numbers of its parameters."""
+    def _find_groups(self) -> list[list[int]]:
+        """The sites that have parameters in common; those of single numbers are none."""
         groups: list[list[int]] = []
         for n, site in enumerate(self._sites):
             if n not in self._shared:
                 joined = [group for group in groups if any(not apart(site.value, self._sites[m].value) for m in group)]
                 groups = [group for group in groups if group not in joined] + [[*itertools.chain(*joined), n]]
-        return [(group, len(group) == 1 and self._sites[group[0]].value.layout is not None) for group in groups]
+        return groups
+
+    def _put_together(self, group: list[int]) -> None:
+        """Have as few pieces for a group as there can be; where their norms have no form, hold the gradients."""
+        taken = {n: self._taken[n] for n in group}
+        together: dict[int, Piece] | None = taken
+        if len(group) > 1:
+            together = merged([(n, self._sites[n], piece) for n, piece in taken.items()])
+        elif self._sites[group[0]].value.layout is None:
+            together = None
+        if together is None:
+            self._held |= {
+                leaf: self._held.get(leaf, 0) + gradients for leaf, gradients in self._of_leaves(taken).items()
+            }
+            together = {}
+        elif len(together) == 1:
+            ((n, piece),) = together.items()
+            if isinstance(piece, Factors) and not piece.smaller():
+                together = {n: Direct(piece.direct())}
+        self._pieces = {n: piece for n, piece in self._pieces.items() if n not in group} | together
 
     def squared_norms(self) -> jax.Array:
         """The squared norm of each example's gradient."""
-        total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
-        for members, alone in self._groups():
-            pieces = [self._pieces[n] for n in members]
-            together = pieces if alone else merged([(self._sites[n], self._pieces[n]) for n in members])
-            if together is not None:
-                norms = sum(piece.squared_norm() for piece in together)
-                if len(together) == 2 and isinstance(together[0], Factors) and isinstance(together[1], Rows):
-                    norms += together[1].cross(together[0])
-                total = total + norms * self._scale(members[0])
-                continue
-            for gradients in self._of_leaves(members).values():
-                total = total + Direct(gradients).squared_norm()
+        total = self._without_shared()
         # What goes beside may make less of it, down to a rounding error.
         return jnp.maximum(total + self._beside(), 0) if self._shared else total
+
+    def upper_norms(self, twice: bool) -> jax.Array:
+        """The norms to clip by, which are those of the gradients, rounded up.
+
+        A gradient may be what remains where terms cancel each other: positions, or uses of a parameter. Neither its
+        norm from inner products nor a sum of the terms is then closer than the rounding errors of the largest.
+
+        Args:
+          twice: whether the sum is taken from a second backward pass, and not from the pieces.
+        """
+        squares, lost = self.squared_norms(), jnp.zeros(())
+        for group in self._groups:
+            scale = self._scale(group[0])
+            for n in group:
+                piece = self._pieces.get(n)
+                if piece is not None and not isinstance(piece, Direct):
+                    squares = squares + _ROUNDINGS * jnp.finfo(squares.dtype).eps * scale * piece.terms()
+                summed = self._taken[n] if twice else piece
+                if twice or isinstance(summed, (Factors, Rows)):
+                    lost = lost + _ROUNDINGS * summed.eps() * scale * summed.terms()
+        if self._shared:
+            terms = self._without_shared()
+            for n in self._shared:
+                squared = sum(jnp.sum(jnp.square(x)) for x in self._direction(n).values())
+                terms = terms + jnp.square(self._factor(n)) * squared
+            squares = squares + _ROUNDINGS * jnp.finfo(squares.dtype).eps * terms
+        return jnp.sqrt(jnp.maximum(squares, lost))
+
+    def _without_shared(self) -> jax.Array:
+        total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
+        for group in self._groups:
+            pieces = [self._pieces[n] for n in group if n in self._pieces]
+            if pieces:
+                rows, factors = ([piece for piece in pieces if isinstance(piece, kind)] for kind in (Rows, Factors))
+                norms = sum(piece.squared_norm() for piece in pieces)
+                norms += sum(row.cross(factor) for row in rows for factor in factors)
+                total = total + norms * self._scale(group[0])
+        for gradients in self._held.values():
+            total = total + Direct(gradients).squared_norm()
+        return total
+
+    def _factor(self, n: int) -> jax.Array:
+        """By what the gradient of a single number is multiplied at each example."""
+        return widened(self._pieces[n].direct().reshape(self.values.shape))
 
     def _scale(self, n: int) -> Any:
         """The square of the factor with which the numbers of the parameters are in the operand of a site."""
@@ -131,22 +187,20 @@ class ExampleGradients:
         Of such a number the gradient is the same for each example, but for a factor.
         """
         total: Any = 0.0
-        factors = {n: widened(self._pieces[n].direct().reshape(self.values.shape)) for n in self._shared}
+        factors = {n: self._factor(n) for n in self._shared}
         directions = {n: self._direction(n) for n in self._shared}
         for n, direction in directions.items():
             for m, other in directions.items():
                 common = direction.keys() & other.keys()
                 total += factors[n] * factors[m] * sum(jnp.vdot(direction[i], other[i]) for i in common)
-            rest = frozenset(
-                k
-                for k, site in enumerate(self._sites)
-                if k not in self._shared and site.value.leaves & direction.keys()
-            )
+            rest = frozenset(k for k in self._pieces if k not in directions and self._leaves(k) & direction.keys())
             chain, leaves = self._chain(direction, rest)
             _, along = jax.jvp(
                 chain, (leaves,), ([direction[i].astype(x.dtype) for i, x in zip(direction, leaves, strict=True)],)
             )
-            total += 2 * factors[n] * sum(self._pieces[k].inner(along[k]) for k in rest)
+            inner = [self._pieces[k].inner(along[k]) for k in rest]
+            inner += [Direct(self._held[i]).inner(direction[i]) for i in direction.keys() & self._held.keys()]
+            total += 2 * factors[n] * sum(inner)
         return total
 
     def _direction(self, n: int) -> dict[int, jax.Array]:
@@ -171,39 +225,47 @@ class ExampleGradients:
     def uses(self) -> list[Use]:
         """How each parameter's gradients are taken, for each place where it meets data."""
         found = []
-        for members, alone in [*self._groups(), *(([n], True) for n in self._shared)]:
-            alone = alone or merged([(self._sites[n], self._pieces[n]) for n in members]) is not None
-            for n in members:
-                site, piece = self._sites[n], self._pieces[n]
-                rule = type(piece).__name__.lower()
-                if isinstance(piece, Factors):
-                    why = piece.choice()
-                elif isinstance(piece, Rows):
-                    why = f"rows of a table are taken, {piece.taken.shape[2]} for each example"
-                else:
-                    why = f"the gradient at each example has {math.prod(piece.gradients.shape[1:])} numbers"
-                    why += "" if has_rule(site) else f", by the derivative of {site.eqn.primitive.name}"
-                if n in self._shared:
-                    rule, why = (
-                        "shared",
-                        "a single number, whose gradient is the same for each example but for a factor",
-                    )
-                if not alone:
-                    how = "used in other ways too" if len(members) > 1 else "computed from the parameters"
-                    rule, why = "direct", f"the operand is {how}, so each example's gradient is held"
-                found += [Use(leaf, rule, site.eqn.primitive.name, _where(site), why) for leaf in site.value.leaves]
+        for n, site in enumerate(self._sites):
+            piece = self._summed(n)
+            rule = type(piece).__name__.lower()
+            if n in self._shared:
+                rule, why = "shared", "a single number, whose gradient is the same for each example but for a factor"
+            elif piece is None:
+                others = any(n in group and len(group) > 1 for group in self._groups)
+                how = "used in other ways too" if others else "computed from the parameters"
+                rule, why = "direct", f"the operand is {how}, so each example's gradient is held"
+            elif isinstance(piece, Factors):
+                why = piece.choice()
+            elif isinstance(piece, Rows):
+                why = f"rows of a table are taken, {piece.taken.shape[2]} for each example"
+            else:
+                why = f"the gradient at each example has {math.prod(piece.gradients.shape[1:])} numbers"
+                why += "" if has_rule(site) else f", by the derivative of {site.eqn.primitive.name}"
+            found += [Use(leaf, rule, site.eqn.primitive.name, _where(site), why) for leaf in self._leaves(n)]
         return sorted(found)
 
-    def _of_leaves(self, members: list[int]) -> dict[int, jax.Array]:
+    def _summed(self, n: int) -> Piece | None:
+        """The piece that the gradient at a site is summed from, be it with others; None where it is held."""
+        others = [m for group in self._groups if n in group for m in group if m in self._pieces]
+        alike = [m for m in others if isinstance(self._pieces[m], type(self._taken[n]))]
+        return next((self._pieces[m] for m in [n, *alike, *others] if m in self._pieces), None)
+
+    def _leaves(self, n: int) -> frozenset[int]:
+        """The parameters that the operand of a site is computed from."""
+        return self._sites[n].value.leaves
+
+    def _of_leaves(self, pieces: dict[int, Piece]) -> dict[int, jax.Array]:
         """Each example's gradients of the parameters of some sites."""
-        parameters = frozenset().union(*(self._sites[n].value.leaves for n in members))
-        chain, leaves = self._chain(parameters, frozenset(members))
-        (gradients,) = jax.vmap(jax.vjp(chain, leaves)[1])({n: self._pieces[n].direct() for n in members})
+        parameters = frozenset[int]().union(*map(self._leaves, pieces))
+        chain, leaves = self._chain(parameters, frozenset(pieces))
+        (gradients,) = jax.vmap(jax.vjp(chain, leaves)[1], spmd_axis_name=self._spmd)(
+            {n: piece.direct() for n, piece in pieces.items()}
+        )
         return dict(zip(sorted(parameters), gradients, strict=True))
 
     def each(self) -> list[jax.Array]:
         """The gradient of each parameter at each example: shape (batch, *parameter)."""
-        found = self._of_leaves(list(range(len(self._sites))))
+        found = self._of_leaves(self._taken)
         batch = self.values.shape
         return [found.get(i, jnp.zeros((*batch, *x.shape), x.dtype)) for i, x in enumerate(self._parameters)]
 
@@ -214,13 +276,15 @@ class ExampleGradients:
           weights: shape (batch,).
           dtype: what to sum in; None for the dtype of the parameters.
         """
-        numbers = frozenset(range(len(self._sites)))
         parameters = [x if dtype is None else x.astype(dtype) for x in self._parameters]
+        numbers = frozenset(self._pieces)
         given, pull = jax.vjp(lambda parameters: self._operands(parameters, numbers), parameters)
-        (gradients,) = pull(
+        (sums,) = pull(
             {n: piece.weighted(weights, given[n].dtype).astype(given[n].dtype) for n, piece in self._pieces.items()}
         )
-        return gradients
+        for i, gradients in self._held.items():
+            sums[i] += Direct(gradients).weighted(weights, dtype)
+        return sums
 
 
 def _is_number(site: Site) -> bool:

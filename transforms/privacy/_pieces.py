@@ -57,6 +57,16 @@ class Factors(NamedTuple):
             return (_gram(left, left) * _gram(right, right)).sum((1, 2, 3))
         return jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
 
+    def terms(self) -> jax.Array:
+        """The squared norms of the positions' parts of each example's gradient, summed: shape (batch,)."""
+        left, right = (jnp.square(widened(x)).sum(3) for x in (self.left, self.right))
+        least = _least(left)
+        return ((left + least) * (right + least)).sum((1, 2))
+
+    def eps(self) -> float:
+        """The rounding of a term that is summed."""
+        return float(jnp.finfo(self.right.dtype).eps)
+
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
         left, right = kept(self.left, weights), kept(self.right, weights)
@@ -96,6 +106,14 @@ class Rows(NamedTuple):
         right = widened(self.right)
         same = self.taken[..., :, None] == self.taken[..., None, :]
         return jnp.where(same, _gram(right, right), 0).sum((1, 2, 3))
+
+    def terms(self) -> jax.Array:
+        """The squared norms of the rows taken, summed: shape (batch,)."""
+        return jnp.square(widened(self.right)).sum((1, 2, 3))
+
+    def eps(self) -> float:
+        """The rounding of a term that is summed."""
+        return float(jnp.finfo(self.right.dtype).eps)
 
     def cross(self, factors: Factors) -> jax.Array:
         """Twice the inner product with the gradient that `factors` has of the same table: p or d are its rows."""
@@ -145,6 +163,14 @@ class Direct(NamedTuple):
         """For each example, in float32 or wider: shape (batch,)."""
         return jnp.square(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
 
+    def terms(self) -> jax.Array:
+        """The squared norm: it is one term."""
+        return self.squared_norm()
+
+    def eps(self) -> float:
+        """The rounding of a term that is summed."""
+        return float(jnp.finfo(self.gradients.dtype).eps)
+
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
         gradients = kept(self.gradients, weights)
@@ -164,42 +190,41 @@ class Direct(NamedTuple):
 Piece = Factors | Rows | Direct
 
 
-def merged(pieces: list[tuple[Site, Piece]]) -> list[Piece] | None:
-    """Pieces of one parameter, each kind put together to one; None where their norms cannot be taken together.
+def merged(pieces: list[tuple[int, Site, Piece]]) -> dict[int, Piece] | None:
+    """Pieces of one parameter, each kind put together to one, at one of their sites; None where they cannot be.
 
     Two products over positions are one over the positions of both. What is transposed in one of them is turned back.
     """
-    factors: list[Factors] = []
-    rows: list[Rows] = []
-    base = _without_transposes(pieces[0][0])[0]
-    for site, piece in pieces:
+    factors: dict[int, Factors] = {}
+    rows: dict[int, Rows] = {}
+    base = _without_transposes(pieces[0][1])[0]
+    for n, site, piece in pieces:
         layout, order = _without_transposes(site)
         if layout != base or layout is None or len(site.value.leaves) != 1:
             return None
         if isinstance(piece, Factors) and piece.axes is not None:
             stack, p, d = (tuple(order[axis] for axis in axes) for axes in piece.axes)
-            factors.append(piece._replace(axes=(stack, p, d)))
+            factors[n] = piece._replace(axes=(stack, p, d))
         elif isinstance(piece, Rows) and order == tuple(range(len(order))):
-            rows.append(piece)
+            rows[n] = piece
         else:
             return None
-    result: list[Piece] = []
+    result: dict[int, Piece] = {}
     if factors:
-        first = factors[0]
-        turned = [_like(factor, first.axes) for factor in factors]
+        n, first = next(iter(factors.items()))
+        turned = [_like(factor, first.axes) for factor in factors.values()]
         if any(factor is None for factor in turned):
             return None
-        result.append(
-            first._replace(
-                left=jnp.concatenate([factor.left for factor in turned if factor], axis=2),
-                right=jnp.concatenate([factor.right for factor in turned if factor], axis=2),
-            )
+        result[n] = first._replace(
+            left=jnp.concatenate([factor.left for factor in turned if factor], axis=2),
+            right=jnp.concatenate([factor.right for factor in turned if factor], axis=2),
         )
     if rows:
-        taken = jnp.concatenate([row.taken for row in rows], axis=2)
-        result.append(rows[0]._replace(taken=taken, right=jnp.concatenate([row.right for row in rows], axis=2)))
+        n, row = next(iter(rows.items()))
+        taken = jnp.concatenate([row.taken for row in rows.values()], axis=2)
+        result[n] = row._replace(taken=taken, right=jnp.concatenate([row.right for row in rows.values()], axis=2))
     if factors and rows:
-        stack, *sides = factors[0].axes or ((), ())
+        stack, *sides = first.axes or ((), ())
         if stack or (0,) not in sides:
             return None
     return result
@@ -239,6 +264,11 @@ def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
     flat = (z.reshape(-1, *z.shape[2:]) for z in (x, y))
     found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat))
     return found.reshape(*x.shape[:2], *found.shape[1:])
+
+
+def _least(squares: jax.Array) -> float:
+    """What is added to squares so that their products with others do not vanish where they do."""
+    return float(jnp.finfo(squares.dtype).tiny) ** 0.8
 
 
 def kept(x: jax.Array, weights: jax.Array) -> jax.Array:

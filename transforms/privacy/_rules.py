@@ -22,6 +22,7 @@ def piece_at(
     mates: list[tuple[Site, jax.Array]],
     values: list[Any],
     cotangents: list[jax.Array],
+    spmd_axis_name: str | None = None,
 ) -> Piece:
     """Each example's gradient of the operand of a site.
 
@@ -32,10 +33,11 @@ def piece_at(
       values: the other operands, with axes for the examples and for all loops in front; None for those that come from
         parameters alone.
       cotangents: of each of its outputs, likewise.
+      spmd_axis_name: as for `jax.vmap`.
     """
     rule = _RULES.get((site.eqn.primitive.name, site.operand))
     found = rule(site, operand, values, cotangents) if rule and not mates else None
-    return found or _by_derivative(site, operand, mates, values, cotangents)
+    return found or _by_derivative(site, operand, mates, values, cotangents, spmd_axis_name)
 
 
 def _by_derivative(
@@ -44,6 +46,7 @@ def _by_derivative(
     mates: list[tuple[Site, jax.Array]],
     values: list[Any],
     cotangents: list[jax.Array],
+    spmd_axis_name: str | None,
 ) -> Direct:
     """For any operation: its own derivative, for each example."""
 
@@ -63,7 +66,7 @@ def _by_derivative(
     def of_example(values: list[Any], cotangents: list[Any]) -> Any:
         return jax.vjp(lambda operand: mapped(operand, fixed, values), operand)[1](cotangents)[0]
 
-    return Direct(jax.vmap(of_example)(values, cotangents))
+    return Direct(jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(values, cotangents))
 
 
 def _product(site: Site, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Factors:

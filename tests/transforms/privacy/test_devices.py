@@ -160,9 +160,10 @@ def shard_map_of_what_is_combined(method: str) -> None:
     """Where a loss adds up over devices, it is not that of one example, and its gradient is not of one either."""
     of = clipped_grad(lambda w, x: lax.psum(jnp.sum(x @ w), "data"), l2_clip_norm=1.0, method=method)
     for check_vma in (True, False):
-        specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+        specs: dict[str, Any] = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+        mapped = jax.shard_map(of, mesh=mesh_of(data=4), **specs)
         with pytest.raises(ValueError, match=r"clipped_grad: the loss of one example has psum\w*, which combines dev"):
-            jax.shard_map(of, mesh=mesh_of(data=4), **specs)(np.ones(3), np.ones((8, 3)))
+            mapped(np.ones(3), np.ones((8, 3)))
 
 
 def spmd_axis_name(method: str) -> None:
