@@ -263,22 +263,25 @@ def clipped_grad(
         another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping", or on
         one CPU "vmap" one sample at a time, by what both cost as counted from shapes.
 
-    Rounding: a sample is clipped by its norm and what rounding may have taken from it, so that the bound holds where
-    large terms cancel each other too; this makes a difference only where they cancel to a tenth or less. "ghost" rounds
-    its second pass anew, for which it can answer only where parameters meet data in products and lookups.
-
     Returns:
       A function of the same arguments that returns the sum, like the parameters; with `has_aux`, `return_values` or
       `return_grad_norms` a pair of it and an `Aux`. It takes `is_padding_example=`, booleans of shape (batch,): those
-      samples contribute zero, whatever they hold. Its `.sensitivity()` is what privacy accounting asks for.
+      samples contribute zero, whatever they hold. Its `.sensitivity()` is what privacy accounting asks for. In a
+      `jax.shard_map` the sum is that over the samples of each device.
 
     Raises:
       TypeError, ValueError: as for `per_sample_grad`; a negative clipping norm; `normalize_by` that is not positive; a
-        microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked.
+        microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked; in a
+        `jax.shard_map`, a loss that combines its devices.
 
     Cost:
       "book_keeping": 0.8 to 1.6 times the time of `jax.grad` of the batch, and 1 to 2.5 times its memory (see the
       benchmarks). "vmap": memory for batch times parameters.
+
+    Rounding:
+      A sample is clipped by its norm and what rounding may have taken from it, so that the bound holds where large
+      terms cancel each other too; this makes a difference only where they cancel to less than a sixth. "ghost" rounds
+      its second pass anew, for which it can answer only where parameters meet data in products and lookups.
 
     Source:
       Abadi et al. 2016, "Deep Learning with Differential Privacy"; Bu et al. 2023, "Differentially Private Optimization

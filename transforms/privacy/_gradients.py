@@ -138,21 +138,22 @@ class ExampleGradients:
           twice: whether the sum is taken from a second backward pass, and not from the pieces.
         """
         squares, lost = self.squared_norms(), jnp.zeros(())
+        eps = float(jnp.finfo(squares.dtype).eps)
         for group in self._groups:
             scale = self._scale(group[0])
             for n in group:
                 piece = self._pieces.get(n)
-                if piece is not None and not isinstance(piece, Direct):
-                    squares = squares + _ROUNDINGS * jnp.finfo(squares.dtype).eps * scale * piece.terms()
+                if isinstance(piece, (Factors, Rows)):
+                    squares = squares + _ROUNDINGS * eps * scale * piece.terms()
                 summed = self._taken[n] if twice else piece
-                if twice or isinstance(summed, (Factors, Rows)):
+                if summed is not None and (twice or not isinstance(summed, Direct)):
                     lost = lost + _ROUNDINGS * summed.eps() * scale * summed.terms()
         if self._shared:
             terms = self._without_shared()
             for n in self._shared:
                 squared = sum(jnp.sum(jnp.square(x)) for x in self._direction(n).values())
                 terms = terms + jnp.square(self._factor(n)) * squared
-            squares = squares + _ROUNDINGS * jnp.finfo(squares.dtype).eps * terms
+            squares = squares + _ROUNDINGS * eps * terms
         return jnp.sqrt(jnp.maximum(squares, lost))
 
     def _without_shared(self) -> jax.Array:
@@ -160,10 +161,11 @@ class ExampleGradients:
         for group in self._groups:
             pieces = [self._pieces[n] for n in group if n in self._pieces]
             if pieces:
-                rows, factors = ([piece for piece in pieces if isinstance(piece, kind)] for kind in (Rows, Factors))
-                norms = sum(piece.squared_norm() for piece in pieces)
-                norms += sum(row.cross(factor) for row in rows for factor in factors)
-                total = total + norms * self._scale(group[0])
+                rows = [piece for piece in pieces if isinstance(piece, Rows)]
+                factors = [piece for piece in pieces if isinstance(piece, Factors)]
+                norms = [piece.squared_norm() for piece in pieces]
+                norms += [row.cross(factor) for row in rows for factor in factors]
+                total = total + sum(norms) * self._scale(group[0])
         for gradients in self._held.values():
             total = total + Direct(gradients).squared_norm()
         return total
