@@ -52,7 +52,7 @@ class Factors(NamedTuple):
         left, right = widened(self.left), widened(self.right)
         positions, p, d = left.shape[2], left.shape[3], right.shape[3]
         if positions == 1:
-            return (jnp.square(left).sum((2, 3)) * jnp.square(right).sum((2, 3))).sum(1)
+            return (jnp.square(left).sum(3) * jnp.square(right).sum(3)).sum((1, 2))
         if 2 * positions**2 <= p * d:
             return (_gram(left, left) * _gram(right, right)).sum((1, 2, 3))
         return jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
@@ -71,7 +71,8 @@ class Factors(NamedTuple):
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
         left, right = kept(self.left, weights), kept(self.right, weights)
         right = right * weights[:, None, None, None].astype(right.dtype)
-        if left.shape[3] > right.shape[3]:  # XLA on CPU transposes the first of the two, and recomputes it for that
+        (batch, _, positions, p), d = left.shape, right.shape[3]
+        if batch * positions * (p - d) > p * d:  # XLA on CPU transposes the first of the two: the result is smaller
             return self.restore(_product(right, left, dtype).swapaxes(1, 2))
         return self.restore(_product(left, right, dtype))
 
