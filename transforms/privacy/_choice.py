@@ -1,24 +1,28 @@
-"""Which method `auto` takes: by the bytes and operations of each, from shapes. Nothing is timed.
+"""Which method `auto` takes, and how many examples at a time: by bytes and operations, from shapes. Nothing is timed.
 
-Both ways cost an ordinary gradient, and something beside it. Book-keeping takes the norms of products between
-positions, and holds small gradients. One example after another, each gradient is written, and read for its norm and for
-the sum; the parameters are read, and every operation is started, for each.
+Every way costs an ordinary gradient, and something beside it. Book-keeping takes the norms of products between
+positions, and holds small gradients. Where each gradient is held, it is written, and read for its norm and for the sum.
+In groups, every operation is started and every sum added to for each of them; but what a group keeps from the forward
+pass for the backward pass may stay in the cache.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._jaxpr import aval
 from ._program import Program
 from ._rules import norm_cost
 
-# On CPU: floating-point operations in the time of one byte of memory, and bytes in the time that starting an operation
-# takes. Both are from the shapes of benchmarks/privacy.py.
-_OPERATIONS_PER_BYTE, _BYTES_PER_START = 4.0, 100_000
+# Of a CPU; from the shapes of benchmarks/privacy.py and dense layers of 64 to 1024.
+_OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte of memory
+_SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000  # bytes in the time of starting an operation on few, and on many
+_CACHE, _CACHE_OF_GRADIENTS = 16 * 2**20, 10 * 2**20
 
 
 class Choice(NamedTuple):
@@ -36,7 +40,7 @@ class Choice(NamedTuple):
 
 
 def choose(program: Program, batch: int, most: int, spmd_axis_name: Any) -> Choice:
-    """The quicker way.
+    """The quickest way.
 
     Args:
       program: the loss.
@@ -46,14 +50,22 @@ def choose(program: Program, batch: int, most: int, spmd_axis_name: Any) -> Choi
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1 or spmd_axis_name is not None:
         return Choice("book_keeping", most, "a loop over examples leaves an accelerator, or several devices, idle")
-    used = frozenset().union(*(site.value.leaves for site in program.sites))
+    used = frozenset[int]().union(*(site.value.leaves for site in program.sites))
     held = sum(program.parameters[i].nbytes for i in used)
-    together = batch * sum(_bytes(site) for site in program.sites)
-    apart = batch * (7 * held + _starts(program.closed.jaxpr) * _BYTES_PER_START)
-    counted = f"{apart / 2**20:.1f} MiB one at a time, {together / 2**20:.1f} MiB for norms"
-    if apart < together:
-        return Choice("vmap", 1, f"estimated as bytes of memory: {counted}")
-    return Choice("book_keeping", most, f"estimated as bytes of memory: {counted}")
+    norms = sum(map(_bytes, program.sites))
+    found = []
+    for size in (size for size in range(1, most + 1) if most % size == 0):
+        starts, between = _starts_and_results(program.closed.jaxpr, size)
+        beside = 2 * batch * between if size * between > _CACHE else 0
+        again = batch // size * (3 * held + starts) if size < batch else 0
+        found.append((batch * norms + again + beside, "book_keeping", size))
+        if size * held <= _CACHE_OF_GRADIENTS or size == 1:
+            found.append((4 * batch * held + batch // size * starts + beside, "vmap", size))
+    cost, method, size = min(found)
+    other = min(cost for cost, other, _ in found if other != method)
+    instead = "held" if method == "book_keeping" else "not held"
+    why = f"counted as {cost / 2**20:.1f} MiB to read, and {other / 2**20:.1f} MiB if gradients were {instead}"
+    return Choice(method, size, why)
 
 
 def _bytes(site: Any) -> float:
@@ -61,11 +73,23 @@ def _bytes(site: Any) -> float:
     return operations / _OPERATIONS_PER_BYTE + 2 * numbers * aval(site.eqn.invars[site.operand]).dtype.itemsize
 
 
-def _starts(jaxpr: Jaxpr) -> int:
-    """How many operations are executed, those of loops in each turn."""
-    count = 0
+def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:
+    """What it costs to start the operations for some examples, and the bytes of all results of one, loops unrolled."""
+    starts = results = 0
     for eqn in jaxpr.eqns:
         bodies = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values()))]
-        inner = sum(_starts(body) for body in bodies if isinstance(body, Jaxpr))
-        count += max(1, inner * (eqn.params["length"] if eqn.primitive.name == "scan" else 1))
-    return count
+        inner = [_starts_and_results(body, examples) for body in bodies if isinstance(body, Jaxpr)]
+        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        if inner:
+            starts += turns * sum(start for start, _ in inner)
+            results += turns * sum(result for _, result in inner)
+            continue
+        size = sum(math.prod(aval(out).shape) * _itemsize(aval(out)) for out in eqn.outvars)
+        starts += _START if examples * size >= _SMALL else _SMALL_START
+        results += size
+    return starts, results
+
+
+def _itemsize(array: Any) -> int:
+    """Of numbers with derivatives; others are not kept."""
+    return array.dtype.itemsize if jnp.issubdtype(array.dtype, jnp.inexact) else 0

@@ -339,7 +339,9 @@ def clipped_grad(
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
-        total, (values, norms, aux) = _in_groups(of_some, of.examples, padding, choice.examples)
+        sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), sums)
+        total, (values, norms, aux) = _in_groups(of_some, of.examples, padding, choice.examples, start)
         total = jax.tree.map(lambda x: x / normalize_by if normalize_by != 1.0 else x, total)
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
         if not (has_aux or return_values or return_grad_norms):
@@ -382,8 +384,17 @@ def _in_groups(
     examples: Sequence[Any],
     padding: jax.Array,
     microbatch_size: int,
+    start: Any,
 ) -> tuple[Any, Any]:
-    """`compute` of all examples, or of some at a time: the sum of its first result, the second one put together."""
+    """`compute` of all examples, or of some at a time: the sum of its first result, the second one put together.
+
+    Args:
+      compute: from some examples and whether each is padding to two pytrees.
+      examples: those of the batch, along axis 0.
+      padding: likewise.
+      microbatch_size: how many at a time.
+      start: zeros, as many as there are in the first result.
+    """
     size = len(padding)
     if microbatch_size == size:
         return compute(list(examples), padding)
@@ -393,13 +404,12 @@ def _in_groups(
         return x.reshape(microbatch_size, size // microbatch_size, *x.shape[1:]).swapaxes(0, 1)
 
     groups = jax.tree.map(split, (list(examples), padding))
-    shapes = jax.eval_shape(lambda: compute(*jax.tree.map(lambda x: x[0], groups))[0])
 
     def step(total: Any, group: Any) -> tuple[Any, Any]:
         part, each = compute(*group)
         return jax.tree.map(jnp.add, total, part), each
 
-    start = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
+    start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
     total, each = lax.scan(step, start, groups)
     return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
 

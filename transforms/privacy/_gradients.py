@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr import aval
-from ._pieces import Direct, Factors, Piece, Rows, merged, widened
+from ._pieces import Direct, Factors, Norms, Piece, Rows, merged, widened
 from ._program import Program
 from ._rules import has_rule, piece_at
 from ._sites import Site, apart, is_scaled
@@ -144,10 +145,10 @@ class ExampleGradients:
             for n in group:
                 piece = self._pieces.get(n)
                 if isinstance(piece, (Factors, Rows)):
-                    squares = squares + _ROUNDINGS * eps * scale * piece.terms()
-                summed = self._taken[n] if twice else piece
-                if summed is not None and (twice or not isinstance(summed, Direct)):
-                    lost = lost + _ROUNDINGS * summed.eps() * scale * summed.terms()
+                    squares = squares + _ROUNDINGS * eps * scale * self._norms[n].terms
+                    lost = lost + _ROUNDINGS * piece.eps() * scale * self._norms[n].terms
+                elif twice:
+                    lost = lost + _ROUNDINGS * self._taken[n].eps() * scale * self._taken[n].terms()
         if self._shared:
             terms = self._without_shared()
             for n in self._shared:
@@ -156,14 +157,18 @@ class ExampleGradients:
             squares = squares + _ROUNDINGS * eps * terms
         return jnp.sqrt(jnp.maximum(squares, lost))
 
+    @cached_property
+    def _norms(self) -> dict[int, Norms]:
+        return {n: piece.norms() for n, piece in self._pieces.items() if n not in self._shared}
+
     def _without_shared(self) -> jax.Array:
         total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
         for group in self._groups:
-            pieces = [self._pieces[n] for n in group if n in self._pieces]
+            pieces = {n: self._pieces[n] for n in group if n in self._pieces}
             if pieces:
-                rows = [piece for piece in pieces if isinstance(piece, Rows)]
-                factors = [piece for piece in pieces if isinstance(piece, Factors)]
-                norms = [piece.squared_norm() for piece in pieces]
+                rows = [piece for piece in pieces.values() if isinstance(piece, Rows)]
+                factors = [piece for piece in pieces.values() if isinstance(piece, Factors)]
+                norms = [self._norms[n].squared for n in pieces]
                 norms += [row.cross(factor) for row in rows for factor in factors]
                 total = total + sum(norms) * self._scale(group[0])
         for gradients in self._held.values():

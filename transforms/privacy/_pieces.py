@@ -18,6 +18,18 @@ from .._jaxpr import aval
 from ._sites import Site
 
 
+class Norms(NamedTuple):
+    """Of each example's gradient at a site, in float32 or wider.
+
+    Attributes:
+      squared: the squared norm, shape (batch,).
+      terms: the squared norms of the terms of which it is the sum, and which may cancel each other, summed; likewise.
+    """
+
+    squared: jax.Array
+    terms: jax.Array
+
+
 class Factors(NamedTuple):
     """Each example's gradient of a matrix as a product of two factors.
 
@@ -47,21 +59,23 @@ class Factors(NamedTuple):
             return f"{positions} positions, 2 * {positions}**2 <= {p} * {d}: inner products between positions"
         return f"{positions} positions, 2 * {positions}**2 > {p} * {d}: each example's gradient, not kept"
 
-    def squared_norm(self) -> jax.Array:
-        """For each example, in float32 or wider: shape (batch,)."""
+    def norms(self) -> Norms:
+        """The squared norm, and that of the positions' parts."""
         left, right = widened(self.left), widened(self.right)
         positions, p, d = left.shape[2], left.shape[3], right.shape[3]
         if positions == 1:
-            return (jnp.square(left).sum(3) * jnp.square(right).sum(3)).sum((1, 2))
-        if 2 * positions**2 <= p * d:
-            return (_gram(left, left) * _gram(right, right)).sum((1, 2, 3))
-        return jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
+            squares = (jnp.square(left).sum(3) * jnp.square(right).sum(3)).sum((1, 2))
+        elif 2 * positions**2 <= p * d:
+            left, right = _gram(left, left), _gram(right, right)
+            return Norms((left * right).sum((1, 2, 3)), _products(*map(_diagonal, (left, right))))
+        else:
+            squares = jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
+        return Norms(squares, self.terms())
 
     def terms(self) -> jax.Array:
         """The squared norms of the positions' parts of each example's gradient, summed: shape (batch,)."""
         left, right = (jnp.square(widened(x)).sum(3) for x in (self.left, self.right))
-        least = _least(left)
-        return ((left + least) * (right + least)).sum((1, 2))
+        return _products(left, right)
 
     def eps(self) -> float:
         """The rounding of a term that is summed."""
@@ -102,11 +116,12 @@ class Rows(NamedTuple):
     height: int
     restore: Callable[[jax.Array], jax.Array]
 
-    def squared_norm(self) -> jax.Array:
-        """For each example, in float32 or wider: shape (batch,)."""
+    def norms(self) -> Norms:
+        """The squared norm, and that of the rows taken."""
         right = widened(self.right)
         same = self.taken[..., :, None] == self.taken[..., None, :]
-        return jnp.where(same, _gram(right, right), 0).sum((1, 2, 3))
+        products = _gram(right, right)
+        return Norms(jnp.where(same, products, 0).sum((1, 2, 3)), _diagonal(products).sum((1, 2)))
 
     def terms(self) -> jax.Array:
         """The squared norms of the rows taken, summed: shape (batch,)."""
@@ -163,6 +178,10 @@ class Direct(NamedTuple):
     def squared_norm(self) -> jax.Array:
         """For each example, in float32 or wider: shape (batch,)."""
         return jnp.square(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
+
+    def norms(self) -> Norms:
+        """The squared norm, twice: it is one term."""
+        return Norms(*[self.squared_norm()] * 2)
 
     def terms(self) -> jax.Array:
         """The squared norm: it is one term."""
@@ -267,9 +286,14 @@ def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
     return found.reshape(*x.shape[:2], *found.shape[1:])
 
 
-def _least(squares: jax.Array) -> float:
-    """What is added to squares so that their products with others do not vanish where they do."""
-    return float(jnp.finfo(squares.dtype).tiny) ** 0.8
+def _diagonal(x: jax.Array) -> jax.Array:
+    return jnp.diagonal(x, axis1=2, axis2=3)
+
+
+def _products(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The products of squared norms, summed: shape (batch,). None vanishes where one of its factors is too small."""
+    least = float(jnp.finfo(left.dtype).tiny) ** 0.8
+    return ((left + least) * (right + least)).sum((1, 2))
 
 
 def kept(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from typing import Any
@@ -330,10 +331,14 @@ def test_what_auto_takes_depends_on_the_shapes_alone(monkeypatch: pytest.MonkeyP
     long, short = (np.cos(np.arange(2.0 * n * 256)).reshape(2, n, 256).astype(np.float32) for n in (120, 3))
     auto = clipped_grad(wide, l2_clip_norm=1.0, return_grad_norms=True)
     report = auto.explain(params, long)
-    assert report[:2] == ("vmap", 1)
-    assert "MiB one at a time" in report.why
+    assert report[:2] == ("vmap", 2)
+    assert re.fullmatch(r"counted as [\d.]+ MiB to read, and [\d.]+ MiB if gradients were not held", report.why)
     assert [(use.parameter, use.rule) for use in report.uses] == [("params['a']", "direct"), ("params['b']", "direct")]
     assert auto.explain(params, short)[:2] == ("book_keeping", 2)
+    narrow = {"a": params["a"][:, :4], "b": params["b"][:4]}
+    report = auto.explain(narrow, np.repeat(long, 200, 0))
+    assert report.method == "book_keeping"
+    assert 1 < report.examples < 400
     book_keeping = clipped_grad(wide, l2_clip_norm=1.0, return_grad_norms=True, method="book_keeping")
     for x in (long, short):
         assert_close(jax.jit(auto)(params, x), jax.jit(book_keeping)(params, x), 1e-4)
