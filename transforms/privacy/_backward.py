@@ -53,7 +53,7 @@ class Backward:
             self._clipped = jnp.sqrt(clipped)
             return
         self._found = ExampleGradients(program, self._examples, spmd_axis_name)
-        self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms()
+        self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms
         self._clipped = self._found.upper_norms(twice=method == "ghost")
 
     def norms_to_clip(self) -> jax.Array:

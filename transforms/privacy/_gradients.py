@@ -123,6 +123,7 @@ class ExampleGradients:
                 together = {n: Direct(piece.direct())}
         self._pieces = {n: piece for n, piece in self._pieces.items() if n not in group} | together
 
+    @cached_property
     def squared_norms(self) -> jax.Array:
         """The squared norm of each example's gradient."""
         total = self._without_shared()
@@ -138,24 +139,25 @@ class ExampleGradients:
         Args:
           twice: whether the sum is taken from a second backward pass, and not from the pieces.
         """
-        squares, lost = self.squared_norms(), jnp.zeros(())
+        squares = self.squared_norms
         eps = float(jnp.finfo(squares.dtype).eps)
+        # Of the norms, by their own dtype; of the sum, by that in which it is taken: most often the same.
+        terms, lost = ([self._without_shared()] if self._shared else []), []
+        for n in self._shared:
+            squared = sum(jnp.sum(jnp.square(x)) for x in self._direction(n).values())
+            terms.append(jnp.square(self._factor(n)) * squared)
         for group in self._groups:
-            scale = self._scale(group[0])
             for n in group:
-                piece = self._pieces.get(n)
+                piece, taken = self._pieces.get(n), self._taken[n]
                 if isinstance(piece, (Factors, Rows)):
-                    squares = squares + _ROUNDINGS * eps * scale * self._norms[n].terms
-                    lost = lost + _ROUNDINGS * piece.eps() * scale * self._norms[n].terms
-                elif twice:
-                    lost = lost + _ROUNDINGS * self._taken[n].eps() * scale * self._taken[n].terms()
-        if self._shared:
-            terms = self._without_shared()
-            for n in self._shared:
-                squared = sum(jnp.sum(jnp.square(x)) for x in self._direction(n).values())
-                terms = terms + jnp.square(self._factor(n)) * squared
-            squares = squares + _ROUNDINGS * eps * terms
-        return jnp.sqrt(jnp.maximum(squares, lost))
+                    terms.append(self._scaled(n, self._norms[n].terms))
+                if isinstance(piece, (Factors, Rows)) and piece.eps() > eps:
+                    lost.append(_ROUNDINGS * piece.eps() * terms[-1])
+                elif twice and not isinstance(piece, (Factors, Rows)):
+                    summed = self._norms[n].terms if piece is taken else taken.terms()
+                    lost.append(_ROUNDINGS * taken.eps() * self._scaled(n, summed))
+        squares = squares + _ROUNDINGS * eps * sum(terms)
+        return jnp.sqrt(jnp.maximum(squares, sum(lost)) if lost else squares)
 
     @cached_property
     def _norms(self) -> dict[int, Norms]:
@@ -170,7 +172,7 @@ class ExampleGradients:
                 factors = [piece for piece in pieces.values() if isinstance(piece, Factors)]
                 norms = [self._norms[n].squared for n in pieces]
                 norms += [row.cross(factor) for row in rows for factor in factors]
-                total = total + sum(norms) * self._scale(group[0])
+                total = total + self._scaled(group[0], sum(norms))
         for gradients in self._held.values():
             total = total + Direct(gradients).squared_norm()
         return total
@@ -179,14 +181,14 @@ class ExampleGradients:
         """By what the gradient of a single number is multiplied at each example."""
         return widened(self._pieces[n].direct().reshape(self.values.shape))
 
-    def _scale(self, n: int) -> Any:
-        """The square of the factor with which the numbers of the parameters are in the operand of a site."""
+    def _scaled(self, n: int, squares: Any) -> Any:
+        """Squares at a site, times that of the factor with which the numbers of the parameters are in its operand."""
         layout = self._sites[n].value.layout
         if layout is None or not is_scaled(layout):
-            return 1
+            return squares
         # Backwards, as gradients go: forwards a cast to fewer digits would come after the product.
         (leaf,) = self._direction(n).values()
-        return jnp.square(leaf).max(initial=0)  # zero where the part is not
+        return squares * jnp.square(leaf).max(initial=0)  # zero where the part is not
 
     def _beside(self) -> Any:
         """What the numbers in `self._shared` add to the squared norms, with what they have in common with all else.

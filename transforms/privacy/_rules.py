@@ -189,6 +189,22 @@ def _gather(site: Site, operand: jax.Array, values: list[Any], cotangents: list[
     return Rows(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
 
 
+def _elementwise(site: Site, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Direct:
+    """`add`, `sub` and `mul`, such as of biases and scales: the cotangent, summed where the operand is one for many."""
+    (gradient,) = cotangents
+    if site.eqn.primitive.name == "mul":
+        other, before = values[1 - site.operand], 1 + len(site.loops)
+        missing = gradient.ndim - other.ndim  # all or none: a scalar is alone with them
+        gradient = gradient * other.reshape(*other.shape[:before], *[1] * missing, *other.shape[before:])
+    elif site.eqn.primitive.name == "sub" and site.operand == 1:
+        gradient = -gradient
+    gradient = _loops_in_order(site, gradient)
+    shape = aval(site.eqn.invars[site.operand]).shape
+    shape = (*[1] * (gradient.ndim - 3 - len(shape)), *shape)
+    axes = [axis + 3 for axis, size in enumerate(shape) if size == 1]
+    return Direct(gradient.sum((2, *axes)).reshape(len(gradient), *operand.shape))
+
+
 def norm_cost(site: Site) -> tuple[float, int]:
     """For the norm of one example's gradient there: floating-point operations, and how many numbers are kept for it.
 
@@ -197,7 +213,7 @@ def norm_cost(site: Site) -> tuple[float, int]:
     name, operand = site.eqn.primitive.name, aval(site.eqn.invars[site.operand])
     shared = math.prod(loop.length for loop in site.loops if loop.number not in site.value.stacked)
     stack = math.prod(loop.length for loop in site.loops if loop.number in site.value.stacked)
-    if not has_rule(site):
+    if not has_rule(site) or name in _ELEMENTWISE:
         return 0.0, stack * operand.size
     out = aval(site.eqn.outvars[0])
     if name == "gather":
@@ -223,12 +239,14 @@ def has_rule(site: Site) -> bool:
     return (site.eqn.primitive.name, site.operand) in _RULES
 
 
+_ELEMENTWISE = ("add", "sub", "mul")
 # By the primitive and its operand.
 _RULES: dict[tuple[str, int], Callable[..., Piece | None]] = {
     ("dot_general", 0): _product,
     ("dot_general", 1): _product,
     ("conv_general_dilated", 1): _convolution,
     ("gather", 0): _gather,
+    **{(name, operand): _elementwise for name in _ELEMENTWISE for operand in (0, 1)},
 }
 
 

@@ -236,7 +236,7 @@ def test_norms_and_sums_are_those_of_each_gradient(name: str) -> None:
     def both(leaves: list[Any], examples: Any) -> Any:
         found = ExampleGradients(Program(of_leaves, leaves, [examples]), [examples])
         uses.extend(found.uses())
-        actual = found.values, found.squared_norms(), found.weighted_sum(WEIGHTS)
+        actual = found.values, found.squared_norms, found.weighted_sum(WEIGHTS)
         mapped = jax.vmap(jax.value_and_grad(of_leaves, has_aux=True), (None, 0))
         (values, _), gradients = mapped(leaves, [examples])
         squares = sum(jnp.square(x).sum(tuple(range(1, x.ndim))) for x in gradients)
@@ -253,7 +253,7 @@ def test_large_matrices_are_never_held_for_each_example() -> None:
 
     def clipped(params: Any, x: Any) -> Any:
         found = ExampleGradients(Program(loss, params, [x]), [x])
-        return found.weighted_sum(1 / found.squared_norms())
+        return found.weighted_sum(1 / found.squared_norms)
 
     analysis: Any = jax.jit(clipped).lower(params, x).compile().memory_analysis()
     assert analysis.temp_size_in_bytes < 8 * 32 * 300 * 200 / 4

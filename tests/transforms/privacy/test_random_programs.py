@@ -105,7 +105,7 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
         _, gradients = jax.vmap(jax.value_and_grad(loss, has_aux=True), (None, 0))(parameters, examples)
         squares = sum(jnp.square(x).sum((1, 2)) for x in gradients)
         sums = [jnp.tensordot(weights, x, 1) for x in gradients]
-        return (found.squared_norms(), found.weighted_sum(weights)), (squares, sums)
+        return (found.squared_norms, found.weighted_sum(weights)), (squares, sums)
 
     with jax.enable_x64(True), factors:
         actual, expected = both(parameters, examples)
