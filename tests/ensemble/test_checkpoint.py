@@ -263,17 +263,21 @@ class Test_refusals:
         save(tmp_path / "a", ens)
         data = max((p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
         whole = data.read_bytes()
-        refused = 0
+        refused = missed = 0
         for place in range(100, len(whole), len(whole) // 7):
             data.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
-            with pytest.raises(ValueError, match="is damaged"):
-                load(tmp_path / "a", ens)
+            try:
+                assert_same(load(tmp_path / "a", ens), ens)  # once in hundreds the place holds nothing that is read
+                missed += 1
+            except ValueError as error:
+                assert "is damaged" in str(error)
             for i in range(2):
                 try:
                     load_member(tmp_path / "a", i, ens)
                 except ValueError:
                     refused += 1
-        assert refused >= 7
+        assert refused >= 7 - missed
+        assert missed <= 1
 
     def test_a_manifest_that_was_changed(self, tmp_path, ens):
         save(tmp_path / "a", ens)
