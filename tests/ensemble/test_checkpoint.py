@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save
+from plurax.ensemble._checkpoint import Damaged
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +260,7 @@ class Test_refusals:
                 load_member(tmp_path / "b", 0, ens)
             shutil.rmtree(tmp_path / "b")
 
-    def test_a_bit_that_was_flipped(self, tmp_path):
+    def test_a_bit_that_was_flipped(self, tmp_path, assert_same):
         ens = Ensemble.stack([nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(2)])
         save(tmp_path / "a", ens)
         data = max((p for p in (tmp_path / "a").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -266,11 +268,9 @@ class Test_refusals:
         refused = missed = 0
         for place in range(100, len(whole), len(whole) // 7):
             data.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
-            try:
+            with contextlib.suppress(Damaged):
                 assert_same(load(tmp_path / "a", ens), ens)  # once in hundreds the place holds nothing that is read
                 missed += 1
-            except ValueError as error:
-                assert "is damaged" in str(error)
             for i in range(2):
                 try:
                     load_member(tmp_path / "a", i, ens)
