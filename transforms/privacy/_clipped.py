@@ -66,7 +66,7 @@ def per_sample_grad(
     Raises:
       TypeError: `fun` returns no real scalar; parameters that are not real floating point; argnums of a wrong type.
       ValueError: argnums empty, negative, out of range or in both places; sizes that differ; a module whose state
-        `fun` changes; options as for `vmap`.
+        `fun` changes; options as for `vmap`, also with a convolution where there are several devices.
 
     Cost:
       Memory for batch times parameters, which is what it returns. For norms and clipped sums see `per_sample_norm` and
@@ -90,6 +90,11 @@ def per_sample_grad(
         of = check(has_aux, keep_batch_dim, None, args, kwargs)
         if chunk_size is None and memory_budget is None:
             (_, aux), leaves = each_gradient(of, of.examples)
+        elif jax.device_count() > 1 and of.program.mapped_wrongly():
+            raise ValueError(
+                "per_sample_grad: where there are several devices, XLA computes the mapped derivative of a convolution "
+                "wrongly, so it takes no chunk_size and no memory_budget then; leave them out, and split the batch."
+            )
         else:
             each = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
             leaves, aux = each(of.parameters, of.examples)
