@@ -259,14 +259,14 @@ def clipped_grad(
       return_grad_norms: whether to return the norm of each sample's gradient.
       pre_clipping_transform: a function of one sample's gradients, applied before they are clipped; it needs them all,
         so the method is "vmap".
-      microbatch_size: how many samples to compute at a time; it divides the batch.
+      microbatch_size: how many samples to compute at a time, at most; it divides the batch.
       nan_safe: whether samples whose norm is not finite contribute zero; False lets NaN through.
       dtype: the dtype of the sum; None for that of the parameters, which it must be for "ghost".
       prng_argnum: an argument that is a key, which is split, one for each sample.
       spmd_axis_name: as for `jax.vmap`.
       method: "vmap" holds each sample's gradient; "ghost" takes the norms from one backward pass and the sum from
         another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping", or on
-        one CPU "vmap" one sample at a time, by what both cost as counted from shapes.
+        one CPU one of both for some samples at a time, by what each costs as counted from shapes.
 
     Returns:
       A function of the same arguments that returns the sum, like the parameters; with `has_aux`, `return_values` or
@@ -280,7 +280,7 @@ def clipped_grad(
         `jax.shard_map`, a loss that combines its devices.
 
     Cost:
-      "book_keeping": 0.8 to 1.6 times the time of `jax.grad` of the batch, and 1 to 2.5 times its memory (see the
+      "auto": 0.8 to 1.6 times the time of `jax.grad` of the batch, and 0.1 to 2.5 times its memory (see the
       benchmarks). "vmap": memory for batch times parameters.
 
     Rounding:
