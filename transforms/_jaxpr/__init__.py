@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 
@@ -42,6 +43,12 @@ def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
     """The results of one operation on arrays."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an operation: what it calls, or repeats, or chooses from."""
+    found = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
+    return [x for x in found if isinstance(x, Jaxpr)]
 
 
 def aval(variable: Any) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .._jaxpr import aval
+from .._jaxpr import aval, bodies
 from ._program import Program
 from ._rules import norm_cost
 
@@ -77,8 +77,7 @@ def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:
     """What it costs to start the operations for some examples, and the bytes of all results of one, loops unrolled."""
     starts = results = 0
     for eqn in jaxpr.eqns:
-        bodies = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values()))]
-        inner = [_starts_and_results(body, examples) for body in bodies if isinstance(body, Jaxpr)]
+        inner = [_starts_and_results(body, examples) for body in bodies(eqn)]
         turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         if inner:
             starts += turns * sum(start for start, _ in inner)

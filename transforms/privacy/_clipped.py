@@ -277,7 +277,7 @@ def clipped_grad(
     Raises:
       TypeError, ValueError: as for `per_sample_grad`; a negative clipping norm; `normalize_by` that is not positive; a
         microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked; in a
-        `jax.shard_map`, a loss that combines its devices.
+        `jax.shard_map`, a loss that combines its devices; among several devices, convolutions in `cond` or `while`.
 
     Cost:
       "auto": 0.8 to 1.6 times the time of `jax.grad` of the batch, and 0.1 to 2.5 times its memory (see the

@@ -96,7 +96,14 @@ class PerExample:
     @cached_property
     def program(self) -> Program:
         """The loss, traced. What it closes over belongs to the trace in which this is first asked for."""
-        return Program(self.loss, self.parameters, self.examples)
+        found = Program(self.loss, self.parameters, self.examples)
+        inside = found.wrong_inside()
+        if inside and jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"{self._api}: where there are several devices, XLA computes the mapped derivative of a convolution "
+                f"wrongly, and that inside of {inside} is in no other form; map over the devices with jax.shard_map."
+            )
+        return found
 
     def aux(self, arrays: list[Any]) -> Any:
         """What `fun` returned beside the loss, for each example; without the axis of size 1 that `fun` got."""

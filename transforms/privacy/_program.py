@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._compat import one_of
+from .._jaxpr import bodies
 from ._sites import find_sites
 
 # Operations that name an axis of devices, where each does its own.
 _ALONE = frozenset(["axis_index", "pcast", "pvary"])
+_CONVOLUTION = "conv_general_dilated"
 
 
 class Program:
@@ -59,7 +61,12 @@ class Program:
 
         XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
         """
-        return any(site.eqn.primitive.name == "conv_general_dilated" and site.operand == 1 for site in self.sites)
+        return any(site.eqn.primitive.name == _CONVOLUTION and site.operand == 1 for site in self.sites)
+
+    def wrong_inside(self) -> str:
+        """An operation with parameters for which there is no other way, since it has such a convolution in a body."""
+        found = (site.eqn for site in self.sites if any(map(_has_convolution, bodies(site.eqn))))
+        return next((eqn.primitive.name for eqn in found), "")
 
 
 def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
@@ -67,9 +74,12 @@ def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
         named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
         if eqn.primitive.name not in _ALONE and not axes.isdisjoint(jax.tree.leaves(named)):
             return eqn.primitive.name
-        for x in jax.tree.leaves(list(eqn.params.values())):
-            body = getattr(x, "jaxpr", x)
-            found = isinstance(body, Jaxpr) and _exchanged_over(body, axes)
+        for body in bodies(eqn):
+            found = _exchanged_over(body, axes)
             if found:
                 return found
     return ""
+
+
+def _has_convolution(jaxpr: Jaxpr) -> bool:
+    return any(eqn.primitive.name == _CONVOLUTION or any(map(_has_convolution, bodies(eqn))) for eqn in jaxpr.eqns)

@@ -217,6 +217,21 @@ def chunks_of_convolutions(method: str) -> None:
         of(PARAMS, *EXAMPLES)
 
 
+def convolutions_inside(method: str) -> None:
+    def branched(params: Any, *example: Any) -> Any:
+        return lax.cond(params["bias"][0] > 0, lambda p: loss(p, *example), lambda p: loss(p, *example) / 2, params)
+
+    for way in METHODS:
+        with pytest.raises(ValueError, match=r"that inside of cond is in no other form; map over the dev"):
+            clipped_grad(branched, **OPTIONS, method=way)(PARAMS, *EXAMPLES)
+    of = clipped_grad(branched, **OPTIONS)
+    specs = (P(), P("data"), P("data"), P("data"))
+    added = lambda *args: lax.psum(of(*args)[0], "data")
+    found = jax.jit(jax.shard_map(added, mesh=mesh_of(data=4), in_specs=specs, out_specs=P()))(PARAMS, *EXAMPLES)
+    expected = jax.jit(clipped_grad(lambda *args: loss(*args) / 2, **OPTIONS))(PARAMS, *EXAMPLES)[0]
+    assert_close((found, ()), (expected, ()))
+
+
 def auto(method: str) -> None:
     """A loop over examples would leave devices idle."""
     assert clipped_grad(loss, **OPTIONS).explain(PARAMS, *EXAMPLES).method == "book_keeping"
@@ -248,6 +263,7 @@ def test_four_devices_give_what_one_gives(way: Any, method: str, outcomes: dict[
 def test_each_gradient_what_is_chosen_and_what_fails(outcomes: dict[str, str]) -> None:
     assert not outcomes["each"], outcomes["each"]
     assert not outcomes["chunks_of_convolutions"], outcomes["chunks_of_convolutions"]
+    assert not outcomes["convolutions_inside"], outcomes["convolutions_inside"]
     assert not outcomes["auto"], outcomes["auto"]
     assert "not equal to tolerance" in outcomes["wrong"].lower()
 
@@ -263,5 +279,8 @@ def failure_of(way: Callable[[str], None], method: str) -> str:
 if __name__ == "__main__":
     assert jax.device_count() == 4
     every = {f"{way.__name__} {method}": failure_of(way, method) for way in WAYS for method in METHODS}
-    every |= {way.__name__: failure_of(way, "auto") for way in (each, chunks_of_convolutions, auto, wrong)}
+    every |= {
+        way.__name__: failure_of(way, "auto")
+        for way in (each, chunks_of_convolutions, convolutions_inside, auto, wrong)
+    }
     Path("/dev/stdout").write_text(json.dumps(every))
