@@ -1,30 +1,56 @@
-"""`Trainer.fit`: a step for each batch, with progress, history, checkpoints and a clean end on Ctrl-C."""
+"""`Trainer.fit`: a step for each batch, with a history and checkpoints to go on from."""
 
 from __future__ import annotations
 
-import signal
-import threading
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator
-from types import FrameType
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from ..transforms._arguments import describe
-from ._history import History, Recorder
+from ..transforms._checkpoint import Checkpoint
+from ..transforms._history import History, Recorder
+from ..transforms._loop import check_count, iterate, run, skip, total_steps
+from ..transforms._store import Store
+from ._checkpoint import read_state, write_state
 from ._state import TrainState
-from ._store import Store
+from ._strategy import Execution
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
 
-# Steps that may be waiting on the device: enough to hide the host's work, few enough to bound memory.
-_AHEAD = 2
+# A state, and how the steps to it were executed.
+Reached = tuple[TrainState, Execution | None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run computes with, as far as it is known; plain values, for JSON.
+
+    Attributes:
+      optimizer: the name of the optax factory, or None for a ready transformation.
+      hyperparams: the hyperparameters that are numbers.
+      strategy: how the members are executed; "auto" before the first step.
+      chunk_size: how many members at a time.
+    """
+
+    optimizer: str | None
+    hyperparams: Mapping[str, Any]
+    strategy: str
+    chunk_size: int | None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    state: TrainState
+    history: dict[str, np.ndarray]
+    execution: Execution
 
 
 def fit(
@@ -42,17 +68,17 @@ def fit(
     """See `Trainer.fit`."""
     if not isinstance(state, TrainState):
         raise TypeError(f"Trainer.fit: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
-    _check_count("steps", steps, 0)
-    _check_count("checkpoint_every", checkpoint_every, 1)
-    _check_count("checkpoint_keep", checkpoint_keep, 1)
-    _check_count("history_every", history_every, 1)
+    check_count("Trainer.fit", "steps", steps, 0, optional=True)
+    check_count("Trainer.fit", "checkpoint_every", checkpoint_every, 1, optional=True)
+    check_count("Trainer.fit", "checkpoint_keep", checkpoint_keep, 1)
+    check_count("Trainer.fit", "history_every", history_every, 1)
     if checkpoint_every is not None and checkpoint_dir is None:
         raise ValueError("Trainer.fit: checkpoint_every needs a checkpoint_dir to write to.")
-    source = _iterate(batches)
+    source = iterate("Trainer.fit", batches)
     start = int(state.step)
     target = None if steps is None else start + steps
-    store = None if checkpoint_dir is None else Store.open(checkpoint_dir, checkpoint_keep)
-    resumed = None if store is None else store.resume(state, trainer.settings())
+    store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep)
+    resumed = None if store is None else store.newest(partial(_resume, state, trainer.settings()))
     if resumed is not None and int(resumed.state.step) < start:
         resumed = None
     if resumed is not None and int(resumed.state.step) > start:
@@ -62,50 +88,25 @@ def fit(
                 f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than "
                 f"step {target} that was asked for; ask for more steps or use another directory."
             )
-        _skip(source, int(state.step) - start)
+        skip("Trainer.fit", source, int(state.step) - start)
 
-    state = jax.tree.map(jnp.copy, state)
     execution = None if resumed is None else resumed.execution
     recorder = Recorder(history_every, None if resumed is None else resumed.history)
-    step = saved = int(state.step)
-    waiting: deque[tuple[int, dict[str, Any]]] = deque()
-    total = _total(batches, steps)
-    with (
-        _Interrupt() as interrupt,
-        tqdm(total=total, initial=step - start, unit="step", disable=not progress, dynamic_ncols=True) as bar,
-    ):
-
-        def settle(leave: int) -> None:
-            while len(waiting) > leave:
-                done, metrics = waiting.popleft()
-                recorder.add(done, metrics)
-                bar.set_postfix_str(_loss_range(metrics["loss"]), refresh=False)
-                bar.update()
-
-        while step != target and not interrupt.requested:
-            try:
-                batch = next(source)
-            except StopIteration:
-                break
-            except KeyboardInterrupt:
-                if interrupt.requested:
-                    raise
-                interrupt.requested = True
-                break
-            state, metrics, execution = trainer.advance(state, batch, execution, donate=True)
-            step += 1
-            waiting.append((step, metrics))
-            settle(_AHEAD)
-            if store is not None and checkpoint_every is not None and step % checkpoint_every == 0:
-                settle(0)
-                store.write(state, recorder.arrays(), trainer.settings(execution))
-                saved = step
-        settle(0)
-        if store is not None and saved != step:
-            store.write(state, recorder.arrays(), trainer.settings(execution))
-        if interrupt.requested and progress:
-            tqdm.write(f"Stopped by Ctrl-C after step {step}.")
-    if target is not None and step < target and not interrupt.requested:
+    (state, _), step, interrupted = run(
+        (jax.tree.map(jnp.copy, state), execution),
+        source,
+        partial(_advance, trainer),
+        step=int(state.step),
+        target=target,
+        record=recorder.add,
+        say=lambda _, metrics: _loss_range(metrics["loss"]),
+        save=None if store is None else partial(_save, trainer, store, recorder),
+        checkpoint_every=checkpoint_every,
+        progress=progress,
+        done=int(state.step) - start,
+        total=total_steps(batches, steps),
+    )
+    if target is not None and step < target and not interrupted:
         warnings.warn(
             f"Trainer.fit: the batches ended after step {step}, {target - step} steps before the {steps} asked for.",
             stacklevel=3,
@@ -113,55 +114,40 @@ def fit(
     return state, recorder.rows()
 
 
-class _Interrupt:
-    """While it is entered, Ctrl-C sets `requested`; a second one raises `KeyboardInterrupt`.
-
-    Signals reach the main thread only, and a program's own handler stays in place.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._installed = False
-
-    def __enter__(self) -> _Interrupt:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            signal.default_int_handler(number, frame)
-        self.requested = True
+def _advance(trainer: Trainer, before: Reached, batch: Any) -> tuple[Reached, dict[str, jax.Array]]:
+    state, metrics, execution = trainer.advance(before[0], batch, before[1], donate=True)
+    return (state, execution), metrics
 
 
-def _iterate(batches: Iterable[Any]) -> Iterator[Any]:
-    try:
-        return iter(batches)
-    except TypeError:
-        raise TypeError(f"Trainer.fit: batches must be an iterable of batches, but got {describe(batches)}.") from None
+def _save(trainer: Trainer, store: Store, recorder: Recorder, reached: Reached) -> None:
+    state, execution = reached
+    about = vars(trainer.settings(execution))
+    store.write(int(state.step), lambda path: write_state("Trainer.fit", path, state, about, recorder.arrays()))
 
 
-def _skip(source: Iterator[Any], count: int) -> None:
-    for skipped in range(count):
-        try:
-            next(source)
-        except StopIteration:
+def _resume(like: TrainState, settings: Settings, checkpoint: Checkpoint) -> Resumed:
+    """What a checkpoint has to go on from; refuses one of another run."""
+    about = checkpoint.manifest
+    _check_settings(checkpoint, settings)
+    state, history = read_state(checkpoint, like), checkpoint.history()
+    return Resumed(state, history, Execution(about["strategy"], about["chunk_size"]))
+
+
+def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a checkpoint of another optimiser or other hyperparameters."""
+    if "optimizer" not in checkpoint.manifest:
+        raise ValueError(
+            f"Trainer.fit: the checkpoint {checkpoint.path} is of a run of something else; use another checkpoint_dir."
+        )
+    values = [{"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, vars(settings))]
+    before, now = values
+    for name in [*before, *now]:
+        if before.get(name) != now.get(name):
             raise ValueError(
-                f"Trainer.fit: the checkpoint has used {count} batches, but there are only {skipped}; pass the same "
-                "batches again from their start."
-            ) from None
-
-
-def _total(batches: Any, steps: int | None) -> int | None:
-    length = len(batches) if hasattr(batches, "__len__") else None
-    known = [count for count in (steps, length) if count is not None]
-    return min(known) if known else None
+                f"Trainer.fit: the checkpoint {checkpoint.path} was written with {name}={before.get(name)}, but the "
+                f"trainer has {name}={now.get(name)}; use another checkpoint_dir, or the same optimiser and "
+                "hyperparameters."
+            )
 
 
 def _loss_range(loss: Any) -> str:
@@ -170,12 +156,3 @@ def _loss_range(loss: Any) -> str:
     lost = loss.size - finite.size
     spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"
     return spread + (f", {lost} not finite" if lost else "")
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if value is None and name in ("steps", "checkpoint_every"):
-        return
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"Trainer.fit: {name} must be an int, but got {describe(value)}.")
-    if value < least:
-        raise ValueError(f"Trainer.fit: {name} must be at least {least}, but got {value}.")

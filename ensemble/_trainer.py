@@ -17,11 +17,10 @@ from ..transforms._chunk import check_chunk_size
 from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, named_arrays, split, to_pure
 from ._ensemble import Ensemble
-from ._fit import History, fit
+from ._fit import History, Settings, fit
 from ._optimizer import MemberOptimizer
 from ._state import Arrays, TrainState
 from ._static import Static
-from ._store import Settings
 from ._strategy import STRATEGIES, Execution, in_turn, over_members, stack, take_member
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plurax.ensemble import _checkpoint as checkpoint
+from plurax.transforms import _checkpoint as checkpoint
 
 ROOT = Path(__file__).parents[1]
 

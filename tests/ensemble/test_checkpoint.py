@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save
-from plurax.ensemble._checkpoint import Damaged
+from plurax.transforms._checkpoint import Damaged
 
 
 @pytest.fixture(scope="module")
