@@ -13,10 +13,10 @@ from jax.tree_util import keystr
 Argnums = int | Sequence[int]
 
 
-def check_callable(api: str, fun: Any) -> None:
+def check_callable(api: str, fun: Any, name: str = "fun") -> None:
     """Refuse a `fun` that cannot be called."""
     if not callable(fun):
-        raise TypeError(f"{api}: fun must be a function, a bound method or a module, but got {describe(fun)}.")
+        raise TypeError(f"{api}: {name} must be a function, a bound method or a module, but got {describe(fun)}.")
 
 
 def describe(value: Any) -> str:

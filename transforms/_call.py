@@ -60,7 +60,7 @@ class Call:
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
         self._owner_parts, self._parts, self._kwarg_parts = to_parts((self._owner, args, kwargs))
-        self.primals = tuple(_trainable(self._parts[i]) for i in self.selected)
+        self.primals = tuple(trainable_of(self._parts[i]) for i in self.selected)
 
     def name(self, i: int) -> str:
         """What `fun` calls the `i`-th of the primals."""
@@ -93,7 +93,7 @@ class Call:
     def __call__(self, *primals: Any) -> tuple[Any, Any]:
         filled = list(self._parts)
         for i, primal in zip(self.selected, primals, strict=True):
-            filled[i] = _with_trainable(self._parts[i], primal)
+            filled[i] = with_trainable(self._parts[i], primal)
         before = (self._owner_parts, tuple(filled), self._kwarg_parts)
         out, left = call_with_models(self._function, before)
         after = [split(model) for model in left]
@@ -116,7 +116,7 @@ class Call:
         """
         filled = list(self._parts)
         for i, primal in zip(self.selected, primals, strict=True):
-            filled[i] = _with_trainable(self._parts[i], primal)
+            filled[i] = with_trainable(self._parts[i], primal)
         for i, value in replaced.items():
             filled[i] = value
         before = (self._owner_parts, tuple(filled), kwargs)
@@ -237,12 +237,12 @@ def _dtype(x: Any) -> Any:
     return found if found == jax.dtypes.float0 else jnp.result_type(x)
 
 
-def _trainable(tree: Any) -> Any:
+def trainable_of(tree: Any) -> Any:
     """What of an argument is differentiated: a model's trainable arrays, everything else whole."""
     return jax.tree.map(lambda x: x.trainable if isinstance(x, Parts) else x, tree, is_leaf=is_parts)
 
 
-def _with_trainable(tree: Any, values: Any) -> Any:
+def with_trainable(tree: Any, values: Any) -> Any:
     """The inverse of `_trainable`: `tree` with `values` in their places."""
 
     def put(x: Any, value: Any) -> Any:

@@ -129,7 +129,7 @@ def seed(api: str, out: Any, cotangent: Any) -> Any:
         raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
     if cotangent is None:
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
-        return scalar_seed(f"{api}: without a cotangent,", out, f"{cure}returns a pair (output, aux)")
+        return scalar_seed(f"{api}: without a cotangent, fun", out, f"{cure}returns a pair (output, aux)")
     if _is_number(cotangent):
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
     if _structure(cotangent) != _structure(out):
@@ -158,7 +158,7 @@ def seed(api: str, out: Any, cotangent: Any) -> Any:
 def scalar_seed(who: str, out: Any, cure: str) -> Any:
     """The one that starts the transpose of a scalar; refuses other outputs."""
     if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(_dtype(out), jnp.floating):
-        raise TypeError(f"{who} fun must return one real scalar, but it returned {_outline(out)}; {cure}.")
+        raise TypeError(f"{who} must return one real scalar, but it returned {_outline(out)}; {cure}.")
     return lax.full_like(out, 1)
 
 

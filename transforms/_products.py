@@ -190,7 +190,9 @@ def _gradient(api: str, call: Call) -> Callable[..., Any]:
 
 def _seed(api: str, value: Any) -> Any:
     return scalar_seed(
-        f"{api}:", value, "reduce it, such as by its sum, or return what else it computes beside it with has_aux=True"
+        f"{api}: fun",
+        value,
+        "reduce it, such as by its sum, or return what else it computes beside it with has_aux=True",
     )
 
 

@@ -1,5 +1,8 @@
-"""Per-sample gradients, their norms, and the clipped sums that differential privacy asks for."""
+"""Per-sample gradients, the clipped sums that differential privacy asks for, and training with them."""
 
 from ._clipped import clipped_grad, per_sample_grad, per_sample_norm
+from ._dpsgd import DPSGD
+from ._sampling import Batch
+from ._state import DPState
 
-__all__ = ["clipped_grad", "per_sample_grad", "per_sample_norm"]
+__all__ = ["DPSGD", "Batch", "DPState", "clipped_grad", "per_sample_grad", "per_sample_norm"]

@@ -141,7 +141,7 @@ def per_sample_norm(
       Array([5., 1.], dtype=float32)
     """
     check = _checked("per_sample_norm", fun, argnums, batch_argnums)
-    _check_method("per_sample_norm", method)
+    check_method("per_sample_norm", method)
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
         of = check(False, keep_batch_dim, None, args, kwargs)
@@ -299,7 +299,7 @@ def clipped_grad(
       Array([0.6, 1.3], dtype=float32)
     """
     check = _checked("clipped_grad", fun, argnums, batch_argnums)
-    _check_method("clipped_grad", method)
+    check_method("clipped_grad", method)
     check_chunk_size("clipped_grad", microbatch_size, "microbatch_size")
     if isinstance(l2_clip_norm, (int, float, np.number)) and not l2_clip_norm >= 0:
         raise ValueError(f"clipped_grad: l2_clip_norm must not be negative or NaN, but got {l2_clip_norm}.")
@@ -450,7 +450,7 @@ def _padding(given: Any, size: int) -> jax.Array:
     return given
 
 
-def _check_method(api: str, method: Any) -> None:
+def check_method(api: str, method: Any) -> None:
     if method not in _METHODS:
         raise ValueError(f"{api}: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
 

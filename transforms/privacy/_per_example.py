@@ -88,7 +88,7 @@ class PerExample:
         if self._prng is not None:
             batch[self._prng] = keys
         value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
-        scalar_seed(f"{self._api}:", value, "return the loss of one example")
+        scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
         numbers = (bool, int, float, complex, np.ndarray, np.generic)
         arrays, self._join = arrays_apart(jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux))
         return value, arrays

@@ -1,0 +1,269 @@
+"""`DPSGD.fit`, `save` and `load`: budgets are kept, and a run that was stopped ends in the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pandas as pd
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble, Trainer, load
+from plurax.transforms.privacy import DPSGD
+
+N = 40
+X = np.sin(np.arange(N * 4.0)).reshape(N, 4).astype(np.float32)
+Y = np.arange(N) % 3
+SIZES = (20,)  # one program
+SETTINGS: dict[str, Any] = {
+    "l2_clip_norm": 0.7,
+    "noise_multiplier": 1.3,
+    "target_delta": 1e-3,
+    "num_examples": N,
+    "expected_batch_size": 8.0,
+    "num_steps": 12,
+    "accountant": "rdp",
+}
+
+
+def loss(model: Any, x: Any, y: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+
+def network(rngs: nnx.Rngs) -> Any:
+    return nnx.Sequential(
+        nnx.Linear(4, 5, rngs=rngs), nnx.Dropout(0.2, rngs=rngs), nnx.tanh, nnx.Linear(5, 3, rngs=rngs)
+    )
+
+
+def make(**settings: Any) -> DPSGD:
+    return DPSGD(settings.pop("loss", loss), settings.pop("optimizer", optax.adam(1e-2)), **{**SETTINGS, **settings})
+
+
+@pytest.fixture(scope="module")
+def dp() -> DPSGD:
+    return make()
+
+
+@pytest.fixture
+def state(dp: DPSGD) -> Any:
+    return dp.init(network(nnx.Rngs(0)), key=jax.random.key(1))
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_pythons() -> Iterator[None]:
+    """What starts in the background of a shell ignores it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def fit(dp: DPSGD, state: Any, **options: Any) -> Any:
+    return dp.fit(state, (X, Y), **{"progress": False, "sizes": SIZES, **options})
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """All of two states, to the bit."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+        np.testing.assert_array_equal(*(jax.random.key_data(x) if key else x for x in (a, b)))
+
+
+def test_the_helper_sees_differences(dp: DPSGD, state: Any) -> None:
+    with pytest.raises(AssertionError):
+        assert_same(state, dp.init(network(nnx.Rngs(0)), key=jax.random.key(2)))
+
+
+def test_fit_is_a_step_for_each_batch(dp: DPSGD, state: Any) -> None:
+    fitted, history = fit(dp, state)
+    by_hand, losses = state, []
+    for batch in dp.batches((X, Y), state, sizes=SIZES):
+        by_hand, metrics = dp.step(by_hand, batch)
+        losses.append(float(metrics["loss"]))
+    assert_same(fitted, by_hand)
+    table = pd.DataFrame(history)
+    assert set(table) == {"step", "loss", "clipped"}
+    assert list(table.step) == list(range(1, 13))
+    np.testing.assert_array_equal(table.loss, losses)
+    assert {row["step"] for row in fit(dp, state, history_every=5)[1]} == {5, 10}
+
+
+def test_fit_goes_on_from_the_step_of_its_state(dp: DPSGD, state: Any) -> None:
+    whole, _ = fit(dp, state)
+    half, _ = fit(dp, state, steps=5)
+    assert int(half.step) == 5
+    assert_same(fit(dp, half)[0], whole)
+    assert_same(fit(dp, whole)[0], whole)
+    assert int(state.step) == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_budget_is_never_passed(together: bool) -> None:
+    dp = make()
+    ensemble = Ensemble.create(network, 2, seed=0)
+    state = dp.init(ensemble, key=jax.random.key(1))
+    models = 2 if together else 1
+    spent = [dp.ledger.epsilon(steps, 1e-3, "rdp", models) for steps in range(13)]
+    for budget in (spent[7], 0.999 * spent[8]):
+        after, history = fit(dp, state, epsilon_budget=budget, together=together)
+        assert int(after.step) == 7
+        assert len(history) == 14
+        assert np.max(dp.epsilon(after, together=together)) <= budget
+        assert_same(fit(dp, after, epsilon_budget=budget, together=together)[0], after)
+    assert int(fit(dp, state, epsilon_budget=99.0, together=together)[0].step) == 12
+    with pytest.raises(ValueError, match=r"^DPSGD.fit: 7 steps have spent more than epsilon_budget=0.1 already; give"):
+        fit(dp, after, epsilon_budget=0.1, together=together)
+
+
+def test_progress_shows_what_is_spent(dp: DPSGD, state: Any, capsys: Any) -> None:
+    fit(dp, state, progress=True)
+    last = re.split(r"[\r\n]", capsys.readouterr().err.strip())[-1]
+    assert "12/12" in last
+    assert f"ε ≤ {dp.epsilon(12):.2f}" in last
+    fit(dp, state, progress=True, epsilon_budget=dp.epsilon(7))
+    printed = capsys.readouterr()
+    shown = [float(found) for found in re.findall(r"ε ≤ (\d+\.\d+)", printed.err)]
+    assert shown
+    assert max(shown) <= round(dp.epsilon(7), 2)
+    assert f"Stopped after step 7: one more would pass ε = {dp.epsilon(7)}." in printed.out + printed.err
+
+
+@pytest.mark.parametrize("members", [None, 2])
+def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, members: Any) -> None:
+    model = network(nnx.Rngs(0)) if members is None else Ensemble.create(network, members, seed=0)
+    dp, taken = make(noise_strategy=[1.0, 0.5]), []
+    state = dp.init(model, key=jax.random.key(1))
+    whole, whole_history = fit(dp, state)
+
+    step = dp.advance
+
+    def advance(*args: Any, **kwargs: Any) -> Any:
+        taken.append(1)
+        if len(taken) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(*args, **kwargs)
+
+    dp.advance = advance  # type: ignore[method-assign]
+    half, _ = fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=3)
+    assert int(half.step) == 5
+    # Another process would make its own, and start from other values.
+    again = make(noise_strategy=[1.0, 0.5])
+    fresh = again.init(model, key=jax.random.key(1))
+    after, history = fit(again, fresh, checkpoint_dir=tmp_path, checkpoint_every=3)
+    assert_same(after, whole)
+    assert history == whole_history
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000009", "step_00000012"]
+
+
+def test_a_state_is_saved_and_loaded_to_the_bit(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    after, _ = fit(dp, state, steps=3)
+    dp.save(tmp_path / "a", after)
+    loaded = dp.load(tmp_path / "a", dp.init(network(nnx.Rngs(9)), key=jax.random.key(9)))
+    assert_same(loaded, after)
+    assert loaded.ledger == after.ledger
+    assert dp.epsilon(loaded) == dp.epsilon(3)
+    assert_same(fit(dp, loaded)[0], fit(dp, after)[0])
+    dp.save(tmp_path / "a", loaded)
+    assert not any(file.suffix in (".pkl", ".pickle") for file in tmp_path.rglob("*"))
+
+
+def test_the_ledger_can_be_read_by_a_person(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    dp.save(tmp_path / "a", state)
+    manifest = json.loads((tmp_path / "a" / "plurax.json").read_text())
+    assert manifest["step"] == 0
+    assert manifest["ledger"] == {
+        "noise_multiplier": 1.3,
+        "sampling_probability": 0.2,
+        "l2_clip_norm": 0.7,
+        "expected_batch_size": 8.0,
+        "strategy": [1.0],
+    }
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    fit(dp, state, steps=2, checkpoint_dir=tmp_path)
+    other = make(noise_multiplier=2.0)
+    like = other.init(network(nnx.Rngs(0)), key=jax.random.key(1))
+    message = (
+        r"the checkpoint at .* was written with noise_multiplier=1.3, but this DPSGD has 2.0; make one with the set"
+    )
+    with pytest.raises(ValueError, match=f"^DPSGD.fit: {message}"):
+        fit(other, like, checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match=f"^DPSGD.load: {message}"):
+        other.load(tmp_path / "step_00000002", like)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    dp.save(tmp_path / "a", state)
+    like = dp.init(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"^DPSGD.load: the checkpoint at .* but like has .*; pass one of the arch"):
+        dp.load(tmp_path / "a", like)
+
+
+def test_checkpoints_of_others_are_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    ensemble = Ensemble.create(network, 2, seed=0)
+    trainer = Trainer(loss, optax.adam(1e-2))
+    dp.save(tmp_path / "a", state)
+    with pytest.raises(
+        ValueError, match=r"^load: the checkpoint at .* holds private state, and no ensemble; it was sav"
+    ):
+        load(tmp_path / "a", ensemble)
+    fit(dp, state, steps=2, checkpoint_dir=tmp_path / "runs")
+    with pytest.raises(ValueError, match=r"^Trainer.fit: the checkpoint .* is of a run of something else; use another"):
+        trainer.fit(trainer.init(ensemble), [(X, Y)], progress=False, checkpoint_dir=tmp_path / "runs")
+    trainer.fit(trainer.init(ensemble), [(X, Y)], progress=False, checkpoint_dir=tmp_path / "others")
+    with pytest.raises(
+        ValueError, match=r"^DPSGD.fit: the checkpoint at .* holds ensemble and opt_state, and no privat"
+    ):
+        fit(dp, state, checkpoint_dir=tmp_path / "others")
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=6)
+    manifest = tmp_path / "step_00000012" / "plurax.json"
+    manifest.write_text(manifest.read_text().replace('"noise_multiplier": 1.3', '"noise_multiplier": 9.9'))
+    with pytest.warns(UserWarning, match=r"plurax.json has changed since it was written. It is skipped"):
+        after, _ = fit(dp, state, checkpoint_dir=tmp_path)
+    assert int(after.step) == 12
+    assert_same(after, fit(dp, state)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"steps": 13},
+            ValueError,
+            "13 steps after step 0 are more than num_steps=12, for which this DPSGD was made; ask",
+        ),
+        ({"steps": 1.5}, TypeError, "steps must be an int, but got 1.5 of type float."),
+        ({"steps": -1}, ValueError, "steps must be at least 0, but got -1."),
+        ({"history_every": 0}, ValueError, "history_every must be at least 1, but got 0."),
+        ({"checkpoint_keep": 0}, ValueError, "checkpoint_keep must be at least 1, but got 0."),
+        ({"checkpoint_every": 2}, ValueError, "checkpoint_every needs a checkpoint_dir to write to."),
+        ({"epsilon_budget": 0.0}, ValueError, "epsilon_budget must be positive, but got 0.0."),
+        ({"epsilon_budget": "8"}, TypeError, "epsilon_budget must be a number, but got '8' of type str."),
+    ],
+)
+def test_options_that_say_nothing_are_refused(dp: DPSGD, state: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match="^DPSGD(.fit)?: " + re.escape(message)):
+        fit(dp, state, **options)
+
+
+def test_a_checkpoint_beyond_what_was_asked_for_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    fit(dp, state, steps=4, checkpoint_dir=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^DPSGD.fit: the newest checkpoint in .* is at step 4, later than step 2 that"
+    ):
+        fit(dp, state, steps=2, checkpoint_dir=tmp_path)

@@ -1,0 +1,542 @@
+"""`DPSGD`: clipped sums, noise, sampling and accounting, wired together."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arguments import check_callable, describe, leaf_name
+from .._call import trainable_of, with_trainable
+from .._chunk import check_chunk_size
+from .._model import Parts, is_members, models_of, shared_variable, split, to_parts
+from ._accounting import ACCOUNTANTS, Ledger, calibrate
+from ._clipped import check_method, clipped_grad
+from ._example import of_example, with_random_state
+from ._noise import add_noise, privatizer
+from ._sampling import Batch, Batches
+from ._state import DPState
+
+if TYPE_CHECKING:
+    from .._history import History
+
+# What the key of a run is folded with for the sampling. Members fold it with their numbers.
+_SAMPLING = 2**32 - 1
+
+
+class DPSGD:
+    """Differentially private training: per-sample clipping, noise, Poisson sampling and accounting in one.
+
+    Args:
+      loss: `loss(model, *batch)` returns a real scalar. `model` is what `init` gets; the batch is one example, as a
+        batch of one, so a loss that takes its mean is right as it is.
+      optimizer: an optax `GradientTransformation` that goes by gradients alone.
+      l2_clip_norm: the norm that each example's gradient is scaled down to where it has a larger one.
+      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is for a comparison without
+        privacy: its ε is infinite.
+      target_epsilon: the ε that `num_steps` steps may spend, in place of `noise_multiplier`, which is then found.
+      target_delta: the δ that every ε here is for.
+      num_examples: how many examples the data have. It is taken to be public.
+      expected_batch_size: the mean size of a batch: each example takes part in a step with probability
+        `expected_batch_size / num_examples`. The noisy sum is divided by it, never by the size that was drawn.
+      num_steps: how many steps the run has.
+      method: as for `clipped_grad`.
+      accountant: "pld" (privacy loss distributions, tight) or "rdp" (Rényi divergences, quick).
+      noise_strategy: None for noise that is independent in each step, or the coefficients of a banded Toeplitz
+        strategy matrix, shape (bands,), such as `jax_privacy.matrix_factorization.toeplitz.optimize_banded_toeplitz`
+        finds: the noise of `bands` steps then cancels in part, and an example has a turn in each `bands`-th step.
+      keep_batch_dim: as for `clipped_grad`. False is also for data of users, with their examples in an axis of their
+        own: a "user" then stands wherever it says "example" here.
+      microbatch_size: as for `clipped_grad`; it divides the sizes that batches are padded to.
+
+    Attributes:
+      noise_multiplier: as given, or as found.
+      ledger: what each step spends.
+      target_delta, accountant, num_examples, num_steps: as given.
+
+    Raises:
+      TypeError, ValueError: both or none of `noise_multiplier` and `target_epsilon`; a number out of its range; an
+        optimizer that is none.
+      ModuleNotFoundError: the extra is missing: `pip install 'plurax[privacy]'`.
+
+    Privacy:
+      (ε, δ)-differential privacy of everything that depends on the parameters alone, for adding or removing one
+      example. `metrics` are not private. docs/dp-sgd.md says it exactly, and what is not covered.
+
+    Cost:
+      A step is one compiled program: `clipped_grad`, one Gaussian number for each parameter, and the optimizer. With
+      `target_epsilon` and "pld", seconds to find the noise.
+
+    Source:
+      Abadi et al. 2016, "Deep Learning with Differential Privacy" (algorithm 1); Choquette-Choo et al. 2023,
+      "(Amplified) Banded Matrix Factorization". Noise and sampling are those of jax-privacy, accounting is
+      dp-accounting's.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from plurax.transforms.privacy import DPSGD
+      >>> def loss(w, x, y):
+      ...     return jnp.mean((x @ w - y) ** 2)
+      >>> dp = DPSGD(loss, optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=2.0, target_delta=1e-5,
+      ...            num_examples=1000, expected_batch_size=50, num_steps=100)
+      >>> state = dp.init(jnp.zeros(3), key=jax.random.key(0))
+      >>> for batch in dp.batches((jnp.ones((1000, 3)), jnp.zeros(1000)), state):
+      ...     state, metrics = dp.step(state, batch)
+      >>> round(dp.epsilon(state), 2)
+      1.1
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        optimizer: Any,
+        *,
+        l2_clip_norm: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float,
+        num_examples: int,
+        expected_batch_size: float,
+        num_steps: int,
+        method: str = "auto",
+        accountant: str = "pld",
+        noise_strategy: Any = None,
+        keep_batch_dim: bool = True,
+        microbatch_size: int | None = None,
+    ) -> None:
+        _check_extra()
+        check_callable("DPSGD", loss, "loss")
+        _check_optimizer(optimizer)
+        check_method("DPSGD", method)
+        check_chunk_size("DPSGD", microbatch_size, "microbatch_size")
+        if accountant not in ACCOUNTANTS:
+            raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
+        if (noise_multiplier is None) == (target_epsilon is None):
+            given = "none of them" if noise_multiplier is None else "both"
+            raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
+        _check_number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+        _check_number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+        if noise_multiplier is not None:
+            _check_number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
+        if target_epsilon is not None:
+            _check_number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
+        _check_count("num_examples", num_examples)
+        _check_count("num_steps", num_steps)
+        _check_number(
+            "expected_batch_size",
+            expected_batch_size,
+            lambda x: 0 < x <= num_examples,
+            f"positive, and at most num_examples={num_examples}",
+        )
+        strategy = _checked_strategy(noise_strategy)
+        probability = float(expected_batch_size) * len(strategy) / num_examples
+        if probability > 1:
+            raise ValueError(
+                f"DPSGD: with {len(strategy)} bands a batch has at most num_examples / {len(strategy)} = "
+                f"{num_examples / len(strategy):g} examples, but expected_batch_size={expected_batch_size}; take fewer "
+                "bands, or smaller batches."
+            )
+        if target_delta * num_examples > 1:
+            warnings.warn(
+                f"DPSGD: target_delta={target_delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
+                "which publishing an example at random is allowed; take a smaller one.",
+                stacklevel=2,
+            )
+        if target_epsilon is not None:
+            rounds = math.ceil(num_steps / len(strategy))
+            noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
+        assert noise_multiplier is not None
+        self.ledger = Ledger(
+            float(noise_multiplier), probability, float(l2_clip_norm), float(expected_batch_size), strategy
+        )
+        self._loss, self._optimizer = loss, optimizer
+        self.target_delta, self.accountant = float(target_delta), accountant
+        self.num_examples, self.num_steps = int(num_examples), int(num_steps)
+        self._method, self._keep_batch_dim, self._microbatch_size = method, keep_batch_dim, microbatch_size
+        # One program for a step that leaves its state usable, one for a step that takes over its memory.
+        self._programs = [jax.jit(self._advance, donate_argnums=donated) for donated in ((), (0,))]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise in units of the clip norm."""
+        return self.ledger.noise_multiplier
+
+    def init(self, model_or_params: Any, *, key: jax.Array) -> DPState:
+        """The state before the first step; a copy, so the model stays as it is.
+
+        Args:
+          model_or_params: an NNX module, a pytree of arrays of real floating point (or with modules in it), or an
+            `Ensemble`: all members see the same batches, each with noise of its own, that of member i from
+            `jax.random.fold_in(key, i)`.
+          key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. Privacy rests on it: draw
+            the seed of a model that is published from `secrets.randbits(64)`, and publish neither.
+
+        Raises:
+          TypeError: `key` is none; parameters that are not of real floating point.
+          ValueError: there are no parameters; modules that share a variable.
+        """
+        if not _is_key(key):
+            raise TypeError(
+                f"DPSGD.init: key must be one key, such as jax.random.key(0), but got {describe(key)}; noise from an "
+                "unknown source would be no protection."
+            )
+        members = len(model_or_params) if is_members(model_or_params) else None
+        tree = to_parts(model_or_params)
+        trainable = trainable_of(tree)
+        _check_trainable(trainable, models_of(model_or_params))
+
+        def states(key: jax.Array, trainable: Any) -> tuple[Any, Any]:
+            opt_state = self._optimizer.init(trainable)
+            jax.eval_shape(partial(_update, self._optimizer), trainable, opt_state, trainable)
+            return opt_state, privatizer(self.ledger, key).init(trainable)
+
+        if members is None:
+            opt_state, noise_state = states(key, trainable)
+        else:
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(members))
+            opt_state, noise_state = jax.vmap(states)(keys, trainable)
+        seed = jax.random.key_data(jax.random.fold_in(key, _SAMPLING)).astype(jnp.uint32)
+        state = DPState(tree, opt_state, noise_state, jnp.zeros((), jnp.int32), seed, self.ledger, members)
+        # Strongly typed, or a second program would be compiled for the second step.
+        return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
+
+    def batches(self, data: Any, state: DPState | None = None, *, sizes: Sequence[int] | None = None) -> Batches:
+        """Poisson-sampled batches of the data, for the steps that are left: an iterator.
+
+        Each example takes part in each step independently of all others. Batches are padded to a few sizes, so that a
+        step is compiled a few times only; padding contributes zero.
+
+        Args:
+          data: the examples, along axis 0 of NumPy or JAX arrays. A tuple or list is unpacked into the arguments of
+            the loss after the model; anything else is one argument.
+          state: what the batches are for: they are those that its key stands for, from its step on. None draws others,
+            all of them, from the system's randomness.
+          sizes: what to pad to, such as multiples of the number of devices; None for up to four sizes around the
+            expected one. A larger batch is padded to a multiple of the largest size.
+
+        Returns:
+          An iterator of `Batch`es, with `num_steps` of them for a whole run.
+
+        Raises:
+          TypeError: data that are no arrays; a state that is none.
+          ValueError: another number of examples than `num_examples`; a state of other settings; sizes below 1.
+
+        Cost:
+          The batches before the state's step are drawn again, and not looked up: about 50 µs each.
+        """
+        if state is None:
+            seed, start = np.random.SeedSequence().generate_state(8).tolist(), 0
+        else:
+            self._check_state("DPSGD.batches", state)
+            seed, start = np.asarray(state.seed).tolist(), int(state.step)
+        return Batches(data, self.ledger, self.num_examples, self.num_steps, seed, start, sizes)
+
+    def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        """One step: the clipped sum of the batch, noise, and the optimizer's update.
+
+        Args:
+          state: from `init` or an earlier step; it stays usable.
+          batch: from `batches`.
+
+        Returns:
+          The new state, and metrics, for an ensemble with the members along axis 0: "loss", the mean over the batch
+          (NaN for one without examples), and "clipped", the fraction of examples whose gradients were scaled down.
+          Metrics are computed from the data without noise: they are for your eyes only.
+
+        Raises:
+          TypeError: a batch that `batches` did not make; a loss that is no real scalar.
+          ValueError: a state of other settings; a loss that changes the state of a model, its random keys aside.
+        """
+        self._check_state("DPSGD.step", state)
+        return self.advance(state, batch)
+
+    def fit(
+        self,
+        state: DPState,
+        data: Any,
+        *,
+        steps: int | None = None,
+        epsilon_budget: float | None = None,
+        together: bool = False,
+        sizes: Sequence[int] | None = None,
+        progress: bool = True,
+        checkpoint_dir: Any = None,
+        checkpoint_every: int | None = None,
+        checkpoint_keep: int = 2,
+        history_every: int = 1,
+    ) -> tuple[DPState, History]:
+        """Take steps until they are taken or a budget is spent, with a progress bar that shows ε, and checkpoints.
+
+        Args:
+          state: where to start; it stays usable.
+          data: as for `batches`.
+          steps: how many further steps to take; None for all that are left of `num_steps`.
+          epsilon_budget: the ε that no step may pass: training ends before the one that would.
+          together: for an ensemble, whether the budget and the bar are for all members published together.
+          sizes: as for `batches`.
+          progress: whether to show a bar with a bound of the ε that is spent (of each member, unless `together`).
+          checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
+            a whole checkpoint later than `state`, training goes on from the newest, to the same bits as if it had not
+            stopped; the steps count from `state`. A damaged one is passed over with a warning. What else is in the
+            directory stays as it is. A final checkpoint is always written. They hold the keys of noise and batches:
+            keep them as secret as the data.
+          checkpoint_every: steps between checkpoints; None writes only the final one.
+          checkpoint_keep: how many checkpoints to keep, the newest.
+          history_every: steps between rows of the history.
+
+        Returns:
+          The state after the last step, and the history: a list of dicts, one for each recorded step (and member of an
+          ensemble), with "step" and the metrics of `step`, which are not private. Ctrl-C ends training cleanly after
+          the current step with the same results; a second one interrupts it.
+
+        Raises:
+          TypeError, ValueError: as for `step` and `batches`; more steps than `num_steps`; a budget that is spent
+            already; a checkpoint of other settings, another model, or later than what was asked for.
+          OSError: `checkpoint_dir` cannot be made.
+        """
+        from ._fit import fit
+
+        self._check_state("DPSGD.fit", state)
+        if epsilon_budget is not None:
+            _check_number("epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
+        return fit(
+            self,
+            state,
+            data,
+            steps=steps,
+            epsilon_budget=epsilon_budget,
+            together=together,
+            sizes=sizes,
+            progress=progress,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            checkpoint_keep=checkpoint_keep,
+            history_every=history_every,
+        )
+
+    def save(self, path: str | os.PathLike[str], state: DPState) -> None:
+        """Write a state, ledger and all, to a directory, atomically. It holds the keys of noise and batches.
+
+        Args:
+          path: the directory to make. A checkpoint that is there already is replaced once the new one is whole.
+          state: what to write.
+
+        Raises:
+          TypeError, ValueError: as for `step`.
+          FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
+        """
+        from ._files import write_state
+
+        self._check_state("DPSGD.save", state)
+        write_state("DPSGD.save", Path(path), state)
+
+    def load(self, path: str | os.PathLike[str], like: DPState) -> DPState:
+        """Read what `save` or `fit` wrote, to the bit.
+
+        Args:
+          path: the directory.
+          like: a state of the same model, optimizer and settings, whose values do not matter: `init` with any key.
+
+        Raises:
+          FileNotFoundError: there is no such directory.
+          TypeError, ValueError: as for `step`; it is no checkpoint, is damaged, or is of other settings or another
+            model; the first difference is named.
+        """
+        from .._checkpoint import Checkpoint
+        from ._files import read_state
+
+        self._check_state("DPSGD.load", like)
+        return read_state(Checkpoint.open("DPSGD.load", path), like)
+
+    def advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
+        """`step`, of a state that is known to fit; `donate` says whether it takes over the memory of `state`."""
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"DPSGD.step: a batch must come from DPSGD.batches, whose sampling ε is counted for, but got "
+                f"{describe(batch)}; who samples elsewhere makes a Batch(arguments, is_padding_example) of it."
+            )
+        return self._programs[donate](state, batch)
+
+    def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
+        """The ε that was spent, for `target_delta`.
+
+        Args:
+          state: a state, which may be that of other settings; or how many steps of these settings.
+          together: for an ensemble, whether all members are published, or anything that depends on more than one:
+            each alone spends less than all do.
+
+        Returns:
+          A float; for an ensemble that of each member if it alone is published, shape (size,), unless `together`.
+
+        Cost:
+          With "pld" about a second for the first of some settings, then less; remembered.
+        """
+        if isinstance(state, DPState):
+            ledger, steps, members = state.ledger, int(state.step), state.members
+        elif isinstance(state, (int, np.integer)) and not isinstance(state, bool) and state >= 0:
+            ledger, steps, members = self.ledger, int(state), None
+        else:
+            raise TypeError(f"DPSGD.epsilon: needs a state or a number of steps, but got {describe(state)}.")
+        models = (members or 1) if together else 1
+        spent = ledger.epsilon(steps, self.target_delta, self.accountant, models)
+        return spent if members is None or together else np.full(members, spent)
+
+    def event(self, state: DPState, *, together: bool = False) -> Any:
+        """What was spent as a `dp_accounting.DpEvent`, to be composed with what else was done with the same data.
+
+        Args:
+          state: as for `epsilon`.
+          together: as for `epsilon`.
+        """
+        return state.ledger.event(int(state.step), (state.members or 1) if together else 1)
+
+    def _check_state(self, api: str, state: Any) -> None:
+        if not isinstance(state, DPState):
+            raise TypeError(f"{api}: state must come from DPSGD.init, but got {describe(state)}.")
+        for name, mine in vars(self.ledger).items():
+            found = getattr(state.ledger, name)
+            if found != mine:
+                raise ValueError(
+                    f"{api}: the state was made with {name}={found}, but this DPSGD has {mine}, and its ledger counts "
+                    "steps of one kind; init a new state from state.model, and add up what both spend: DPSGD.event."
+                )
+
+    def _advance(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        if state.members is None:
+            tree, opt_state, noise_state, metrics = self._advance_one(
+                state.tree, state.opt_state, state.noise_state, batch
+            )
+        else:
+
+            def of_member(parts: Parts, opt_state: Any, noise_state: Any) -> Any:
+                member = split(parts.merge().__plurax_member__())
+                after, *rest = self._advance_one(member, opt_state, noise_state, batch)
+                return (after.trainable, after.rest), *rest
+
+            (trainable, rest), opt_state, noise_state, metrics = jax.vmap(of_member)(
+                state.tree, state.opt_state, state.noise_state
+            )
+            tree = Parts(state.tree.structure, trainable, rest)
+        return DPState(tree, opt_state, noise_state, state.step + 1, state.seed, state.ledger, state.members), metrics
+
+    def _advance_one(self, tree: Any, opt_state: Any, noise_state: Any, batch: Batch) -> Any:
+        trainable = trainable_of(tree)
+        clipped = clipped_grad(
+            of_example(self._loss, tree),
+            has_aux=True,
+            batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
+            return_values=True,
+            return_grad_norms=True,
+            dtype=_dtype_of_sums(trainable),
+            l2_clip_norm=self.ledger.l2_clip_norm,
+            method=self._method,
+            keep_batch_dim=self._keep_batch_dim,
+            microbatch_size=self._microbatch_size,
+        )
+        numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)
+        sums, each = clipped(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
+        noisy, noise_state = add_noise(self.ledger, sums, noise_state)
+        mean = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
+        trained, opt_state = _update(self._optimizer, mean, opt_state, trainable)
+        tree = with_random_state(with_trainable(tree, trained), each.aux)
+        real = ~jnp.asarray(batch.is_padding_example)
+        metrics = {
+            "loss": jnp.sum(jnp.where(real, each.values, 0)) / real.sum(),
+            "clipped": jnp.sum(real & ~(each.grad_norms <= self.ledger.l2_clip_norm)) / real.sum(),
+        }
+        return tree, opt_state, noise_state, metrics
+
+
+def _dtype_of_sums(trainable: Any) -> Any:
+    """None where the parameters' own dtypes will do; of half precision, sums and noise are of float32."""
+    dtypes = {x.dtype for x in jax.tree.leaves(trainable)}
+    return jnp.result_type(jnp.float32, *dtypes) if any(dtype.itemsize < 4 for dtype in dtypes) else None
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("jax_privacy", "dp_accounting") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"DPSGD needs {missing[0].replace('_', '-')}; install it with pip install 'plurax[privacy]'."
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    import optax
+
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"DPSGD: optimizer must be an optax GradientTransformation, such as optax.adam(1e-3), but got "
+            f"{describe(optimizer)}."
+        )
+
+
+def _update(optimizer: Any, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
+    """What trains after an update, and the state of the optimizer."""
+    import optax
+
+    try:
+        updates, opt_state = optimizer.update(gradient, opt_state, trainable)
+    except TypeError as error:
+        raise TypeError(
+            f"DPSGD: the optimizer cannot go by the noisy gradient alone ({error}); take one that needs no values of "
+            "the loss, which no noise covers."
+        ) from error
+    return optax.apply_updates(trainable, updates), opt_state
+
+
+def _check_number(name: str, value: Any, fits: Callable[[float], bool], what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"DPSGD: {name} must be a number, but got {describe(value)}.")
+    if not fits(float(value)):
+        raise ValueError(f"DPSGD: {name} must be {what}, but got {value}.")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"DPSGD: {name} must be an int, but got {describe(value)}.")
+    if value < 1:
+        raise ValueError(f"DPSGD: {name} must be at least 1, but got {value}.")
+
+
+def _checked_strategy(strategy: Any) -> tuple[float, ...]:
+    if strategy is None:
+        return (1.0,)
+    array = np.asarray(strategy, float)
+    if array.ndim != 1 or not array.size or not np.isfinite(array).all() or not array[0] > 0:
+        raise ValueError(
+            f"DPSGD: noise_strategy must be the finite coefficients of a banded Toeplitz matrix, shape (bands,), the "
+            f"first of them positive, but got {describe(strategy)}."
+        )
+    return tuple(array.tolist())
+
+
+def _check_trainable(trainable: Any, models: Iterable[Any]) -> None:
+    leaves = jax.tree.leaves_with_path(trainable)
+    if not leaves:
+        raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
+    for path, leaf in leaves:
+        if not isinstance(leaf, (jax.Array, np.ndarray)) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays of real "
+                "floating point; let the loss close over what does not train."
+            )
+    shared = shared_variable(list(models))
+    if shared:
+        variable = shared[0][1]
+        raise ValueError(
+            f"DPSGD.init: two modules share the variable `{variable}`; put them into one module, such as nnx.Dict."
+        )

@@ -1,0 +1,134 @@
+"""`DPSGD.fit`: private steps until a budget is spent, with progress, history and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from .._history import History, Recorder
+from .._loop import check_count, run
+from .._store import Store
+from ._files import read_state, write_state
+from ._state import DPState
+
+if TYPE_CHECKING:
+    from .._checkpoint import Checkpoint
+    from ._dpsgd import DPSGD
+
+# Seconds from one ε in the bar to the next, and how many times as long as it takes to compute one.
+_OFTEN, _RARELY = 0.5, 20
+
+
+def fit(
+    dp: DPSGD,
+    state: DPState,
+    data: Any,
+    *,
+    steps: int | None,
+    epsilon_budget: float | None,
+    together: bool,
+    sizes: Sequence[int] | None,
+    progress: bool,
+    checkpoint_dir: Any,
+    checkpoint_every: int | None,
+    checkpoint_keep: int,
+    history_every: int,
+) -> tuple[DPState, History]:
+    """See `DPSGD.fit`."""
+    check_count("DPSGD.fit", "steps", steps, 0, optional=True)
+    check_count("DPSGD.fit", "checkpoint_every", checkpoint_every, 1, optional=True)
+    check_count("DPSGD.fit", "checkpoint_keep", checkpoint_keep, 1)
+    check_count("DPSGD.fit", "history_every", history_every, 1)
+    if checkpoint_every is not None and checkpoint_dir is None:
+        raise ValueError("DPSGD.fit: checkpoint_every needs a checkpoint_dir to write to.")
+    start = int(state.step)
+    wanted = dp.num_steps if steps is None else start + steps
+    if wanted > dp.num_steps:
+        raise ValueError(
+            f"DPSGD.fit: {steps} steps after step {start} are more than num_steps={dp.num_steps}, for which this DPSGD "
+            "was made; ask for fewer, or make one with more."
+        )
+    models = (state.members or 1) if together else 1
+    target = wanted
+    if epsilon_budget is not None:
+        target = dp.ledger.steps_within(epsilon_budget, dp.target_delta, dp.accountant, models, wanted)
+        if target < start:
+            raise ValueError(
+                f"DPSGD.fit: {start} steps have spent more than epsilon_budget={epsilon_budget} already; give a larger "
+                "one."
+            )
+    store = None if checkpoint_dir is None else Store.open("DPSGD.fit", checkpoint_dir, checkpoint_keep)
+    resumed = None if store is None else store.newest(partial(_resume, state))
+    history = None
+    if resumed is not None and int(resumed[0].step) >= start:
+        state, history = resumed
+        if int(state.step) > target:
+            raise ValueError(
+                f"DPSGD.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than step "
+                f"{target} that was asked for; ask for more steps, a larger budget, or use another directory."
+            )
+    batches = dp.batches(data, state, sizes=sizes)
+    recorder = Recorder(history_every, history)
+    after, step, interrupted = run(
+        jax.tree.map(jnp.copy, state),
+        batches,
+        partial(dp.advance, donate=True),
+        step=int(state.step),
+        target=target,
+        record=lambda step, metrics: recorder.add(step, jax.tree.map(jnp.atleast_1d, metrics)),
+        say=_Spent(dp, models, target),
+        save=None if store is None else partial(_save, store, recorder),
+        checkpoint_every=checkpoint_every,
+        progress=progress,
+        done=int(state.step) - start,
+        total=target - start,
+    )
+    if progress and not interrupted and target < wanted:
+        tqdm.write(f"Stopped after step {step}: one more would pass ε = {epsilon_budget}.")
+    rows = recorder.rows()
+    if state.members is None:
+        rows = [{name: value for name, value in row.items() if name != "member"} for row in rows]
+    return after, rows
+
+
+class _Spent:
+    """What the bar says of ε: a bound that holds until it says so again.
+
+    Args:
+      dp: whose steps they are.
+      models: how many are published together.
+      target: the last step.
+    """
+
+    def __init__(self, dp: DPSGD, models: int, target: int) -> None:
+        self._dp, self._models, self._target = dp, models, target
+        self._last, self._then, self._wait = 0, time.monotonic(), _OFTEN
+        self._bound, self._text = -1, ""
+
+    def __call__(self, step: int, _: Any) -> str:
+        now = time.monotonic()
+        if now >= self._then + self._wait or step > self._bound or step == self._target:
+            # As far ahead as they are likely to get before it says so again.
+            ahead = math.ceil((step - self._last) / max(now - self._then, 1e-9) * self._wait)
+            self._bound = min(self._target, step + ahead)
+            dp = self._dp
+            spent = dp.ledger.epsilon_at_most(self._bound, dp.target_delta, dp.accountant, self._models)
+            self._text = f"ε ≤ {spent:.2f}"
+            self._last, self._then = step, time.monotonic()
+            self._wait = max(_OFTEN, _RARELY * (self._then - now))
+        return self._text
+
+
+def _save(store: Store, recorder: Recorder, state: DPState) -> None:
+    store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
+
+
+def _resume(like: DPState, checkpoint: Checkpoint) -> tuple[DPState, Any]:
+    return read_state(checkpoint, like), checkpoint.history()
