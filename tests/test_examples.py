@@ -21,7 +21,11 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
-OTHERS = {"examples/ensemble_digits.py", "examples/per_sample_gradients.py"}  # which write files
+OTHERS = {
+    "examples/ensemble_digits.py",
+    "examples/per_sample_gradients.py",
+    "examples/dp_sgd_digits.py",
+}  # which write files
 SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
@@ -30,6 +34,7 @@ SMALL = {
     "benchmarks/ensemble.py": ("--smoke",),
     "benchmarks/jacobian.py": ("--smoke",),
     "benchmarks/privacy.py": ("--smoke",),
+    "benchmarks/dpsgd.py": ("--smoke",),
 }
 
 
@@ -37,6 +42,18 @@ def test_the_gradients_of_each_sample(tmp_path):
     shown = run("examples/per_sample_gradients.py", "--batch", "2", "--steps", "20", "--out", str(tmp_path / "out"))
     assert "['dense1']['kernel']   factors  one position" in shown
     assert (tmp_path / "out" / "per_sample_gradients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_digits_are_learned_in_private(tmp_path):
+    shown = run(
+        "examples/dp_sgd_digits.py", "--seeds", "2", "--steps", "20", "--accountant", "rdp", "--out", str(tmp_path)
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "to ε = " in line]
+    assert [row[0] for row in rows] == ["to ε = 8", "to ε = 2"]
+    assert [float(row[2]) for row in rows] == [8.0, 2.0]
+    assert all(float(row[3]) > float(row[2]) for row in rows)
+    assert all(float(row[4].rstrip("%")) > 50 for row in rows)
+    assert (tmp_path / "dp_sgd_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_none_is_forgotten():

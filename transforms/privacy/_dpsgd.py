@@ -56,7 +56,7 @@ class DPSGD:
         finds: the noise of `bands` steps then cancels in part, and an example has a turn in each `bands`-th step.
       keep_batch_dim: as for `clipped_grad`. False is also for data of users, with their examples in an axis of their
         own: a "user" then stands wherever it says "example" here.
-      microbatch_size: as for `clipped_grad`; it divides the sizes that batches are padded to.
+      microbatch_size: as for `clipped_grad`; batches are padded to multiples of it.
 
     Attributes:
       noise_multiplier: as given, or as found.
@@ -177,8 +177,8 @@ class DPSGD:
           model_or_params: an NNX module, a pytree of arrays of real floating point (or with modules in it), or an
             `Ensemble`: all members see the same batches, each with noise of its own, that of member i from
             `jax.random.fold_in(key, i)`.
-          key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. Privacy rests on it: draw
-            the seed of a model that is published from `secrets.randbits(64)`, and publish neither.
+          key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. Privacy rests on it: for a
+            model that is published take one that nobody can guess, as docs/dp-sgd.md shows, and keep it secret.
 
         Raises:
           TypeError: `key` is none; parameters that are not of real floating point.
@@ -228,7 +228,8 @@ class DPSGD:
 
         Raises:
           TypeError: data that are no arrays; a state that is none.
-          ValueError: another number of examples than `num_examples`; a state of other settings; sizes below 1.
+          ValueError: another number of examples than `num_examples`; a state of other settings; sizes below 1, or that
+            `microbatch_size` does not divide.
 
         Cost:
           The batches before the state's step are drawn again, and not looked up: about 50 µs each.
@@ -238,7 +239,8 @@ class DPSGD:
         else:
             self._check_state("DPSGD.batches", state)
             seed, start = np.asarray(state.seed).tolist(), int(state.step)
-        return Batches(data, self.ledger, self.num_examples, self.num_steps, seed, start, sizes)
+        run = (self.ledger, self.num_examples, self.num_steps, seed, start)
+        return Batches(data, *run, sizes, self._microbatch_size or 1)
 
     def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """One step: the clipped sum of the batch, noise, and the optimizer's update.
@@ -396,7 +398,12 @@ class DPSGD:
         Args:
           state: as for `epsilon`.
           together: as for `epsilon`.
+
+        Raises:
+          TypeError: no state.
         """
+        if not isinstance(state, DPState):
+            raise TypeError(f"DPSGD.event: state must come from DPSGD.init, but got {describe(state)}.")
         return state.ledger.event(int(state.step), (state.members or 1) if together else 1)
 
     def _check_state(self, api: str, state: Any) -> None:

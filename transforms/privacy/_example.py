@@ -39,7 +39,8 @@ def of_example(loss: Callable[..., Any], tree: Any) -> Callable[..., Any]:
         changed = changes(function, arguments, left)
         kept = [_random_state(model) for model in left]
         for model, paths, random in zip(left, changed, kept, strict=True):
-            lost = [path for path in paths if path not in random]
+            arrays = split(model).arrays()
+            lost = [path for path in paths if path not in random and not _is_key(arrays.get(path))]
             if lost:
                 raise ValueError(
                     f"DPSGD: the loss changes the state of {type(model).__name__} (`{lost[0]}`), which the noise does "
@@ -73,12 +74,16 @@ def _for_example(parts: Parts, number: jax.Array) -> Parts:
     random = _random_state(parts.merge())
 
     def fold(path: Any, x: Any) -> Any:
-        if dotted(path) not in random or not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if dotted(path) not in random or not _is_key(x):
             return x
         keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(x.reshape(-1))
         return keys.reshape(x.shape)
 
     return Parts(parts.structure, parts.trainable, jax.tree.map_with_path(fold, parts.rest))
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _random_state(model: Any) -> set[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -39,8 +40,24 @@ def add_noise(ledger: Ledger, sums: Any, state: Any) -> tuple[Any, Any]:
     if ledger.noise_multiplier == 0:
         return sums, state
     quick = jax.tree.map(lambda x: _with_impl(x, _THREEFRY, _unrolled()), state)
-    noisy, quick = privatizer(ledger, jax.random.key(0)).update(sums, quick)
+    noise = privatizer(ledger, jax.random.key(0))
+    noisy, quick = lax.platform_dependent(sums, quick, cpu=partial(_in_one_go, noise.update), default=noise.update)
     return noisy, jax.tree.map(lambda x: _with_impl(x, "unrolled", _THREEFRY), quick)
+
+
+def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
+    """`update`, finished before anything uses it, so that it is computed once.
+
+    XLA on a CPU computes such elementwise operations anew for each of their uses, and Adam has three. It does not so
+    with what a loop leaves. How often this one turns is one whatever the key, which XLA does not know.
+    """
+    word = jax.random.key_data(jax.tree.leaves(state)[0]).reshape(-1)[0]
+    turns = jnp.maximum(1, (word >> 31).astype(jnp.int32))
+
+    def turn(carry: Any) -> Any:
+        return carry[0] + 1, update(sums, state)
+
+    return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), (sums, state)))[1]
 
 
 def _with_impl(x: Any, one: str, other: Any) -> Any:

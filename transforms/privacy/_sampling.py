@@ -54,6 +54,7 @@ class Batches:
       seed: what the sampling is drawn from.
       start: how many of them were used before.
       sizes: what to pad to; None for a few sizes around the expected one.
+      multiple: what divides all sizes.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Batches:
         seed: Sequence[int],
         start: int,
         sizes: Sequence[int] | None,
+        multiple: int = 1,
     ) -> None:
         from jax_privacy.batch_selection import CyclicPoissonSampling, PartitionType
 
         self._data = tuple(data) if isinstance(data, (tuple, list)) else (data,)
         _check_data(self._data, num_examples)
-        self.sizes = padded_sizes(num_examples, ledger.expected_batch_size) if sizes is None else _checked_sizes(sizes)
+        expected = ledger.expected_batch_size
+        self.sizes = padded_sizes(num_examples, expected, multiple) if sizes is None else _checked(sizes, multiple)
         self._left = max(0, steps - start)
         # Examples may come and go under the accountant's relation, so each draws its group by itself.
         sampling = CyclicPoissonSampling(
@@ -93,12 +96,15 @@ class Batches:
         return Batch(arguments, np.arange(size) >= len(drawn))
 
 
-def padded_sizes(num_examples: int, expected_batch_size: float) -> tuple[int, ...]:
+def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 1) -> tuple[int, ...]:
     """A few sizes that hold nearly every batch, found from what is public."""
     probability = expected_batch_size / num_examples
     deviation = math.sqrt(expected_batch_size * (1 - probability))
-    # Divisible by a power of two, so that a batch can be computed in parts of one size.
-    multiple = 2 ** min(6, max(2, int(math.log2(expected_batch_size / 16)))) if expected_batch_size >= 8 else 1
+    if multiple == 1 and expected_batch_size >= 8:
+        # A power of two, so that a batch can be computed in parts of one size.
+        multiple = 2 ** min(6, max(2, int(math.log2(expected_batch_size / 16))))
+    elif multiple > 1:
+        num_examples = multiple * math.ceil(num_examples / multiple)
     wanted = [max(1.0, expected_batch_size + above * deviation) for above in _STANDARD]
     return tuple(sorted({min(num_examples, multiple * math.ceil(size / multiple)) for size in wanted}))
 
@@ -142,8 +148,10 @@ def _check_data(data: Any, num_examples: int) -> None:
             )
 
 
-def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
     found = tuple(sizes)
     if not found or any(isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1 for s in found):
         raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1, but got {sizes!r}.")
+    if any(s % multiple for s in found):
+        raise ValueError(f"DPSGD.batches: microbatch_size={multiple} must divide all sizes, but got {sizes!r}.")
     return tuple(sorted({int(s) for s in found}))

@@ -72,9 +72,9 @@ def a_batch(numbers: Any, size: int, x: Any = X, y: Any = Y) -> Batch:
     return Batch((x[places], y[places]), np.arange(size) >= len(numbers))
 
 
-def run(dp: DPSGD, model: Any, seed: int = 0, steps: int | None = None, data: Any = (X, Y)) -> Any:
+def run(dp: DPSGD, model: Any, seed: int = 0, steps: int | None = None, sizes: Any = SIZES) -> Any:
     state = dp.init(model, key=jax.random.key(seed))
-    for _, batch in zip(range(steps or SETTINGS["num_steps"]), dp.batches(data, state, sizes=SIZES)):  # noqa: B905
+    for _, batch in zip(range(steps or SETTINGS["num_steps"]), dp.batches((X, Y), state, sizes=sizes)):  # noqa: B905
         state, _ = dp.step(state, batch)
     return state
 
@@ -301,6 +301,25 @@ def test_examples_and_steps_have_dropout_of_their_own() -> None:
     assert int(state.model.drop.rngs.count[...]) == 4  # drawn from twice in each step
 
 
+def test_a_key_that_a_model_keeps_may_change() -> None:
+    class Keeper(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.last = nnx.Linear(4, 3, rngs=rngs)
+            self.key = nnx.Variable(jax.random.key(3))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.key[...], use = jax.random.split(self.key[...])
+            return self.last(x + 0.1 * jax.random.normal(use, x.shape))
+
+    trained = run(make(model_loss), Keeper(nnx.Rngs(0)), steps=2).model
+    twice = jax.random.split(jax.random.split(jax.random.key(3))[0])[0]
+    np.testing.assert_array_equal(*map(jax.random.key_data, (trained.key[...], twice)))
+
+
+def test_microbatches_divide_what_batches_are_padded_to() -> None:
+    assert_close(run(make(microbatch_size=3), PARAMS, sizes=None).model, run(make(), PARAMS).model)
+
+
 def test_dropout_that_takes_no_part_leaves_no_trace() -> None:
     trained = run(make(model_loss), nnx.view(Network(nnx.Rngs(0), 0.5), deterministic=True))
     assert int(trained.model.drop.rngs.count[...]) == 0
@@ -424,6 +443,15 @@ def test_a_target_is_kept_by_the_noise_that_is_found() -> None:
     dp = make(noise_multiplier=None, target_epsilon=3.0)
     assert 2.99 < dp.epsilon(12) <= 3.0
     assert dp.noise_multiplier == dp.ledger.noise_multiplier
+    by_reference = make(
+        noise_multiplier=None,
+        target_epsilon=8.0,
+        target_delta=1e-5,
+        num_examples=1000,
+        expected_batch_size=40,
+        num_steps=2000,
+    )
+    assert by_reference.noise_multiplier == pytest.approx(1.3562, abs=5e-5)
 
 
 def test_no_noise_is_no_privacy() -> None:
@@ -583,6 +611,8 @@ def test_what_is_no_state_is_refused() -> None:
     for api, call in [("step", lambda x: dp.step(x, a_batch([1], 2))), ("batches", lambda x: dp.batches((X, Y), x))]:
         with pytest.raises(TypeError, match=rf"^DPSGD.{api}: state must come from DPSGD.init, but got "):
             call(PARAMS)
+    with pytest.raises(TypeError, match=r"^DPSGD.event: state must come from DPSGD.init, but got "):
+        dp.event(3)
     for wrong in (PARAMS, -1, True, 1.5):
         with pytest.raises(TypeError, match=r"^DPSGD.epsilon: needs a state or a number of steps, but got "):
             dp.epsilon(wrong)

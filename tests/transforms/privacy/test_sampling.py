@@ -139,6 +139,16 @@ def test_data_that_do_not_fit_are_refused(data, error, message):
         batches(data)
 
 
+def test_sizes_can_be_computed_in_microbatches():
+    for microbatch in (7, 16):
+        of = Ledger(1.0, 0.2, 1.0, 6.0)
+        found = Batches(np.arange(N), of, N, 50, (1, 2), 0, None, microbatch)
+        assert all(size % microbatch == 0 for size in found.sizes)
+        assert all(len(batch.is_padding_example) % microbatch == 0 for batch in found)
+    with pytest.raises(ValueError, match=r"^DPSGD.batches: microbatch_size=7 must divide all sizes, but got \(7, 15\)"):
+        Batches(np.arange(N), of, N, 50, (1, 2), 0, (7, 15), 7)
+
+
 @pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,)])
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(ValueError, match=r"^DPSGD.batches: sizes must be ints of at least 1, but got "):
