@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -70,35 +72,38 @@ class Ledger:
 
 
 def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, delta: float, accountant: str) -> float:
-    """The least noise multiplier, to 1e-5, with which `rounds` Poisson-sampled sums spend at most `target_epsilon`."""
+    """The least noise multiplier, to 2e-5 of it, with which `rounds` sampled sums spend at most `target_epsilon`."""
     from scipy.optimize import brentq
 
     def spent(sigma: float, accountant: str = accountant) -> float:
         return _epsilon(sigma, sampling_probability, rounds, delta, accountant, _FINE)
 
-    def excess(log_sigma: float) -> float:
+    def solve(low: float, high: float, accountant: str, tolerance: float) -> float:
         # Of logarithms the curve is nearly a line, which takes few steps to the root.
-        return math.log(max(spent(math.exp(log_sigma)), 1e-300) / target_epsilon)
+        def excess(log_sigma: float) -> float:
+            return math.log(max(spent(math.exp(log_sigma), accountant), 1e-300) / target_epsilon)
 
-    if accountant == "rdp":
-        # Little noise takes long to account for, so the search comes from above.
-        high = 1.0
+        return math.exp(brentq(excess, math.log(low), math.log(high), xtol=tolerance, rtol=1e-12))
+
+    # Little noise takes long to account for, so the search comes from above, first with the quicker accountant.
+    high = 1.0
+    while spent(high, "rdp") > target_epsilon:
+        high *= 2
+    while spent(high / 2, "rdp") <= target_epsilon:
+        high /= 2
+    low = high / 2
+    if accountant == "pld":
+        # Privacy loss distributions are tighter.
+        high = solve(low, high, "rdp", 1e-2)
         while spent(high) > target_epsilon:
-            high *= 2
-        while spent(high / 2) <= target_epsilon:
-            high /= 2
-        low = high / 2
-    else:
-        # Privacy loss distributions are tighter, and ε falls with σ at least as fast as 1 / σ.
-        high = calibrate(target_epsilon, sampling_probability, rounds, delta, "rdp")
-        while spent(high) > target_epsilon:
-            high *= 1.1
+            high *= 1.05
         low = high * max(0.8, 0.999 * spent(high) / target_epsilon)
         while spent(low) <= target_epsilon:
             low *= 0.8
-    found = math.exp(brentq(excess, math.log(low), math.log(high), xtol=2e-6, rtol=1e-12))
+    tolerance = 2e-6 if accountant == "rdp" else 1e-5
+    found = solve(low, high, accountant, tolerance)
     while spent(found) > target_epsilon:
-        found = min(high, found * (1 + 2e-6))
+        found = min(high, found * (1 + tolerance))
     return found
 
 
@@ -111,25 +116,20 @@ def _event(noise_multiplier: float, sampling_probability: float, rounds: int) ->
     )
 
 
-def _accountant(name: str, interval: float) -> Any:
-    import dp_accounting
-
-    if name == "rdp":
-        return dp_accounting.rdp.RdpAccountant()
-    return dp_accounting.pld.PLDAccountant(value_discretization_interval=interval)
-
-
 @lru_cache(maxsize=4096)
 def _epsilon(
     noise_multiplier: float, sampling_probability: float, rounds: int, delta: float, accountant: str, interval: float
 ) -> float:
+    import dp_accounting
+
     if rounds == 0:
         return 0.0
     if noise_multiplier == 0:
         return math.inf
     if accountant == "rdp":
         event = _event(noise_multiplier, sampling_probability, rounds)
-        return float(_accountant("rdp", interval).compose(event).get_epsilon(delta))
+        with _without_warnings():
+            return float(dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(delta))
     losses = _losses(noise_multiplier, sampling_probability, interval).self_compose(rounds)
     return float(losses.get_epsilon_for_delta(delta))
 
@@ -142,3 +142,16 @@ def _losses(noise_multiplier: float, sampling_probability: float, interval: floa
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_probability, value_discretization_interval=interval
     )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Without a line for each order of Rényi divergences that does not converge: ε is the least of all others."""
+    from absl import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
