@@ -95,6 +95,11 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
     if accountant == "pld":
         # Privacy loss distributions are tighter.
         high = solve(low, high, "rdp", 1e-2)
+        if spent(1e3 * high) == math.inf:
+            raise ValueError(
+                f"DPSGD: privacy loss distributions do not reach as far as target_delta={delta}, where their ε is "
+                'infinite whatever the noise; take a larger one, or accountant="rdp".'
+            )
         while spent(high) > target_epsilon:
             high *= 1.05
         low = high * max(0.8, 0.999 * spent(high) / target_epsilon)
@@ -104,7 +109,8 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
     found = solve(low, high, accountant, tolerance)
     while spent(found) > target_epsilon:
         found = min(high, found * (1 + tolerance))
-    return found
+    # Rounded up, so that machines whose last bits differ find the same.
+    return math.ceil(found * 1e6) / 1e6
 
 
 def _event(noise_multiplier: float, sampling_probability: float, rounds: int) -> Any:

@@ -340,7 +340,8 @@ def clipped_grad(
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
             backward = Backward(of, program, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
-            weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
+            norms_to_clip = backward.norms_to_clip() * _rounding_of(of.parameters)
+            weights = _clip_weights(norms_to_clip, l2_clip_norm, rescale_to_unit_norm, nan_safe)
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
@@ -372,6 +373,11 @@ def clipped_grad(
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
     beside = has_aux or return_values or return_grad_norms
     return ClippedGrad(wrap_like(fun, "clipped_grad", clipped), bound, beside, explain)
+
+
+def _rounding_of(parameters: Sequence[jax.Array]) -> float:
+    """By how much gradients of half precision may grow when they are scaled: the weights are rounded, and products."""
+    return 1 + 2 * max((float(jnp.finfo(x.dtype).eps) for x in parameters if x.dtype.itemsize < 4), default=0.0)
 
 
 def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:

@@ -10,80 +10,100 @@ import jax
 from .._call import with_trainable
 from .._changes import call_with_models, changes
 from .._grad import scalar_seed
-from .._model import Parts, dotted, is_module, is_parts, split
+from .._model import Parts, dotted, is_module, is_parts, parts_of, split
 
 
-def of_example(loss: Callable[..., Any], tree: Any) -> Callable[..., Any]:
+def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array) -> Callable[..., Any]:
     """`loss(model, *batch)` as a function of what trains, of an example's number, and of its batch.
 
     Args:
       loss: as for `DPSGD`.
       tree: the model, or a pytree with models in it, taken apart; shared by all examples.
+      key: what the random state of modules is drawn from, for each example anew. Their own keys would not do: they are
+        published with the model, and with them which example had which number.
 
     Returns:
-      A function `(trainable, number, *batch)` that returns the loss and, for each model in `tree`, a dict from the
-      paths of the random state that the call has changed to its new values.
+      A function `(trainable, number, *batch)` that returns the loss.
     """
 
-    def function(_: None, model: Any, /, *batch: Any) -> Any:
-        return loss(model, *batch)
-
-    def example_loss(trainable: Any, number: jax.Array, *batch: Any) -> tuple[Any, list[dict[str, Any]]]:
-        parts = jax.tree.map(
-            lambda x: _for_example(x, number.reshape(())) if is_parts(x) else x,
-            with_trainable(tree, trainable),
-            is_leaf=is_parts,
-        )
-        arguments: Any = (None, (parts, *batch), {})
-        out, left = call_with_models(function, arguments)
-        changed = changes(function, arguments, left)
-        kept = [_random_state(model) for model in left]
-        for model, paths, random in zip(left, changed, kept, strict=True):
-            arrays = split(model).arrays()
-            lost = [path for path in paths if path not in random and not _is_key(arrays.get(path))]
-            if lost:
-                raise ValueError(
-                    f"DPSGD: the loss changes the state of {type(model).__name__} (`{lost[0]}`), which the noise does "
-                    "not cover: statistics of a batch say something of each of its examples; use nnx.GroupNorm or "
-                    "nnx.LayerNorm in place of BatchNorm, or the evaluation mode of trained statistics, "
-                    "nnx.view(model, use_running_average=True)."
-                )
-        scalar_seed("DPSGD: the loss", out, "return the mean over the batch that it is given, which is of one example")
-        after = [split(model).arrays() for model in left]
-        return out, [{path: arrays[path] for path in paths} for paths, arrays in zip(changed, after, strict=True)]
+    def example_loss(trainable: Any, number: jax.Array, *batch: Any) -> Any:
+        of_number = jax.random.fold_in(key, number.reshape(()))
+        return _call(loss, with_trainable(tree, trainable), of_number, batch)[0]
 
     return example_loss
 
 
-def with_random_state(tree: Any, changed: list[dict[str, Any]]) -> Any:
-    """`tree` with the random state that the first example has left: keys and counts do not depend on any data."""
-    each = iter(changed)
+def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any) -> Any:
+    """`tree` with the random state that a call leaves in its models, such as how often each key was used.
+
+    Args:
+      loss: as for `DPSGD`.
+      tree: as for `of_example`.
+      batch: an example of zeros, so that what is left depends on no data, whatever the loss does.
+    """
+    if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in parts_of(tree)):
+        return tree
+    each = iter(_call(loss, tree, None, batch)[1])
 
     def of_model(parts: Any) -> Any:
         if not is_parts(parts):
             return parts
         new = next(each)
-        rest = jax.tree.map_with_path(lambda path, x: new[dotted(path)][0] if dotted(path) in new else x, parts.rest)
+        rest = jax.tree.map_with_path(lambda path, x: new.get(dotted(path), x), parts.rest)
         return Parts(parts.structure, parts.trainable, rest)
 
     return jax.tree.map(of_model, tree, is_leaf=is_parts)
 
 
-def _for_example(parts: Parts, number: jax.Array) -> Parts:
-    """A model whose random keys are those of one example."""
+def _call(loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """The loss, and for each model the random state that the call has changed; refuses what changes any other."""
+    if key is not None:
+        tree = jax.tree.map(lambda x: _with_keys(x, key) if is_parts(x) else x, tree, is_leaf=is_parts)
+
+    def function(_: None, model: Any, /, *batch: Any) -> Any:
+        return loss(model, *batch)
+
+    arguments: Any = (None, (tree, *batch), {})
+    out, left = call_with_models(function, arguments)
+    found = []
+    for model, paths in zip(left, changes(function, arguments, left), strict=True):
+        parts = split(model)
+        arrays, allowed = parts.arrays(), _random_state(model) | _kept_keys(parts)
+        lost = [path for path in paths if path not in allowed]
+        if lost:
+            raise ValueError(
+                f"DPSGD: the loss changes the state of {type(model).__name__} (`{lost[0]}`), which the noise does not "
+                "cover: statistics of a batch say something of each of its examples; use nnx.GroupNorm or "
+                "nnx.LayerNorm in place of BatchNorm, or the evaluation mode of trained statistics, nnx.view(model, "
+                "use_running_average=True). Nothing else may be assigned either, by sow or to parameters."
+            )
+        found.append({path: arrays[path] for path in paths})
+    scalar_seed("DPSGD: the loss", out, "return the mean over the batch that it is given, which is of one example")
+    return out, found
+
+
+def _with_keys(parts: Parts, key: jax.Array) -> Parts:
+    """A model whose random state is drawn from `key`."""
     random = _random_state(parts.merge())
 
-    def fold(path: Any, x: Any) -> Any:
+    def draw(path: Any, x: Any) -> Any:
         if dotted(path) not in random or not _is_key(x):
             return x
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(x.reshape(-1))
-        return keys.reshape(x.shape)
+        words = jax.eval_shape(jax.random.key_data, x)
+        number = sorted(random).index(dotted(path))
+        bits = jax.random.bits(jax.random.fold_in(key, number), words.shape, words.dtype)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
 
-    return Parts(parts.structure, parts.trainable, jax.tree.map_with_path(fold, parts.rest))
+    return Parts(parts.structure, parts.trainable, jax.tree.map_with_path(draw, parts.rest))
 
 
 def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _kept_keys(parts: Parts) -> set[str]:
+    """The paths of keys that a model keeps, in variables of whatever kind."""
+    return {dotted(path) for path, x in jax.tree.leaves_with_path(parts.rest) if _is_key(x)}
 
 
 def _random_state(model: Any) -> set[str]:

@@ -45,7 +45,7 @@ def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
 
 def _arrays(state: DPState) -> dict[str, Any]:
     """What of a state are arrays to store; its step is in the manifest, where a person can read it."""
-    return {name: getattr(state, name) for name in ("tree", "opt_state", "noise_state", "seed")}
+    return {name: getattr(state, name) for name in ("tree", "opt_state", "noise_state", "mask_key", "seed")}
 
 
 def _plain(ledger: Ledger) -> dict[str, Any]:

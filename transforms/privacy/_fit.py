@@ -119,8 +119,9 @@ class _Spent:
             ahead = math.ceil((step - self._last) / max(now - self._then, 1e-9) * self._wait)
             self._bound = min(self._target, step + ahead)
             dp = self._dp
-            spent = dp.ledger.epsilon_at_most(self._bound, dp.target_delta, dp.accountant, self._models)
-            self._text = f"ε ≤ {spent:.2f}"
+            count = dp.ledger.epsilon if step == self._target else dp.ledger.epsilon_at_most
+            spent = count(self._bound, dp.target_delta, dp.accountant, self._models)
+            self._text = f"ε ≤ {math.ceil(1000 * spent) / 1000:.3f}" if math.isfinite(spent) else "ε = ∞"
             self._last, self._then = step, time.monotonic()
             self._wait = max(_OFTEN, _RARELY * (self._then - now))
         return self._text

@@ -17,11 +17,13 @@ from .._arguments import describe, leaf_name
 from ._accounting import Ledger
 
 # Where the sizes that batches are padded to stand, in standard deviations above what is expected. The first three hold
-# 98 % of the batches, and are where the least is computed in vain; one batch in 1e9 is larger than the last.
+# 98 % of the batches, and are where the least is computed in vain; of large batches one in 1e9 is beyond the last.
 _STANDARD = (-0.3, 0.7, 2.0, 6.0)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arguments", "is_padding_example"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["arguments", "is_padding_example", "step"], meta_fields=["sampling"]
+)
 @dataclass(frozen=True)
 class Batch:
     """Examples that take part in a step, padded to one of a few sizes.
@@ -32,6 +34,9 @@ class Batch:
     Attributes:
       arguments: what the loss gets after the model, a tuple; the examples are along axis 0 of every array.
       is_padding_example: which of the examples are none, booleans of shape (size,).
+      step: how many steps were taken before the one that it is for; None where nobody has counted.
+      sampling: with which probability an example whose turn it is was drawn, and in every how many steps it is; None
+        where somebody else answers for it.
 
     Example:
       >>> import numpy as np
@@ -41,6 +46,8 @@ class Batch:
 
     arguments: tuple[Any, ...]
     is_padding_example: Any
+    step: Any = None
+    sampling: tuple[float, int] | None = None
 
 
 class Batches:
@@ -74,7 +81,8 @@ class Batches:
         _check_data(self._data, num_examples)
         expected = ledger.expected_batch_size
         self.sizes = padded_sizes(num_examples, expected, multiple) if sizes is None else _checked(sizes, multiple)
-        self._left = max(0, steps - start)
+        self._step, self._steps = start, steps
+        self._sampling = (ledger.sampling_probability, ledger.bands)
         # Examples may come and go under the accountant's relation, so each draws its group by itself.
         sampling = CyclicPoissonSampling(
             ledger.sampling_probability, steps, cycle_length=ledger.bands, partition_type=PartitionType.INDEPENDENT
@@ -86,14 +94,15 @@ class Batches:
 
     def __len__(self) -> int:
         """How many batches are left."""
-        return self._left
+        return max(0, self._steps - self._step)
 
     def __next__(self) -> Batch:
         drawn = next(self._drawn)
-        self._left -= 1
+        step = np.int32(self._step)
+        self._step += 1
         size = _padded(len(drawn), self.sizes)
         arguments = jax.tree.map(lambda x: _take(x, drawn, size), self._data)
-        return Batch(arguments, np.arange(size) >= len(drawn))
+        return Batch(arguments, np.arange(size) >= len(drawn), step, self._sampling)
 
 
 def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 1) -> tuple[int, ...]:
@@ -137,9 +146,10 @@ def _check_data(data: Any, num_examples: int) -> None:
         raise ValueError("DPSGD.batches: data holds no arrays, so there are no examples.")
     for path, leaf in leaves:
         name = leaf_name("data", path)
-        if not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.ndim:
+        if not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.ndim or leaf.dtype.kind in "OSUMm":
             raise TypeError(
-                f"DPSGD.batches: `{name}` is {describe(leaf)}, but the examples are axis 0 of NumPy or JAX arrays."
+                f"DPSGD.batches: `{name}` is {describe(leaf)}, but the examples are axis 0 of NumPy or JAX arrays of "
+                "numbers."
             )
         if len(leaf) != num_examples:
             raise ValueError(

@@ -14,7 +14,7 @@ from ._accounting import Ledger
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tree", "opt_state", "noise_state", "step", "seed"],
+    data_fields=["tree", "opt_state", "noise_state", "mask_key", "step", "seed"],
     meta_fields=["ledger", "members"],
 )
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,7 @@ class DPState:
       tree: the model, taken apart; see `model`.
       opt_state: the optax state; for an ensemble with the members along axis 0 of every array.
       noise_state: the state of the noise, with its key; likewise.
+      mask_key: what the random state of modules (dropout) is drawn from, a key; likewise.
       step: how many steps were taken, an int32 scalar.
       seed: what the batches are drawn from, words of uint32. It is as secret as the noise.
       ledger: what each step spends.
@@ -43,6 +44,7 @@ class DPState:
     tree: Any
     opt_state: Any
     noise_state: Any
+    mask_key: jax.Array
     step: jax.Array
     seed: jax.Array
     ledger: Ledger

@@ -72,6 +72,11 @@ def a_batch(numbers: Any, size: int, x: Any = X, y: Any = Y) -> Batch:
     return Batch((x[places], y[places]), np.arange(size) >= len(numbers))
 
 
+def noise_key(seed: int) -> jax.Array:
+    """What the noise of a run is drawn from."""
+    return jax.random.fold_in(jax.random.key(seed), 2**32 - 1)
+
+
 def run(dp: DPSGD, model: Any, seed: int = 0, steps: int | None = None, sizes: Any = SIZES) -> Any:
     state = dp.init(model, key=jax.random.key(seed))
     for _, batch in zip(range(steps or SETTINGS["num_steps"]), dp.batches((X, Y), state, sizes=sizes)):  # noqa: B905
@@ -97,7 +102,7 @@ def arrays(state: Any) -> Any:
 def test_a_run_is_the_algorithm_written_out(method: str) -> None:
     dp = make(method=method)
     state = dp.init(PARAMS, key=jax.random.key(5))
-    noise = privatizer(dp.ledger, jax.random.key(5))
+    noise = privatizer(dp.ledger, noise_key(5))
     params, noise_state = jax.tree.map(jnp.asarray, PARAMS), noise.init(PARAMS)
     for batch in dp.batches((X, Y), state, sizes=SIZES):
         x, y = (argument[~batch.is_padding_example] for argument in batch.arguments)
@@ -128,7 +133,7 @@ def test_a_batch_without_examples_adds_noise() -> None:
     dp = make(optimizer=optax.sgd(1.0))
     state = dp.init(PARAMS, key=jax.random.key(5))
     after, metrics = dp.step(state, a_batch([], 8))
-    noise, _ = privatizer(dp.ledger, jax.random.key(5)).update(jax.tree.map(jnp.zeros_like, PARAMS), state.noise_state)
+    noise, _ = privatizer(dp.ledger, noise_key(5)).update(jax.tree.map(jnp.zeros_like, PARAMS), state.noise_state)
     assert_close(after.model, jax.tree.map(lambda p, z: p - z / EXPECTED, PARAMS, noise))
     assert float(jnp.abs(after.model["w"] - PARAMS["w"]).min()) > 0
     assert np.isnan(metrics["loss"])
@@ -192,7 +197,7 @@ def test_any_optimizer_gets_the_noisy_mean(optimizer: Any) -> None:
     params, opt_state = state.model, state.opt_state
     for batch in dp.batches((X, Y), state, sizes=SIZES):
         given = plain.init(params, key=jax.random.key(0))
-        one, _ = plain.step(replace(given, noise_state=state.noise_state), batch)
+        one, _ = plain.step(replace(given, noise_state=state.noise_state, step=state.step), batch)
         gradient = jax.tree.map(jnp.subtract, params, one.model)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         params = optax.apply_updates(params, updates)
@@ -249,6 +254,32 @@ def test_functions_of_variables_are_models_too() -> None:
     assert trained[1].variables["params"]["w"].shape == alone.model.variables["params"]["w"].shape
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("method", ["vmap", "book_keeping"])
+def test_half_precision_keeps_the_bound(dtype: Any, method: str) -> None:
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(4, 3)), dtype), "b": jnp.zeros(3, dtype)}
+    x = jnp.asarray(3 * rng.normal(size=(60, 4)), dtype)
+    options: Any = {"batch_argnums": (1, 2), "l2_clip_norm": CLIP, "dtype": jnp.float32, "method": method}
+    one = jax.jit(clipped_grad(loss, **options))
+    norms = [float(optax.tree.norm(one(params, x[i : i + 1], Y[i % N : i % N + 1]))) for i in range(60)]
+    assert 0.95 * CLIP < max(norms) <= CLIP * (1 + 1e-6)
+
+
+def test_ghost_of_half_precision_is_refused() -> None:
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+    with pytest.raises(
+        ValueError, match=r'^DPSGD.init: method="ghost" sums in the dtype of the parameters, which are of'
+    ):
+        make(method="ghost").init(half, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("bands", [7, 11])
+def test_batches_that_are_a_whole_group_are_fine(bands: int) -> None:
+    dp = make(num_examples=25, expected_batch_size=25 / bands, noise_strategy=np.ones(bands), num_steps=30)
+    assert dp.ledger.sampling_probability == 1.0
+
+
 def test_half_precision_is_summed_and_made_noisy_in_float32() -> None:
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
     dp = make(optimizer=optax.sgd(1.0))
@@ -256,7 +287,7 @@ def test_half_precision_is_summed_and_made_noisy_in_float32() -> None:
     batch = a_batch(range(9), 12)
     after, _ = dp.step(state, batch)
     total = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=CLIP, dtype=jnp.float32)(half, X[:9], Y[:9])
-    noisy, _ = privatizer(dp.ledger, jax.random.key(0)).update(total, state.noise_state)
+    noisy, _ = privatizer(dp.ledger, noise_key(0)).update(total, state.noise_state)
     expected = jax.tree.map(lambda p, g: p - (g / EXPECTED).astype(p.dtype), half, noisy)
     chex.assert_trees_all_equal_shapes_and_dtypes(after.model, expected)
     assert_close(
@@ -297,8 +328,58 @@ def test_examples_and_steps_have_dropout_of_their_own() -> None:
         state, _ = dp.step(state, batch)
         jax.effects_barrier()
     masks = np.concatenate([mask.reshape(-1, 200) for mask in seen])
-    assert len(np.unique(masks, axis=0)) == 6
+    assert len(np.unique(masks, axis=0)) == len(masks) == 8  # and once in each step of zeros, for the count
     assert int(state.model.drop.rngs.count[...]) == 4  # drawn from twice in each step
+
+
+def test_masks_follow_from_no_key_of_the_model() -> None:
+    """Who has the model has its keys; with them he would know whose mask was at which place."""
+    dp = make(model_loss, noise_multiplier=0.0)
+    model, batch = Network(nnx.Rngs(0), 0.5), a_batch([1, 2, 3], 4)
+    one, other = (dp.step(dp.init(model, key=jax.random.key(seed)), batch)[0] for seed in (0, 1))
+    kernels = [np.asarray(state.model.last.kernel[...]) for state in (one, other)]
+    assert not np.allclose(*kernels)
+    keys = [jax.random.key_data(state.model.drop.rngs.key[...]) for state in (one, other)]
+    np.testing.assert_array_equal(*keys)
+
+
+def test_an_example_with_a_mask_is_clipped_with_it() -> None:
+    """With the masks of both runs the same: the last example is the one that is left out."""
+    dp = make(model_loss, noise_multiplier=0.0, optimizer=optax.sgd(EXPECTED), l2_clip_norm=0.1)
+    state = dp.init(Network(nnx.Rngs(0), 0.5), key=jax.random.key(0))
+    one, _ = dp.step(state, a_batch(range(9), 12))
+    other, _ = dp.step(state, a_batch(range(8), 12))
+    apart = jax.tree.map(jnp.subtract, one.tree.trainable, other.tree.trainable)
+    assert optax.tree.norm(apart) <= 0.1 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("by", ["count", "cond"])
+def test_what_a_loss_does_with_counts_says_nothing_of_the_data(by: str) -> None:
+    def telling(model: Any, x: Any, y: Any) -> Any:
+        if by == "count":
+            model.drop.rngs.count[...] += (1000 * y[0]).astype(jnp.uint32)
+        else:
+            nnx.cond(y[0] > 0, lambda m: m.drop(x), lambda m: x, model)
+        return model_loss(model, x, y)
+
+    dp = make(telling, method="vmap")
+    state = dp.init(Network(nnx.Rngs(0), 0.5), key=jax.random.key(0))
+    counts = {int(dp.step(state, a_batch([i], 2))[0].model.drop.rngs.count[...]) for i in range(3)}
+    assert len(counts) == 1
+
+
+def test_random_state_with_an_axis_of_one_keeps_it() -> None:
+    model = Network(nnx.Rngs(0), 0.5)
+    model.drop.rngs.key = nnx.RngKey(jax.random.split(jax.random.key(0), 1), tag="dropout")
+    model.drop.rngs.count = nnx.RngCount(jnp.zeros(1, jnp.uint32), tag="dropout")
+
+    def split_loss(model: Any, x: Any, y: Any) -> Any:
+        mask = jax.random.bernoulli(model.drop.rngs.key[...][0], 0.5, (5,))
+        model.drop.rngs.count[...] += 1
+        return model_loss(lambda x: model.last(mask * nnx.tanh(model.first(x))), x, y)
+
+    trained = run(make(split_loss), model, steps=2).model
+    assert trained.drop.rngs.count[...].tolist() == [2]
 
 
 def test_a_key_that_a_model_keeps_may_change() -> None:
@@ -463,7 +544,7 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
     dp = make(noise_strategy=np.array([1.0, 0.5, 0.25][:bands]), optimizer=optax.sgd(1.0))
     assert dp.ledger.sampling_probability == bands * EXPECTED / N
     state = dp.init(PARAMS, key=jax.random.key(5))
-    noise = privatizer(dp.ledger, jax.random.key(5))
+    noise = privatizer(dp.ledger, noise_key(5))
     params, noise_state = PARAMS, noise.init(PARAMS)
     clipped = jax.jit(clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=CLIP))
     for batch in dp.batches((X, Y), state, sizes=SIZES):
@@ -511,6 +592,12 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
         ({"method": "fast"}, ValueError, "method must be one of auto, vmap, ghost, book_keeping, but got 'fast'."),
         ({"accountant": "gdp"}, ValueError, "accountant must be one of pld, rdp, but got 'gdp'."),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be"),
+        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, TypeError, "optimizer must be an optax GradientTransf"),
+        (
+            {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "accountant": "pld"},
+            ValueError,
+            "privacy loss distributions do not reach as far as target_delta=1e-18, where their ε is infinite whatever",
+        ),
         ({"optimizer": optax.adam}, TypeError, "optimizer must be an optax GradientTransformation, such as"),
         ({"loss": None}, TypeError, "loss must be a function, a bound method or a module, but got None."),
         (
@@ -518,6 +605,7 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
             ValueError,
             "noise_strategy must be the finite coefficients of a banded Toeplitz matrix, shape (bands,), the first of",
         ),
+        ({"noise_strategy": "banded"}, ValueError, "noise_strategy must be the finite coefficients of a banded"),
         ({"noise_strategy": [-1.0, 0.5]}, ValueError, "noise_strategy must be the finite coefficients of a banded"),
         (
             {"noise_strategy": np.ones(6)},
@@ -578,6 +666,42 @@ def test_an_optimizer_that_asks_for_the_loss_is_refused() -> None:
         make(optimizer=optax.lbfgs()).init(PARAMS, key=jax.random.key(0))
 
 
+def test_batches_are_taken_one_after_another_each_once() -> None:
+    dp = make()
+    state = dp.init(PARAMS, key=jax.random.key(0))
+    first, second = (next(batches) for batches in [dp.batches((X, Y), state)] for _ in range(2))
+    after, _ = dp.step(state, first)
+    message = (
+        r"^DPSGD.step: the batch was drawn for a state after {} steps, but this one has taken {}; take the batches of"
+    )
+    for wrong, given, numbers in [(first, after, (0, 1)), (second, state, (1, 0))]:
+        with pytest.raises(ValueError, match=message.format(*numbers)):
+            dp.step(given, wrong)
+    with pytest.raises(ValueError, match=message.format(0, 1)):
+        dp.step(after, next(dp.batches((X, Y))))
+    dp.step(after, second)
+
+
+def test_batches_of_another_probability_are_refused() -> None:
+    dp, everyone = make(), make(expected_batch_size=N)
+    batch = next(everyone.batches((X, Y)))
+    message = (
+        r"^DPSGD.step: the batch was drawn with \(probability, bands\) = \(1.0, 1\), but ε is counted for \(0.2, 1\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        dp.step(dp.init(PARAMS, key=jax.random.key(0)), batch)
+
+
+@pytest.mark.parametrize("padding", [None, np.zeros(2), np.zeros((2, 1), bool), np.zeros(0, bool)])
+def test_padding_that_says_nothing_is_refused(padding: Any) -> None:
+    dp = make()
+    message = (
+        r"^DPSGD.step: is_padding_example of a batch must be booleans, one for each of one or more examples, but got"
+    )
+    with pytest.raises(ValueError, match=message):
+        dp.step(dp.init(PARAMS, key=jax.random.key(0)), Batch((X[:2], Y[:2]), padding))
+
+
 @pytest.mark.parametrize("batch", [(X, Y), X, None])
 def test_batches_of_another_sampling_are_refused(batch: Any) -> None:
     dp = make()
@@ -597,7 +721,7 @@ def test_batches_of_another_sampling_are_refused(batch: Any) -> None:
 def test_a_state_of_other_settings_is_refused(other: Any, message: str) -> None:
     dp = make(**other)
     state = make().init(PARAMS, key=jax.random.key(0))
-    message += ", and its ledger counts steps of one kind; init a new state from state.model, and add up what both"
+    message += ", and its ledger counts steps of one kind; init a new state from state.model, with another key"
     for api, call in [
         ("step", lambda: dp.step(state, a_batch([1], 2))),
         ("batches", lambda: dp.batches((X, Y), state)),
@@ -613,6 +737,8 @@ def test_what_is_no_state_is_refused() -> None:
             call(PARAMS)
     with pytest.raises(TypeError, match=r"^DPSGD.event: state must come from DPSGD.init, but got "):
         dp.event(3)
+    with pytest.raises(TypeError, match=r"^DPSGD.epsilon: needs a state, but got 12 of type int."):
+        dp.epsilon(12, together=True)
     for wrong in (PARAMS, -1, True, 1.5):
         with pytest.raises(TypeError, match=r"^DPSGD.epsilon: needs a state or a number of steps, but got "):
             dp.epsilon(wrong)

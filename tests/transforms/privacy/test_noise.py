@@ -83,7 +83,7 @@ def test_noise_is_gaussian_with_the_stated_deviation():
     assert stats.kstest(drawn, "norm").pvalue > 1e-6
     low, high = stats.chi2(drawn.size).ppf([5e-7, 1 - 5e-7]) / drawn.size
     assert low < np.mean(drawn**2) < high
-    # ... and a deviation that is one per cent off is found: the bounds are half a per cent apart from one.
+    # ... and a deviation that is one per cent off is found: the bounds are 0.8 per cent from one.
     assert not low < np.mean((1.01 * drawn) ** 2) < high
 
 

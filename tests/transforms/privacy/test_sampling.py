@@ -59,6 +59,7 @@ def test_batches_from_a_step_on_are_those_of_the_whole_run():
     for start in (0, 1, 17, 50):
         rest = list(batches(start=start))
         assert len(rest) == 50 - start
+        assert [int(batch.step) for batch in rest] == list(range(start, 50))
         for one, other in zip(rest, whole[start:], strict=True):
             jax.tree.map(np.testing.assert_array_equal, one, other)
     assert [drawn(batch).tolist() for batch in whole] != [drawn(batch).tolist() for batch in batches(seed=(1, 3))]
@@ -127,6 +128,7 @@ def test_a_batch_without_examples_is_all_padding():
         ((), ValueError, "data holds no arrays, so there are no examples"),
         (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, but the examples are axis 0 of NumPy or JAX"),
         ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, but the examples"),
+        (np.array(["a"] * N), TypeError, r"`data\[0\]` is an array of shape \(30,\) and dtype <U1, but the examples"),
         (
             {"x": np.ones((29, 2))},
             ValueError,
