@@ -6,9 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arguments import check_callable, describe, leaf_name
-from .._call import trainable_of, with_trainable
+from .._call import trainable_of
 from .._chunk import check_chunk_size
 from .._compat import Tracer
-from .._model import Parts, is_members, models_of, shared_variable, split, to_parts
+from .._model import is_members, models_of, shared_variable, to_parts
 from ._accounting import ACCOUNTANTS, Ledger, calibrate
-from ._clipped import check_method, clipped_grad
-from ._example import of_example, with_random_state
-from ._noise import add_noise, privatizer
+from ._clipped import check_method
+from ._noise import privatizer
 from ._sampling import Batch, Batches
+from ._settings import check_count, check_extra, check_number, check_optimizer, checked_strategy
 from ._state import DPState
+from ._step import Step, dtype_of_sums, update
 
 if TYPE_CHECKING:
     from .._history import History
@@ -115,9 +114,9 @@ class DPSGD:
         keep_batch_dim: bool = True,
         microbatch_size: int | None = None,
     ) -> None:
-        _check_extra()
+        check_extra()
         check_callable("DPSGD", loss, "loss")
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         check_method("DPSGD", method)
         check_chunk_size("DPSGD", microbatch_size, "microbatch_size")
         if accountant not in ACCOUNTANTS:
@@ -125,21 +124,21 @@ class DPSGD:
         if (noise_multiplier is None) == (target_epsilon is None):
             given = "none of them" if noise_multiplier is None else "both"
             raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
-        _check_number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
-        _check_number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+        check_number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+        check_number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
         if noise_multiplier is not None:
-            _check_number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
+            check_number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
         if target_epsilon is not None:
-            _check_number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
-        _check_count("num_examples", num_examples)
-        _check_count("num_steps", num_steps)
-        _check_number(
+            check_number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
+        check_count("num_examples", num_examples)
+        check_count("num_steps", num_steps)
+        check_number(
             "expected_batch_size",
             expected_batch_size,
             lambda x: 0 < x <= num_examples,
             f"positive, and at most num_examples={num_examples}",
         )
-        strategy = _checked_strategy(noise_strategy)
+        strategy = checked_strategy(noise_strategy)
         probability = float(expected_batch_size) * len(strategy) / num_examples
         if probability > 1 + 1e-9:
             raise ValueError(
@@ -161,12 +160,11 @@ class DPSGD:
         self.ledger = Ledger(
             float(noise_multiplier), probability, float(l2_clip_norm), float(expected_batch_size), strategy
         )
-        self._loss, self._optimizer = loss, optimizer
         self.target_delta, self.accountant = float(target_delta), accountant
         self.num_examples, self.num_steps = int(num_examples), int(num_steps)
-        self._method, self._keep_batch_dim, self._microbatch_size = method, keep_batch_dim, microbatch_size
+        self._step = Step(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size)
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
-        self._programs = [jax.jit(self._advance, donate_argnums=donated) for donated in ((), (0,))]
+        self._programs = [jax.jit(self._step, donate_argnums=donated) for donated in ((), (0,))]
 
     @property
     def noise_multiplier(self) -> float:
@@ -196,15 +194,15 @@ class DPSGD:
         tree = to_parts(model_or_params)
         trainable = trainable_of(tree)
         _check_trainable(trainable, models_of(model_or_params))
-        if self._method == "ghost" and _dtype_of_sums(trainable) is not None:
+        if self._step.method == "ghost" and dtype_of_sums(trainable) is not None:
             raise ValueError(
                 'DPSGD.init: method="ghost" sums in the dtype of the parameters, which are of half precision; take '
                 '"auto" or "book_keeping".'
             )
 
         def states(key: jax.Array, trainable: Any) -> tuple[Any, Any, jax.Array]:
-            opt_state = self._optimizer.init(trainable)
-            jax.eval_shape(partial(_update, self._optimizer), trainable, opt_state, trainable)
+            opt_state = self._step.optimizer.init(trainable)
+            jax.eval_shape(partial(update, self._step.optimizer), trainable, opt_state, trainable)
             noise = privatizer(self.ledger, jax.random.fold_in(key, _NOISE))
             return opt_state, noise.init(trainable), jax.random.fold_in(key, _MASKS)
 
@@ -250,7 +248,7 @@ class DPSGD:
             self._check_state("DPSGD.batches", state)
             seed, start = np.asarray(state.seed).tolist(), int(state.step)
         run = (self.ledger, self.num_examples, self.num_steps, seed, start)
-        return Batches(data, *run, sizes, self._microbatch_size or 1)
+        return Batches(data, *run, sizes, self._step.microbatch_size or 1)
 
     def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """One step: the clipped sum of the batch, noise, and the optimizer's update.
@@ -331,7 +329,7 @@ class DPSGD:
 
         self._check_state("DPSGD.fit", state)
         if epsilon_budget is not None:
-            _check_number("epsilon_budget", epsilon_budget, lambda x: x > 0, "positive", "DPSGD.fit")
+            check_number("epsilon_budget", epsilon_budget, lambda x: x > 0, "positive", "DPSGD.fit")
         return fit(
             self,
             state,
@@ -453,125 +451,9 @@ class DPSGD:
                     "spend: DPSGD.event."
                 )
 
-    def _advance(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
-        arrays = (state.tree, state.opt_state, state.noise_state, state.mask_key)
-        if state.members is None:
-            after, metrics = self._advance_one(arrays, state.step, batch)
-        else:
-
-            def of_member(parts: Parts, *arrays: Any) -> Any:
-                member = split(parts.merge().__plurax_member__())
-                (tree, *rest), metrics = self._advance_one((member, *arrays), state.step, batch)
-                return (tree.trainable, tree.rest, *rest), metrics
-
-            (trainable, rest, *others), metrics = jax.vmap(of_member)(*arrays)
-            after = (Parts(state.tree.structure, trainable, rest), *others)
-        tree, opt_state, noise_state = after
-        return replace(state, tree=tree, opt_state=opt_state, noise_state=noise_state, step=state.step + 1), metrics
-
-    def _advance_one(
-        self, arrays: tuple[Any, ...], step: jax.Array, batch: Batch
-    ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
-        tree, opt_state, noise_state, mask_key = arrays
-        trainable = trainable_of(tree)
-        clipped = clipped_grad(
-            of_example(self._loss, tree, jax.random.fold_in(mask_key, step)),
-            batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
-            return_values=True,
-            return_grad_norms=True,
-            dtype=_dtype_of_sums(trainable),
-            l2_clip_norm=self.ledger.l2_clip_norm,
-            method=self._method,
-            keep_batch_dim=self._keep_batch_dim,
-            microbatch_size=self._microbatch_size,
-        )
-        numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)
-        sums, each = clipped(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
-        noisy, noise_state = add_noise(self.ledger, sums, noise_state)
-        mean = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
-        trained, opt_state = _update(self._optimizer, mean, opt_state, trainable)
-        zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self._keep_batch_dim else x[0]), batch.arguments)
-        tree = with_random_state(self._loss, with_trainable(tree, trained), zeros)
-        real = ~jnp.asarray(batch.is_padding_example)
-        metrics = {
-            "loss": jnp.sum(jnp.where(real, each.values, 0)) / real.sum(),
-            "clipped": jnp.sum(real & ~(each.grad_norms <= self.ledger.l2_clip_norm)) / real.sum(),
-        }
-        return (tree, opt_state, noise_state), metrics
-
-
-def _dtype_of_sums(trainable: Any) -> Any:
-    """None where the parameters' own dtypes will do; of half precision, sums and noise are of float32."""
-    dtypes = {x.dtype for x in jax.tree.leaves(trainable)}
-    return jnp.result_type(jnp.float32, *dtypes) if any(dtype.itemsize < 4 for dtype in dtypes) else None
-
 
 def _is_key(key: Any) -> bool:
     return isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
-
-
-def _check_extra() -> None:
-    missing = [name for name in ("jax_privacy", "dp_accounting") if find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"DPSGD needs {missing[0].replace('_', '-')}; install it with pip install 'plurax[privacy]'."
-        )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    import optax
-
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"DPSGD: optimizer must be an optax GradientTransformation, such as optax.adam(1e-3) or what "
-            f"optax.MultiSteps(...).gradient_transformation() gives, but got {describe(optimizer)}."
-        )
-
-
-def _update(optimizer: Any, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
-    """What trains after an update, and the state of the optimizer."""
-    import optax
-
-    try:
-        updates, opt_state = optimizer.update(gradient, opt_state, trainable)
-    except TypeError as error:
-        if "missing" not in str(error):
-            raise
-        raise TypeError(
-            f"DPSGD: the optimizer cannot go by the noisy gradient alone ({error}); take one that needs no values of "
-            "the loss, which no noise covers."
-        ) from error
-    return optax.apply_updates(trainable, updates), opt_state
-
-
-def _check_number(name: str, value: Any, fits: Callable[[float], bool], what: str, api: str = "DPSGD") -> None:
-    scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
-    if isinstance(value, bool) or not (scalar or isinstance(value, (int, float, np.number))):
-        raise TypeError(f"{api}: {name} must be a number, but got {describe(value)}.")
-    if not fits(float(value)):
-        raise ValueError(f"{api}: {name} must be {what}, but got {value}.")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"DPSGD: {name} must be an int, but got {describe(value)}.")
-    if value < 1:
-        raise ValueError(f"DPSGD: {name} must be at least 1, but got {value}.")
-
-
-def _checked_strategy(strategy: Any) -> tuple[float, ...]:
-    if strategy is None:
-        return (1.0,)
-    try:
-        array = np.asarray(strategy, float)
-    except (TypeError, ValueError):
-        array = np.asarray(np.nan)
-    if array.ndim != 1 or not array.size or not np.isfinite(array).all() or not array[0] > 0:
-        raise ValueError(
-            f"DPSGD: noise_strategy must be the finite coefficients of a banded Toeplitz matrix, shape (bands,), the "
-            f"first of them positive, but got {describe(strategy)}."
-        )
-    return tuple(array.tolist())
 
 
 def _check_trainable(trainable: Any, models: Iterable[Any]) -> None:

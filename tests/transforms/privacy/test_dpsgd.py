@@ -15,9 +15,8 @@ import optax
 import pytest
 from flax import nnx
 
-import plurax.transforms.privacy._dpsgd as dpsgd
 from plurax.ensemble import Ensemble
-from plurax.transforms.privacy import DPSGD, Batch, clipped_grad
+from plurax.transforms.privacy import DPSGD, Batch, _settings, clipped_grad
 from plurax.transforms.privacy._noise import privatizer
 
 N, CLIP, EXPECTED = 40, 0.7, 8.0
@@ -627,7 +626,7 @@ def test_a_delta_that_allows_to_publish_someone_warns() -> None:
 
 @pytest.mark.parametrize("name", ["jax_privacy", "dp_accounting"])
 def test_a_missing_extra_is_named(monkeypatch: Any, name: str) -> None:
-    monkeypatch.setattr(dpsgd, "find_spec", lambda found: None if found == name else object())
+    monkeypatch.setattr(_settings, "find_spec", lambda found: None if found == name else object())
     hyphened = name.replace("_", "-")
     with pytest.raises(ModuleNotFoundError, match=rf"DPSGD needs {hyphened}; install it with pip install 'plurax\[pri"):
         make()

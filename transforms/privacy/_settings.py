@@ -1,0 +1,61 @@
+"""The settings of `DPSGD`, refused where they say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arguments import describe
+
+
+def check_extra() -> None:
+    missing = [name for name in ("jax_privacy", "dp_accounting") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"DPSGD needs {missing[0].replace('_', '-')}; install it with pip install 'plurax[privacy]'."
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    import optax
+
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"DPSGD: optimizer must be an optax GradientTransformation, such as optax.adam(1e-3) or what "
+            f"optax.MultiSteps(...).gradient_transformation() gives, but got {describe(optimizer)}."
+        )
+
+
+def check_number(name: str, value: Any, fits: Callable[[float], bool], what: str, api: str = "DPSGD") -> None:
+    scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
+    if isinstance(value, bool) or not (scalar or isinstance(value, (int, float, np.number))):
+        raise TypeError(f"{api}: {name} must be a number, but got {describe(value)}.")
+    if not fits(float(value)):
+        raise ValueError(f"{api}: {name} must be {what}, but got {value}.")
+
+
+def check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"DPSGD: {name} must be an int, but got {describe(value)}.")
+    if value < 1:
+        raise ValueError(f"DPSGD: {name} must be at least 1, but got {value}.")
+
+
+def checked_strategy(strategy: Any) -> tuple[float, ...]:
+    if strategy is None:
+        return (1.0,)
+    try:
+        array = np.asarray(strategy, float)
+    except (TypeError, ValueError):
+        array = np.asarray(np.nan)
+    if array.ndim != 1 or not array.size or not np.isfinite(array).all() or not array[0] > 0:
+        raise ValueError(
+            f"DPSGD: noise_strategy must be the finite coefficients of a banded Toeplitz matrix, shape (bands,), the "
+            f"first of them positive, but got {describe(strategy)}."
+        )
+    return tuple(array.tolist())
