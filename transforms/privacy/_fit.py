@@ -49,8 +49,8 @@ def fit(
     if checkpoint_every is not None and checkpoint_dir is None:
         raise ValueError("DPSGD.fit: checkpoint_every needs a checkpoint_dir to write to.")
     start = int(state.step)
-    wanted = dp.num_steps if steps is None else start + steps
-    if wanted > dp.num_steps:
+    wanted = max(start, dp.num_steps) if steps is None else start + steps
+    if steps is not None and wanted > dp.num_steps:
         raise ValueError(
             f"DPSGD.fit: {steps} steps after step {start} are more than num_steps={dp.num_steps}, for which this DPSGD "
             "was made; ask for fewer, or make one with more."

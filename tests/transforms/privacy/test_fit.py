@@ -108,6 +108,14 @@ def test_fit_goes_on_from_the_step_of_its_state(dp: DPSGD, state: Any) -> None:
     assert int(state.step) == 0
 
 
+def test_a_state_beyond_the_run_stays_as_it_is(dp: DPSGD, state: Any) -> None:
+    shorter = make(num_steps=4)
+    after, _ = fit(dp, state, steps=6)
+    assert_same(fit(shorter, after)[0], after)
+    with pytest.raises(ValueError, match=r"^DPSGD.fit: 1 steps after step 6 are more than num_steps=4, for which this"):
+        fit(shorter, after, steps=1)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_budget_is_never_passed(together: bool) -> None:
     dp = make()
