@@ -75,7 +75,7 @@ def measure(job: Job, rounds: int, seconds: float) -> list[dict[str, Any]]:
     options: dict[str, Any] = {"l2_clip_norm": CLIP, "batch_argnums": (1, 2)}
     ours = clipped_grad(job.loss, **options)
     theirs = jax_privacy.clipped_grad(job.loss, microbatch_size=1, **options)
-    args = (job.params, OPTIMIZER.init(job.params), noise.init(job.params), job.x, job.y)
+    args = (job.params, OPTIMIZER.init(job.params), state.noise_state, job.x, job.y)
     zeros = jax.tree.map(jnp.zeros_like, job.params)
     ways = {
         BASE: compiled(by_hand(job, ours, None), *args),
