@@ -14,7 +14,7 @@ import numpy as np
 
 from ..transforms._checkpoint import Checkpoint
 from ..transforms._history import History, Recorder
-from ..transforms._loop import check_count, iterate, run, skip, total_steps
+from ..transforms._loop import check_options, iterate, run, skip, total_steps
 from ..transforms._store import Store
 from ._checkpoint import read_state, write_state
 from ._state import TrainState
@@ -68,12 +68,7 @@ def fit(
     """See `Trainer.fit`."""
     if not isinstance(state, TrainState):
         raise TypeError(f"Trainer.fit: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
-    check_count("Trainer.fit", "steps", steps, 0, optional=True)
-    check_count("Trainer.fit", "checkpoint_every", checkpoint_every, 1, optional=True)
-    check_count("Trainer.fit", "checkpoint_keep", checkpoint_keep, 1)
-    check_count("Trainer.fit", "history_every", history_every, 1)
-    if checkpoint_every is not None and checkpoint_dir is None:
-        raise ValueError("Trainer.fit: checkpoint_every needs a checkpoint_dir to write to.")
+    check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
     source = iterate("Trainer.fit", batches)
     start = int(state.step)
     target = None if steps is None else start + steps

@@ -151,7 +151,19 @@ def total_steps(batches: Any, steps: int | None) -> int | None:
     return min(known) if known else None
 
 
-def check_count(api: str, name: str, value: Any, least: int, *, optional: bool = False) -> None:
+def check_options(
+    api: str, steps: Any, checkpoint_dir: Any, checkpoint_every: Any, checkpoint_keep: Any, history_every: Any
+) -> None:
+    """Refuse options of a `fit` that say nothing."""
+    _check_count(api, "steps", steps, 0, optional=True)
+    _check_count(api, "checkpoint_every", checkpoint_every, 1, optional=True)
+    _check_count(api, "checkpoint_keep", checkpoint_keep, 1)
+    _check_count(api, "history_every", history_every, 1)
+    if checkpoint_every is not None and checkpoint_dir is None:
+        raise ValueError(f"{api}: checkpoint_every needs a checkpoint_dir to write to.")
+
+
+def _check_count(api: str, name: str, value: Any, least: int, *, optional: bool = False) -> None:
     """Refuse what is no int, or too small a one; an optional count may be None."""
     if value is None and optional:
         return

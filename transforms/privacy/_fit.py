@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from .._history import History, Recorder
-from .._loop import check_count, run
+from .._loop import check_options, run
 from .._store import Store
 from ._files import read_state, write_state
 from ._state import DPState
@@ -42,12 +42,7 @@ def fit(
     history_every: int,
 ) -> tuple[DPState, History]:
     """See `DPSGD.fit`."""
-    check_count("DPSGD.fit", "steps", steps, 0, optional=True)
-    check_count("DPSGD.fit", "checkpoint_every", checkpoint_every, 1, optional=True)
-    check_count("DPSGD.fit", "checkpoint_keep", checkpoint_keep, 1)
-    check_count("DPSGD.fit", "history_every", history_every, 1)
-    if checkpoint_every is not None and checkpoint_dir is None:
-        raise ValueError("DPSGD.fit: checkpoint_every needs a checkpoint_dir to write to.")
+    check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
     start = int(state.step)
     wanted = max(start, dp.num_steps) if steps is None else start + steps
     if steps is not None and wanted > dp.num_steps:

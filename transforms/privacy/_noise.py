@@ -74,7 +74,7 @@ def _with_impl(x: Any, one: str, other: Any) -> Any:
 def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     """As `jax.random.bits` of a threefry key."""
     size = math.prod(shape)
-    partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # made when JAX is imported
     if bit_width != 32 or size >= 2**32 or not partitionable:
         return jax.random.bits(_threefry(key), shape, f"uint{bit_width}")
     # The bits of element i are those of block i, its two words folded together.
