@@ -1,0 +1,350 @@
+"""Convolutions as matrix products, and pooling as slices, anywhere in a program: `convolutions_as_products`.
+
+XLA's CPU backend is slow at a convolution whose weights are mapped over, at one inside a loop, and at the gradients of
+both it and of pooling (`select_and_scatter`). It is quick at large matrix products. So here a convolution becomes one
+product with as many shifted slices of its input as its window has positions, side by side ("patches"; for the gradient
+of the input: one product, and its parts added up at shifted places).
+
+Between the axes that are many (positions, batch) the order matters as much: with the batch innermost every slice is a
+run of contiguous numbers. So images are held with channels first and the batch last, through all operations that work
+on elements, and only put back where an operation asks for the order that it was written with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from ._jaxpr import aval, bodies, evaluate, interpret
+
+# A window of more positions than this stays as it is: each is one slice in the program.
+_MOST_SLICES = 64
+
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_WITH_BODIES = frozenset({"scan", "while", "cond", "checkpoint"})
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
+    "cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p "
+    "logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
+    "tanh xor".split()
+)
+
+
+def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` with its convolutions as matrix products and its pooling as slices; the same to rounding.
+
+    It is for functions that are not differentiated any more: custom derivative rules are lost.
+    """
+
+    def rewritten(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+        values = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), values)
+
+    return rewritten
+
+
+def has_convolution(jaxpr: Jaxpr) -> bool:
+    """Whether a program contains a convolution."""
+    return any(
+        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolution, bodies(eqn))) for eqn in jaxpr.eqns
+    )
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """An array whose axes are held in another order: axis i of `array` is axis `order[i]` of what it stands for."""
+
+    array: jax.Array
+    order: tuple[int, ...]
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return [_plain(x) for x in interpret(jaxpr, consts, args, _visit)]
+
+
+def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name in _CALLS:
+        # The axes stay in their order through a call: activation functions are one.
+        body = eqn.params[_CALLS[name]]
+        return interpret(body.jaxpr, body.consts, values, _visit)
+    if name in _WITH_BODIES and any(map(has_convolution, bodies(eqn))):
+        eqn = eqn.replace(params={key: _rewritten_bodies(value) for key, value in eqn.params.items()})
+    if name == "conv_general_dilated":
+        out = _convolution(eqn, *values)
+        if out is not None:
+            return [out]
+    laid = next((x for x in values if isinstance(x, _Laid)), None)
+    if name in _WINDOWS:
+        out = _WINDOWS[name](eqn, *values)
+        if out is not None:
+            return [out]
+    elif laid is not None and name in _ELEMENTWISE:
+        arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, laid.order) for x in values]
+        return [_Laid(x, laid.order) for x in evaluate(eqn, *arrays)]
+    elif laid is not None and name in _REDUCTIONS:
+        return [_reduce(eqn, laid)]
+    elif laid is not None and name == "transpose":
+        order = tuple(eqn.params["permutation"].index(i) for i in laid.order)
+        return [_Laid(laid.array, order)]
+    return evaluate(eqn, *map(_plain, values))
+
+
+def _rewritten_bodies(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_rewritten_bodies, value))
+    if not isinstance(value, (ClosedJaxpr, Jaxpr)):
+        return value
+    closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, closed.jaxpr.invars)]
+    again = jax.make_jaxpr(lambda *args: _run(closed.jaxpr, closed.consts, args))(*avals)
+    if isinstance(value, ClosedJaxpr):
+        return again
+    return value if again.consts else again.jaxpr
+
+
+def _reduce(eqn: JaxprEqn, laid: _Laid) -> Any:
+    axes = eqn.params["axes"]
+    kept = [axis for axis in laid.order if axis not in axes]
+    params = {**eqn.params, "axes": tuple(i for i, axis in enumerate(laid.order) if axis in axes)}
+    (out,) = evaluate(eqn.replace(params=params), laid.array)
+    return _Laid(out, tuple(sorted(kept).index(axis) for axis in kept))
+
+
+def _array(x: Any) -> Any:
+    return x.array if isinstance(x, _Laid) else x
+
+
+def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
+    """The array that stands for `x` with its axes in the given order."""
+    held = x.order if isinstance(x, _Laid) else tuple(range(len(order)))
+    turn = tuple(held.index(axis) for axis in order)
+    return _array(x) if turn == tuple(range(len(turn))) else lax.transpose(_array(x), turn)
+
+
+def _plain(x: Any) -> Any:
+    return _in_order(x, range(len(x.order))) if isinstance(x, _Laid) else x
+
+
+# Convolutions.
+
+
+def _convolution(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
+    """A convolution as a product; None where its window has too many positions."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    (batch, channels, *places), (features, _, *window), (_, _, *out_places) = spec
+    lhs_shape, rhs_shape, out_shape = (aval(x).shape for x in (*eqn.invars, *eqn.outvars))
+    positions = math.prod(rhs_shape[i] for i in window)
+    results = math.prod(out_shape[i] for i in out_places)
+    if not (positions and results and 0 not in lhs_shape) or min(positions, results) > _MOST_SLICES:
+        return None
+    groups = params["feature_group_count"], params["batch_group_count"]
+    settings = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
+    product = partial(lax.dot_general, **settings)
+    if positions > results:
+        out = _by_results(params, spec, groups, product, lhs, rhs, out_shape)
+    else:
+        patches = results * lhs_shape[channels]
+        parts = math.prod(lhs_shape[i] for i in places) * rhs_shape[features]
+        by = _by_parts if parts < patches and groups[1] == 1 else _by_patches
+        out = by(params, spec, groups, product, lhs, rhs, out_shape)
+    return _Laid(out.array.astype(aval(eqn.outvars[0]).dtype), out.order)
+
+
+def _padded(params: dict[str, Any], x: jax.Array, places: int) -> jax.Array:
+    """`x` with the padding and the dilation of a convolution's input, on `places` axes behind the first."""
+    config = [(low, high, dilation - 1) for (low, high), dilation in zip(params["padding"], params["lhs_dilation"])]
+    config = [(0, 0, 0), *config, *[(0, 0, 0)] * (x.ndim - 1 - places)]
+    return x if not any(map(any, config)) else lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def _slices(
+    x: jax.Array, steps: Sequence[int], counts: Sequence[int], strides: Sequence[int], sizes: Sequence[int]
+) -> jax.Array:
+    """Stacked along a new axis 0: for each position a slice of the axes behind the first, shifted by `steps`.
+
+    One axis after another, since XLA computes the operations that lead to `x` once more for each slice of it.
+    """
+    for i in reversed(range(len(counts))):
+        axis = len(counts)  # of the place, behind the new axes and the first
+        begins = [position * steps[i] for position in range(counts[i])]
+        length = (sizes[i] - 1) * strides[i] + 1
+        x = jnp.stack([lax.slice_in_dim(x, begin, begin + length, strides[i], axis) for begin in begins])
+    return x.reshape(-1, *x.shape[len(counts) :])
+
+
+def _by_patches(params, spec, groups, product, lhs, rhs, out_shape) -> _Laid:
+    """One product of the weights with the patches, of shape (positions, channels, places, batch)."""
+    (batch, channels, *places), (features, inputs, *window), (out_batch, out_channels, *out_places) = spec
+    x = _padded(params, _in_order(lhs, (channels, *places, batch)), len(places))
+    w = _in_order(rhs, (*window, inputs, features))
+    counts, sizes = w.shape[:-2], [out_shape[i] for i in out_places]
+    patches = _slices(x, params["rhs_dilation"], counts, params["window_strides"], sizes)
+    positions, group, of_batch = math.prod(counts), *groups
+    number = out_shape[out_batch]
+    # (positions, group, channels of one, places, group of the batch, batch) and (positions, channels, group, features)
+    patches = patches.reshape(positions, group, -1, math.prod(sizes), of_batch, number)
+    w = w.reshape(positions, w.shape[-2], group * of_batch, -1)
+    if group == of_batch == 1:
+        left = w.reshape(-1, w.shape[-1])
+        right = patches.reshape(left.shape[0], -1)
+        out = product(left, right, (((0,), (0,)), ((), ())))
+    elif of_batch == 1:
+        out = product(w, patches, (((0, 1), (0, 2)), ((2,), (1,))))
+    else:
+        out = product(w, patches.squeeze(1), (((0, 1), (0, 1)), ((2,), (3,))))
+    return _Laid(out.reshape(-1, *sizes, number), (out_channels, *out_places, out_batch))
+
+
+def _by_parts(params, spec, groups, product, lhs, rhs, out_shape) -> _Laid:
+    """One product of the weights with the input, whose parts, one for each position, are added up where they belong."""
+    (batch, channels, *places), (features, inputs, *window), (out_batch, out_channels, *out_places) = spec
+    x = _in_order(lhs, (channels, *places, batch))
+    w = _in_order(rhs, (*window, inputs, features))
+    counts, sizes, group = w.shape[:-2], [out_shape[i] for i in out_places], groups[0]
+    if group == 1:
+        left = w.swapaxes(-1, -2).reshape(-1, w.shape[-2])
+        parts = product(left, x.reshape(len(x), -1), (((1,), (0,)), ((), ())))
+    else:
+        left = w.reshape(math.prod(counts), w.shape[-2], group, -1)
+        right = x.reshape(group, -1, math.prod(x.shape[1:]))
+        parts = product(left, right, (((1,), (1,)), ((2,), (0,)))).swapaxes(0, 1)
+    parts = parts.reshape(*counts, -1, *x.shape[1:])
+    axis = len(counts)  # of a place, once the axis of its positions is taken away, which is always the first
+    for i, (size, count) in enumerate(zip(sizes, counts)):
+        low, _ = params["padding"][i]
+        stride, dilation, step = (params[name][i] for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
+        shifted = [
+            _placed(parts[position], axis, low - position * step, dilation, (size - 1) * stride + 1, stride)
+            for position in range(count)
+        ]
+        parts = reduce(jnp.add, shifted)
+    return _Laid(parts, (out_channels, *out_places, out_batch))
+
+
+def _by_results(params, spec, groups, product, lhs, rhs, out_shape) -> _Laid:
+    """For a window larger than the result, as in the gradient of weights: one slice for each place of the result."""
+    (batch, channels, *places), (features, inputs, *window), (out_batch, out_channels, *out_places) = spec
+    x = _padded(params, _in_order(lhs, (batch, *places, channels)), len(places))
+    w = _in_order(rhs, (features, *window, inputs))
+    sizes = [out_shape[i] for i in out_places]
+    slices = _slices(x, params["window_strides"], sizes, params["rhs_dilation"], w.shape[1:-1])
+    results, group, of_batch = math.prod(sizes), *groups
+    # (results, group of the batch, batch, window, group, inputs of one) and (group, features, window, inputs of one)
+    slices = slices.reshape(results, of_batch, -1, math.prod(w.shape[1:-1]), group, w.shape[-1])
+    w = w.reshape(group * of_batch, -1, *slices.shape[3:4], w.shape[-1])
+    if group == of_batch == 1:
+        left = slices.reshape(-1, math.prod(w.shape[2:]))
+        right = w.reshape(-1, left.shape[-1])
+        out = product(left, right, (((1,), (1,)), ((), ())))
+    elif of_batch == 1:
+        out = product(slices.squeeze(1), w, (((2, 4), (2, 3)), ((3,), (0,))))  # (group, results, batch, features)
+        out = out.transpose(1, 2, 0, 3)
+    else:
+        out = product(slices.squeeze(4), w, (((3, 4), (2, 3)), ((1,), (0,)))).transpose(1, 2, 0, 3)
+    return _Laid(out.reshape(*sizes, out_shape[out_batch], -1), (*out_places, out_batch, out_channels))
+
+
+def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, stride: int) -> jax.Array:
+    """Every `stride`-th of `length` places along an axis, zero but where `x` is: from `begin` on, each `dilation`."""
+    config = [(0, 0, 0)] * x.ndim
+    config[axis] = (begin, length - begin - (x.shape[axis] - 1) * dilation - 1, dilation - 1)
+    return lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, None, stride, axis)
+
+
+# Pooling.
+
+
+def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: Any) -> Any:
+    """The slices of a window, one for each of its positions, combined element by element."""
+    order = x.order if isinstance(x, _Laid) else tuple(range(len(x.shape)))
+    x = _array(x)
+    window, strides, padding, base, dilation = (
+        [eqn.params[name][i] for i in order]
+        for name in ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+    )
+    if math.prod(window) > _MOST_SLICES or 0 in x.shape:
+        return None
+    config = [(low, high, step - 1) for (low, high), step in zip(padding, base)]
+    if any(map(any, config)):
+        x = lax.pad(x, jnp.asarray(empty(x.dtype), x.dtype), config)
+    sizes = [aval(eqn.outvars[0]).shape[i] for i in order]
+    return _Laid(reduce(combine, _window_slices(x, window, strides, dilation, sizes)), order)
+
+
+def _window_slices(
+    x: jax.Array, window: Sequence[int], strides: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
+) -> list[jax.Array]:
+    """For each position of a window, the elements that are there."""
+    found = []
+    for position in itertools.product(*map(range, window)):
+        start = [i * step for i, step in zip(position, dilation)]
+        stop = [begin + (size - 1) * stride + 1 for begin, size, stride in zip(start, sizes, strides)]
+        found.append(lax.slice(x, start, stop, strides))
+    return found
+
+
+def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
+    """The gradient of a maximum (or minimum) over windows: each goes to the first element that is it."""
+    params = eqn.params
+    given = next((x for x in (operand, source) if isinstance(x, _Laid)), None)
+    order = given.order if given else tuple(range(len(operand.shape)))
+    source, operand = _in_order(source, order), _in_order(operand, order)
+    window, strides, padding = (
+        [params[name][i] for i in order] for name in ("window_dimensions", "window_strides", "padding")
+    )
+    select = {"ge": lax.ge, "le": lax.le}.get(params["select_prim"].name)
+    if select is None or math.prod(window) > _MOST_SLICES or any(map(any, padding)) or 0 in source.shape:
+        return None
+    best, *others = _window_slices(operand, window, strides, [1] * len(window), source.shape)
+    chosen = jnp.zeros(best.shape, jnp.int8)
+    for i, other in enumerate(others, 1):
+        stays = select(best, other)
+        best, chosen = jnp.where(stays, best, other), jnp.where(stays, chosen, jnp.int8(i))
+    parts = [jnp.where(chosen == i, source, 0) for i in range(1 + len(others))]
+    for axis in reversed(range(source.ndim)):
+        # The positions along the axis are the last that are left to be put in their places.
+        parts = [
+            _interleaved(parts[i : i + window[axis]], axis, strides[axis], operand.shape[axis])
+            for i in range(0, len(parts), window[axis])
+        ]
+    return _Laid(parts[0], order)
+
+
+def _interleaved(parts: list[jax.Array], axis: int, stride: int, length: int) -> jax.Array:
+    """The sum of some arrays, each `stride` apart along an axis of `length`, from 0, 1, 2 and so on."""
+    if len(parts) == stride:
+        x = jnp.stack(parts, axis + 1)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return _placed(x, axis, 0, 1, length, 1) if x.shape[axis] != length else x
+    return reduce(jnp.add, [_placed(x, axis, i, stride, length, 1) for i, x in enumerate(parts)])
+
+
+def _least(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _greatest(dtype: Any) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+_WINDOWS: dict[str, Callable[..., Any]] = {
+    "reduce_window_max": partial(_pool, combine=lax.max, empty=_least),
+    "reduce_window_min": partial(_pool, combine=lax.min, empty=_greatest),
+    "reduce_window_sum": partial(_pool, combine=lax.add, empty=lambda _: 0),
+    "select_and_scatter_add": _scatter,
+}
