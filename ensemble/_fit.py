@@ -36,12 +36,16 @@ class Settings:
       hyperparams: the hyperparameters that are numbers.
       strategy: how the members are executed; "auto" before the first step.
       chunk_size: how many members at a time.
+      products: whether convolutions are rewritten as matrix products.
+      devices: over how many devices the members are spread.
     """
 
     optimizer: str | None
     hyperparams: Mapping[str, Any]
     strategy: str
     chunk_size: int | None
+    products: bool
+    devices: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def _resume(like: TrainState, settings: Settings, checkpoint: Checkpoint) -> Res
     about = checkpoint.manifest
     _check_settings(checkpoint, settings)
     state, history = read_state(checkpoint, like), checkpoint.history()
-    return Resumed(state, history, Execution(about["strategy"], about["chunk_size"]))
+    return Resumed(state, history, Execution(*(about[x] for x in Execution._fields if x in about)))
 
 
 def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..transforms._compat import Tracer
 from ..transforms._model import Structure
@@ -71,6 +72,29 @@ class TrainState:
             structure, members = vars(self)["_members"]
             return structure, len(members)
         return self.ensemble.structure, len(self.ensemble)
+
+    def one(self) -> Arrays:
+        """The shapes and dtypes of one member's arrays."""
+        if "_members" in vars(self):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), vars(self)["_members"][1][0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.arrays())
+
+    def contents(self) -> Any:
+        """Its arrays as they are, stacked or not."""
+        return vars(self)["_members"][1] if "_members" in vars(self) else (self.arrays(), self.step)
+
+    def unstacked(self) -> TrainState:
+        """The same state of members that are not stacked."""
+        if "_members" in vars(self):
+            return self
+        return TrainState.of_members(self.ensemble.structure, self.members(), self.step)
+
+    def copy(self) -> TrainState:
+        """A copy that is stored in the same way."""
+        if "_members" in vars(self):
+            structure, members = vars(self)["_members"]
+            return TrainState.of_members(structure, jax.tree.map(jnp.copy, members), jnp.copy(self.step))
+        return jax.tree.map(jnp.copy, self)
 
     def is_traced(self) -> bool:
         """Whether its arrays belong to a trace; those of a loop never do."""

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
+from jax.extend.core import Jaxpr
 
 from ..transforms import vmap
 from ..transforms._axes import Axes, broadcast_axes
+from ..transforms._convolutions import convolutions_as_products, has_convolution
 
 STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
 
@@ -26,10 +27,24 @@ class Execution(NamedTuple):
     Attributes:
       strategy: "vmap", "map", "unroll" or "loop".
       chunk_size: for "vmap", how many members at a time; None for all at once.
+      products: whether convolutions are rewritten as matrix products.
+      devices: over how many devices the members are spread.
     """
 
     strategy: str
     chunk_size: int | None = None
+    products: bool = False
+    devices: int = 1
+
+    def __str__(self) -> str:
+        words = [self.strategy]
+        if self.chunk_size is not None:
+            words.append(f"{self.chunk_size} at a time")
+        if self.products:
+            words.append("convolutions as products")
+        if self.devices > 1:
+            words.append(f"on {self.devices} devices")
+        return ", ".join(words)
 
 
 def over_members(
@@ -43,6 +58,8 @@ def over_members(
       in_axes: an axis specification for each argument.
       size: how many members.
     """
+    if execution.products:
+        fun = convolutions_as_products(fun)
     if execution.strategy == "vmap":
         return vmap(fun, tuple(in_axes), axis_size=size, chunk_size=execution.chunk_size)
 
@@ -88,25 +105,10 @@ def unstack(tree: Any, size: int) -> list[Any]:
     return [jax.tree.map(lambda leaf: leaf[i], tree) for i in range(size)]  # noqa: B023
 
 
-def in_turn(jaxpr: core.Jaxpr, platform: str) -> bool:
-    """The rule behind "auto": whether members are quicker one after another than batched.
+def in_turn(jaxpr: Jaxpr, platform: str) -> bool:
+    """The rule where nothing is measured: whether members are quicker one after another than batched.
 
     Mapping a convolution over its weights makes a grouped convolution, and XLA's CPU backend computes that two to three
     times slower than one member after another, forward and backward. So convolutions on a CPU are not batched.
     """
-    return platform == "cpu" and _has_convolution(jaxpr)
-
-
-def _has_convolution(jaxpr: core.Jaxpr) -> bool:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "conv_general_dilated":
-            return True
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            inner = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
-            if isinstance(inner, core.Jaxpr) and _has_convolution(inner):
-                return True
-    return False
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, (core.Jaxpr, core.ClosedJaxpr))
+    return platform == "cpu" and has_convolution(jaxpr)

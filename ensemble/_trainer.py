@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,8 +16,10 @@ import numpy as np
 from ..transforms import value_and_grad
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
+from ..transforms._budget import check_budget, largest_chunk
 from ..transforms._chunk import check_chunk_size
 from ..transforms._compat import Tracer
+from ..transforms._convolutions import convolutions_as_products, has_convolution
 from ..transforms._model import Parts, Structure, named_arrays, split, to_pure
 from ._ensemble import Ensemble
 from ._fit import History, Settings, fit
@@ -22,6 +27,7 @@ from ._optimizer import MemberOptimizer
 from ._state import Arrays, TrainState
 from ._static import Static
 from ._strategy import STRATEGIES, Execution, in_turn, over_members, stack, take_member
+from ._tuning import Trial, Tuning, fingerprint, recall, remember, tune
 
 
 class Trainer:
@@ -40,17 +46,22 @@ class Trainer:
         the model holds.
       strategy: how the members are executed, never what they compute. "vmap": batched operations; "map": a compiled
         loop; "unroll": one program with each member's operations in turn; "loop": a Python loop over the compiled step
-        of one member. "auto" takes "loop" on a CPU where the step contains a convolution, else "vmap". Where a step is
-        traced, "loop" is executed as "unroll".
+        of one member. "auto" compiles these, "vmap" also in chunks, each also with convolutions rewritten as matrix
+        products, measures them at the first step of a kind, and takes the quickest; `explain` tells. Where a step is
+        traced, "loop" is executed as "unroll", and "auto" as what was found before, or else by rule.
       chunk_size: how many members "vmap" executes at a time; None executes all at once.
-      memory_budget: not available yet; use `chunk_size`.
+      memory_budget: the most that the temporaries of the compiled step may take: bytes, or a string such as "512MiB".
+        "auto" drops what does not fit, "vmap" takes the largest chunk that does.
       mesh: not available yet.
+      tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
+        a CPU where the step contains a convolution, else "vmap".
+      tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
 
     Raises:
       TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers.
       ValueError: a hyperparameter that the factory does not take, or lacks; hyperparameters for a ready optimiser; an
-        unknown strategy; `chunk_size` below 1 or with a strategy other than "vmap" and "auto".
-      NotImplementedError: `memory_budget` or `mesh` is given.
+        unknown strategy; `chunk_size` below 1; `chunk_size` or `memory_budget` with a strategy other than "vmap" and
+        "auto", or both at once; `tune_seconds` below 0.
 
     Source:
       MindSpore's ensemble training with `vmap` over a `CellList`; `torch.func.stack_module_state`.
@@ -80,6 +91,8 @@ class Trainer:
         chunk_size: int | None = None,
         memory_budget: int | str | None = None,
         mesh: Any = None,
+        tune_seconds: float = 5.0,
+        tune_cache: str | os.PathLike[str] | None = None,
     ) -> None:
         if not callable(loss):
             raise TypeError(f"Trainer: loss must be a function of a model and a batch, but got {describe(loss)}.")
@@ -91,8 +104,15 @@ class Trainer:
         check_chunk_size("Trainer", chunk_size)
         if chunk_size is not None and strategy not in ("auto", "vmap"):
             raise ValueError(f'Trainer: chunk_size needs strategy="vmap", but the strategy is {strategy!r}.')
-        if memory_budget is not None:
-            raise NotImplementedError("Trainer: memory_budget is not available yet; use chunk_size=k.")
+        self._budget = check_budget("Trainer", memory_budget, chunk_size)
+        if memory_budget is not None and strategy not in ("auto", "vmap"):
+            raise ValueError(
+                f'Trainer: memory_budget needs strategy="auto" or "vmap", but the strategy is {strategy!r}.'
+            )
+        if isinstance(tune_seconds, bool) or not isinstance(tune_seconds, (int, float)):
+            raise TypeError(f"Trainer: tune_seconds must be a number of seconds, but got {describe(tune_seconds)}.")
+        if not tune_seconds >= 0:
+            raise ValueError(f"Trainer: tune_seconds must be at least 0, but got {tune_seconds}.")
         if mesh is not None:
             raise NotImplementedError("Trainer: mesh is not available yet; members run on one device.")
         self._loss = loss
@@ -101,13 +121,16 @@ class Trainer:
         self._chunk_size = chunk_size
         self._optimizer = MemberOptimizer(optimizer, hyperparams)
         self._gradients = _value_and_grad(loss) if grad_fn is None else grad_fn(loss)
-        self._in_turn: dict[Structure, bool] = {}
+        self._tune_seconds = tune_seconds
+        self._tune_cache = None if tune_cache is None else Path(tune_cache).resolve()
+        self._chosen: dict[Any, Execution] = {}
+        self._tuning: Tuning | None = None
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [
             jax.jit(self._step_of_all, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
         ]
         self._member_programs = [
-            jax.jit(self._step_of_member, static_argnums=(0, 1), donate_argnums=donated) for donated in ((), (2,))
+            jax.jit(self._step_of_member, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
         ]
 
     def init(self, ensemble: Ensemble) -> TrainState:
@@ -210,7 +233,13 @@ class Trainer:
         )
 
     def advance(
-        self, state: TrainState, batch: Any, execution: Execution | None = None, *, donate: bool = False
+        self,
+        state: TrainState,
+        batch: Any,
+        execution: Execution | None = None,
+        *,
+        donate: bool = False,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> tuple[TrainState, dict[str, jax.Array], Execution]:
         """`step`, and how it was executed.
 
@@ -219,6 +248,7 @@ class Trainer:
           batch: as for `step`.
           execution: how an earlier step was executed: it stands for what the trainer leaves open.
           donate: whether the step takes over the memory of `state`.
+          tell: is told what is measured, which may take a while.
         """
         structure, size = state.structure_and_size()
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
@@ -227,56 +257,177 @@ class Trainer:
         mapped_size(
             "Trainer.step", self._loss, (None, *arguments), {}, (None, *axes), None, size, "the number of members"
         )
-        execution = self._choose(state, arguments, axes, execution)
+        execution = self._choose(state, arguments, axes, execution, donate, tell)
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
+        state, metrics = self._execute(execution, state, arguments, axes, donate)
+        return state, metrics, execution
+
+    def explain(self) -> Tuning | None:
+        """Print what "auto" has measured last, and what it chose.
+
+        Returns:
+          The same as an object; None where nothing was measured, such as under a strategy that was asked for.
+        """
+        print(
+            self._tuning
+            or 'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
+            "is 0, or the loss has side effects."
+        )
+        return self._tuning
+
+    def _execute(
+        self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], donate: bool
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """A step, executed in a given way."""
+        structure, _ = state.structure_and_size()
         if execution.strategy != "loop":
             program = self._programs[donate]
             arrays, step, metrics = program(
                 structure, execution, Static.of(axes), state.arrays(), state.step, arguments
             )
-            return TrainState.of_arrays(structure, arrays, step), metrics, execution
-        # On the device once, not once for each member, and no index where there is nothing to take by it.
-        arguments = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
+            return TrainState.of_arrays(structure, arrays, step), metrics
+        arguments = _on_device(arguments)
+        # No index where there is nothing to take by it.
         shared = not jax.tree.leaves(axes)
         program, static = self._member_programs[donate], Static.of(axes)
         results = [
-            program(structure, static, arrays, None if shared else np.uint32(i), arguments)
+            program(structure, execution, static, arrays, None if shared else np.uint32(i), arguments)
             for i, arrays in enumerate(state.members())
         ]
         members, metrics = zip(*results, strict=True)
         step, metrics = _together(state.step, metrics)
-        return TrainState.of_members(structure, members, step), metrics, execution
+        return TrainState.of_members(structure, members, step), metrics
 
     def settings(self, execution: Execution | None = None) -> Settings:
         """What the steps are computed with."""
         execution = execution or Execution(self._strategy, self._chunk_size)
-        return Settings(self._optimizer.name, self._optimizer.numbers, execution.strategy, execution.chunk_size)
+        return Settings(self._optimizer.name, self._optimizer.numbers, **execution._asdict())
 
     def _choose(
-        self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], earlier: Execution | None
+        self,
+        state: TrainState,
+        arguments: tuple[Any, ...],
+        axes: tuple[Axes, ...],
+        earlier: Execution | None,
+        donate: bool,
+        tell: Callable[[str], None],
     ) -> Execution:
-        """How a step is executed: as the trainer says, else as an earlier one was, else by the rule."""
-        strategy, chunk_size = self._strategy, self._chunk_size
-        if strategy == "auto" and chunk_size is not None:
-            strategy = "vmap"
-        elif strategy == "auto":
-            strategy = earlier.strategy if earlier else self._by_rule(state, arguments, axes)
-        if strategy == "vmap" and chunk_size is None and earlier and earlier.strategy == "vmap":
-            chunk_size = earlier.chunk_size
-        if strategy == "loop" and (state.is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))):
-            strategy = "unroll"
-        return Execution(strategy, chunk_size)
+        """How a step is executed: as the trainer says, else as an earlier one was, else as is quickest."""
+        traced = state.is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
+        chosen = Execution(self._strategy, self._chunk_size)
+        if self._strategy == "auto" and self._chunk_size is not None:
+            chosen = Execution("vmap", self._chunk_size)
+        elif self._strategy == "auto":
+            chosen = earlier or self._quickest(state, arguments, axes, donate, traced, tell)
+        elif self._strategy == "vmap" and self._budget is not None:
+            chosen = self._largest_chunk(state, arguments, axes)
+        if chosen.strategy == "vmap" and chosen.chunk_size is None and earlier and earlier.strategy == "vmap":
+            chosen = chosen._replace(chunk_size=earlier.chunk_size)
+        if traced:
+            chosen = chosen._replace(strategy="unroll" if chosen.strategy == "loop" else chosen.strategy, products=False)
+        return chosen
 
-    def _by_rule(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> str:
-        """The strategy that "auto" stands for, found once for each kind of model."""
+    def _quickest(
+        self,
+        state: TrainState,
+        arguments: tuple[Any, ...],
+        axes: tuple[Axes, ...],
+        donate: bool,
+        traced: bool,
+        tell: Callable[[str], None],
+    ) -> Execution:
+        """What "auto" stands for, found once for each kind of model and batch."""
+        structure, size = state.structure_and_size()
+        kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
+        if kind not in self._chosen:
+            one = _member_shapes(state, arguments, axes)
+            jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*one).jaxpr
+            if traced or not self._tune_seconds or jaxpr.effects:
+                strategy = "loop" if in_turn(jaxpr, jax.default_backend()) else "vmap"
+                if traced:  # so that a step that is not traced measures
+                    return Execution(strategy)
+                self._chosen[kind] = self._by_rule(strategy, state, arguments, axes)
+                return self._chosen[kind]
+            key = fingerprint(jaxpr, size, axes, donate, self._budget)
+            tuning = recall(key, self._tune_cache)
+            if tuning is None:
+                device = jax.devices()[0]
+                tuning = tune(
+                    partial(self._trial, state, arguments, axes, donate),
+                    size=size,
+                    convolutions=has_convolution(jaxpr),
+                    seconds=self._tune_seconds,
+                    budget=self._budget,
+                    where=f"{size} × {structure!r} on {device.device_kind}",
+                    tell=tell,
+                )
+                remember(key, tuning, self._tune_cache)
+            self._tuning, self._chosen[kind] = tuning, tuning.chosen
+        return self._chosen[kind]
+
+    def _by_rule(
+        self, strategy: str, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
+    ) -> Execution:
+        """The strategy, within the budget."""
+        if self._budget is None:
+            return Execution(strategy)
+        trial = self._trial(state, arguments, axes, False, Execution(strategy))
+        return Execution(strategy) if trial.compile() <= self._budget else self._largest_chunk(state, arguments, axes)
+
+    def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
+        """ "vmap" with the largest chunk whose temporaries fit into the budget."""
+        structure, size = state.structure_and_size()
+        kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
+        if kind not in self._chosen:
+            arrays, step, batch = jax.tree.map(jax.typeof, (state.arrays(), state.step, arguments))
+            static = Static.of(axes)
+
+            def program(chunk: int) -> Callable[[], Any]:
+                execution = Execution("vmap", None if chunk == size else chunk)
+                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+                return lambda: self._step_of_all(structure, execution, static, *zeros((arrays, step, batch)))
+
+            assert self._budget is not None
+            chunk = largest_chunk("Trainer", program, size, self._budget)
+            self._chosen[kind] = Execution("vmap", None if chunk == size else chunk)
+        return self._chosen[kind]
+
+    def _trial(
+        self,
+        state: TrainState,
+        arguments: tuple[Any, ...],
+        axes: tuple[Axes, ...],
+        donate: bool,
+        execution: Execution,
+    ) -> Trial:
+        """What measures a step that is executed in a given way."""
         structure, _ = state.structure_and_size()
-        if structure not in self._in_turn:
-            one = jax.eval_shape(lambda *args: take_member(args, (0, *axes), 0), state.arrays(), *arguments)
-            jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*one)
-            self._in_turn[structure] = in_turn(jaxpr.jaxpr, jax.default_backend())
-        return "loop" if self._in_turn[structure] else "vmap"
+        static, batch = Static.of(axes), _on_device(arguments)
+        shared = not jax.tree.leaves(axes)
+
+        def compile_step() -> int:
+            if execution.strategy == "loop":
+                program, i = self._member_programs[donate], None if shared else np.uint32(0)
+                lowered = program.lower(structure, execution, static, state.members()[0], i, batch)
+            else:
+                program = self._programs[donate]
+                lowered = program.lower(structure, execution, static, state.arrays(), state.step, batch)
+            analysis: Any = lowered.compile().memory_analysis()
+            return analysis.temp_size_in_bytes
+
+        def run() -> float:
+            mine = state.unstacked() if execution.strategy == "loop" else state
+            if donate:
+                mine = mine.copy()
+            jax.block_until_ready((mine.contents(), batch))
+            start = time.perf_counter()
+            after, metrics = self._execute(execution, mine, batch, axes, donate)
+            jax.block_until_ready((after.contents(), metrics))
+            return time.perf_counter() - start
+
+        return Trial(compile_step, run)
 
     def _step_of_all(
         self, structure: Structure, execution: Execution, axes: Static, arrays: Arrays, step: jax.Array, batch: Any
@@ -287,8 +438,13 @@ class Trainer:
         arrays, metrics = mapped(arrays, *batch)
         return arrays, step + 1, metrics
 
-    def _step_of_member(self, structure: Structure, axes: Static, arrays: Arrays, i: jax.Array, batch: Any) -> Any:
-        return self._member_step(structure, arrays, *take_member(batch, axes.value, i))
+    def _step_of_member(
+        self, structure: Structure, execution: Execution, axes: Static, arrays: Arrays, i: jax.Array, batch: Any
+    ) -> Any:
+        step = partial(self._member_step, structure)
+        return (convolutions_as_products(step) if execution.products else step)(
+            arrays, *take_member(batch, axes.value, i)
+        )
 
     def _member_step(self, structure: Structure, arrays: Arrays, *batch: Any) -> tuple[Arrays, dict[str, Any]]:
         """One member's new arrays, and its metrics: what a strategy executes."""
@@ -307,6 +463,23 @@ class Trainer:
             gradients, opt_state, after.trainable, value=metrics["loss"], grad=gradients, value_fn=loss_at
         )
         return (trainable, after.rest, opt_state), metrics
+
+
+def _member_shapes(state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
+    """The shapes of what one member's step takes."""
+    taken = jax.eval_shape(lambda *args: take_member(args, axes, 0), *arguments)
+    return state.one(), *taken
+
+
+def _kind(tree: Any) -> Any:
+    """What tells pytrees of other arrays apart: where they are, their shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
+
+
+def _on_device(arguments: Any) -> Any:
+    """Arrays on the device, once and not once for each member."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
 
 
 @jax.jit

@@ -86,7 +86,7 @@ def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: i
     if not low:
         chunk = min(needs, key=needs.__getitem__)
         raise ValueError(
-            f"{api}: no chunk fits into memory_budget={_say(budget)}: the least found is {_say(needs[chunk])}, for "
+            f"{api}: no chunk fits into memory_budget={in_words(budget)}: the least found is {in_words(needs[chunk])}, for "
             f"{chunk} of {size} at a time; raise the budget, or split the work of one."
         )
     return low
@@ -115,7 +115,8 @@ def lower_apart(fun: Callable[[], Any]) -> Any:
     return jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
 
 
-def _say(size: int) -> str:
+def in_words(size: int) -> str:
+    """A number of bytes as one reads it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         size_in_unit = size / _UNITS[unit]
         if size_in_unit < 1024:

@@ -31,7 +31,7 @@ _MOST_SLICES = 64
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-_WITH_BODIES = frozenset({"scan", "while", "cond", "checkpoint"})
+_WITH_BODIES = frozenset({"scan", "while", "cond", "checkpoint", "remat2"})
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
     "cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p "
@@ -98,7 +98,7 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         return [_reduce(eqn, laid)]
     elif laid is not None and name == "transpose":
         order = tuple(eqn.params["permutation"].index(i) for i in laid.order)
-        return [_Laid(laid.array, order)]
+        return [_laid(laid.array, order)]
     return evaluate(eqn, *map(_plain, values))
 
 
@@ -120,7 +120,11 @@ def _reduce(eqn: JaxprEqn, laid: _Laid) -> Any:
     kept = [axis for axis in laid.order if axis not in axes]
     params = {**eqn.params, "axes": tuple(i for i, axis in enumerate(laid.order) if axis in axes)}
     (out,) = evaluate(eqn.replace(params=params), laid.array)
-    return _Laid(out, tuple(sorted(kept).index(axis) for axis in kept))
+    return _laid(out, tuple(sorted(kept).index(axis) for axis in kept))
+
+
+def _laid(array: jax.Array, order: tuple[int, ...]) -> Any:
+    return array if order == tuple(range(len(order))) else _Laid(array, order)
 
 
 def _array(x: Any) -> Any:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._compat import one_of
+from .._convolutions import has_convolution
 from .._jaxpr import bodies
 from ._sites import find_sites
 
 # Operations that name an axis of devices, where each does its own.
 _ALONE = frozenset(["axis_index", "pcast", "pvary"])
-_CONVOLUTION = "conv_general_dilated"
 
 
 class Program:
@@ -61,11 +61,11 @@ class Program:
 
         XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
         """
-        return any(site.eqn.primitive.name == _CONVOLUTION and site.operand == 1 for site in self.sites)
+        return any(site.eqn.primitive.name == "conv_general_dilated" and site.operand == 1 for site in self.sites)
 
     def wrong_inside(self) -> str:
         """An operation with parameters for which there is no other way, since it has such a convolution in a body."""
-        found = (site.eqn for site in self.sites if any(map(_has_convolution, bodies(site.eqn))))
+        found = (site.eqn for site in self.sites if any(map(has_convolution, bodies(site.eqn))))
         return next((eqn.primitive.name for eqn in found), "")
 
 
@@ -79,7 +79,3 @@ def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
             if found:
                 return found
     return ""
-
-
-def _has_convolution(jaxpr: Jaxpr) -> bool:
-    return any(eqn.primitive.name == _CONVOLUTION or any(map(_has_convolution, bodies(eqn))) for eqn in jaxpr.eqns)

@@ -1,0 +1,279 @@
+"""Which execution is quickest: `strategy="auto"` compiles the candidates, measures them, and remembers.
+
+What wins depends on the program, its shapes and the machine, and no rule that we know tells: batched operations win for
+small perceptrons, one member after another for convolutions, and how far apart they are changes with the size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+
+from ..transforms._budget import in_words
+from ._strategy import Execution
+
+# A program with a copy of the operations for each member is not compiled if that is likely to take longer: seconds.
+_LONGEST_COMPILE = 20.0
+# What takes this many times as long as the best is not measured again.
+_OUT_OF_REACH = 1.3
+_ROUNDS = 15
+
+_FORMAT = 1
+_remembered: dict[str, Tuning] = {}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to execute the members.
+
+    Attributes:
+      execution: the way.
+      ms: the median time of a step; None if it was not measured.
+      temporaries: bytes of the compiled program beside its arguments and results; of one member for a loop.
+      compile_s: how long tracing and compiling took.
+      note: why it was not measured, or not again.
+    """
+
+    execution: Execution
+    ms: float | None = None
+    temporaries: int | None = None
+    compile_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, and what was chosen; as text it is a table.
+
+    Attributes:
+      chosen: the execution.
+      candidates: all that were considered.
+      where: the device and the number of members.
+      seconds: how long measuring took, beside compiling.
+    """
+
+    chosen: Execution
+    candidates: tuple[Candidate, ...]
+    where: str
+    seconds: float
+
+    def __str__(self) -> str:
+        rows = [["", "ms", "temporaries", "compile (s)", ""]]
+        for one in sorted(self.candidates, key=lambda one: float("inf") if one.ms is None else one.ms):
+            chosen = one.execution == self.chosen
+            rows.append(
+                [
+                    str(one.execution),
+                    "" if one.ms is None else f"{one.ms:.3g}",
+                    "" if one.temporaries is None else in_words(one.temporaries),
+                    "" if one.compile_s is None else f"{one.compile_s:.2f}",
+                    "chosen" if chosen else one.note,
+                ]
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:4], widths[1:], strict=True)), row[4]])
+            for row in rows
+        ]
+        return "\n".join([f"{self.where}, measured in {self.seconds:.1f} s", *(line.rstrip() for line in lines)])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate, ready to be measured.
+
+    Attributes:
+      compile: compiles it, and returns the bytes of its temporaries.
+      run: takes one step from a fresh copy of the state, and returns how many seconds the step took.
+    """
+
+    compile: Callable[[], int]
+    run: Callable[[], float]
+
+
+def tune(
+    trial: Callable[[Execution], Trial],
+    *,
+    size: int,
+    convolutions: bool,
+    looped: bool = True,
+    devices: int = 1,
+    seconds: float,
+    budget: int | None,
+    where: str,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Tuning:
+    """Measure the candidates, and choose the quickest.
+
+    Args:
+      trial: from an execution to what measures it.
+      size: how many members there are on one device.
+      convolutions: whether the program has some, which may be rewritten.
+      looped: whether a Python loop over the members is possible.
+      devices: over how many devices the members may be spread beside one.
+      seconds: for all measuring; compiling is not counted.
+      budget: bytes of temporaries, or None.
+      where: what to say of the place.
+      tell: is told what is about to be measured.
+
+    Raises:
+      ValueError: none of the candidates fits into the budget.
+    """
+    search = _Search(trial, seconds, budget, tell)
+    first = "loop" if looped else "map"
+    for products in (False, True) if convolutions else (False,):
+        search.measure(Execution(first, products=products))
+    products = search.best(first).execution.products if search.measured() else False
+    compile_one = max((one.compile_s or 0.0 for one in search.found.values()), default=0.0)
+
+    for strategy in ("vmap", "map", "unroll"):
+        execution = Execution(strategy, products=products)
+        if strategy == "unroll" and compile_one * size > _LONGEST_COMPILE:
+            search.skip(execution, f"about {compile_one * size:.0f} s to compile")
+        elif execution not in search.found:
+            search.measure(execution)
+    # Smaller chunks as long as they are quicker, or the larger ones do not fit.
+    chunk, quickest = size // 4, search.time(Execution("vmap", products=products))
+    while chunk >= 2:
+        execution = Execution("vmap", -(-size // -(-size // chunk)), products)
+        search.measure(execution)
+        if search.time(execution) > quickest and quickest < float("inf"):
+            break
+        chunk, quickest = chunk // 4, search.time(execution)
+    if devices > 1:
+        for strategy in ("map", "vmap", "unroll"):
+            execution = Execution(strategy, None, products, devices)
+            if strategy == "unroll" and compile_one * -(-size // devices) > _LONGEST_COMPILE:
+                search.skip(execution, f"about {compile_one * -(-size // devices):.0f} s to compile")
+            else:
+                search.measure(execution)
+    search.repeat()
+    return Tuning(search.best().execution, tuple(search.found.values()), where, search.spent)
+
+
+class _Search:
+    """The candidates measured so far, and the time that is left."""
+
+    def __init__(
+        self, trial: Callable[[Execution], Trial], seconds: float, budget: int | None, tell: Callable[[str], None]
+    ) -> None:
+        self.found: dict[Execution, Candidate] = {}
+        self.spent = 0.0
+        self._trial, self._seconds, self._budget, self._tell = trial, seconds, budget, tell
+        self._runs: dict[Execution, Callable[[], float]] = {}
+        self._times: dict[Execution, list[float]] = {}
+        self._error: Exception | None = None
+
+    def measure(self, execution: Execution) -> None:
+        """Compile it, and take a step or two; whatever fails is no candidate."""
+        if self.spent > self._seconds and self.measured():
+            self.skip(execution, "no time was left")
+            return
+        self._tell(str(execution))
+        start = time.perf_counter()
+        try:
+            trial = self._trial(execution)
+            temporaries = trial.compile()
+            compile_s = time.perf_counter() - start
+            one = Candidate(execution, None, temporaries, compile_s)
+            if self._budget is not None and temporaries > self._budget:
+                self.found[execution] = replace(one, note="over the memory budget")
+                return
+            # The first step allocates and loads; it counts only where there is no time for another.
+            times = [self._timed(trial.run)]
+            if self.spent + times[0] <= self._seconds:
+                times = [self._timed(trial.run)]
+        except Exception as error:  # such as an operation that cannot be batched, or too little memory
+            self._error = self._error or error
+            self.skip(execution, f"fails: {type(error).__name__}")
+            return
+        self._runs[execution], self._times[execution] = trial.run, times
+        self.found[execution] = replace(one, ms=times[0] * 1e3)
+
+    def skip(self, execution: Execution, why: str) -> None:
+        self.found[execution] = Candidate(execution, note=why)
+
+    def repeat(self) -> None:
+        """Measure those within reach of the best again, in turns."""
+        for _ in range(_ROUNDS):
+            limit = _OUT_OF_REACH * min(min(times) for times in self._times.values()) if self._times else 0.0
+            for execution, times in self._times.items():
+                if self.spent + min(times) > self._seconds:
+                    return
+                if min(times) <= limit:
+                    times.append(self._timed(self._runs[execution]))
+                    self.found[execution] = replace(self.found[execution], ms=statistics.median(times) * 1e3)
+
+    def measured(self) -> list[Candidate]:
+        return [one for one in self.found.values() if one.ms is not None]
+
+    def time(self, execution: Execution) -> float:
+        one = self.found.get(execution)
+        return float("inf") if one is None or one.ms is None else one.ms
+
+    def best(self, strategy: str | None = None) -> Candidate:
+        found = [one for one in self.measured() if strategy in (None, one.execution.strategy)] or self.measured()
+        if not found and self._error is not None:
+            raise self._error
+        if not found:
+            least = min(self.found.values(), key=lambda one: one.temporaries or 0)
+            raise ValueError(
+                f"Trainer: no execution fits into memory_budget={in_words(self._budget or 0)}: the least found is "
+                f"{in_words(least.temporaries or 0)}, for {least.execution}; raise the budget, or make the batch smaller."
+            )
+        return min(found, key=lambda one: one.ms or 0.0)
+
+    def _timed(self, run: Callable[[], float]) -> float:
+        seconds = run()
+        self.spent += seconds
+        return seconds
+
+
+def fingerprint(jaxpr: Jaxpr, *about: Any) -> str:
+    """What tells one program on one machine from another, as text."""
+    device = jax.devices()[0]
+    program = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+    machine = (jax.__version__, device.platform, device.device_kind, os.cpu_count(), os.environ.get("XLA_FLAGS", ""))
+    return hashlib.sha256(repr((_FORMAT, program, machine, about)).encode()).hexdigest()
+
+
+def recall(key: str, directory: Path | None) -> Tuning | None:
+    """What was found for a program before: in this process, or in the directory."""
+    if key not in _remembered and directory is not None:
+        found = _read(directory / f"{key}.json")
+        if found is not None:
+            _remembered[key] = found
+    return _remembered.get(key)
+
+
+def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
+    """Keep what was found, in this process and in the directory."""
+    _remembered[key] = tuning
+    if directory is None:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    unfinished = directory / f".{key}.{uuid.uuid4().hex}"
+    unfinished.write_text(json.dumps(asdict(tuning)))
+    unfinished.replace(directory / f"{key}.json")
+
+
+def _read(path: Path) -> Tuning | None:
+    """None where there is nothing, or nothing that can be read: then it is measured again."""
+    try:
+        found = json.loads(path.read_text())
+        candidates = tuple(Candidate(**{**one, "execution": Execution(*one["execution"])}) for one in found["candidates"])
+        return Tuning(Execution(*found["chosen"]), candidates, found["where"], found["seconds"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
