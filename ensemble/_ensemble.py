@@ -17,10 +17,11 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..transforms import vmap
 from ..transforms._arguments import describe
-from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
+from ..transforms._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, is_model, is_module, split
 from ._applied import Applied, Rule
+from ._mesh import Layout
 from ._mismatch import check_same_architecture, check_separate
 from ._prediction import Prediction, check_kind, predict
 from ._static import Static
@@ -209,7 +210,7 @@ class Ensemble:
         """
         check_in_axes("Ensemble", in_axes)
         arrays, static = Static.separate((args, kwargs))
-        return _call(self, arrays, static, Static.of(in_axes))
+        return _call(self, arrays, static, Static.of(in_axes), Layout.around(self))
 
     def predict(self, x: Any, *, kind: str = "classification", **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode, and say how sure they are.
@@ -346,8 +347,8 @@ class _StackedStructure:
         return trainable
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static) -> Any:
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static, layout: Layout | None) -> Any:
     if in_axes.value is not None:
         args, kwargs = static.join(arrays)
         axes = axes_per_argument("Ensemble", in_axes.value, args)
@@ -358,6 +359,16 @@ def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static) -> 
             return member(*args, **{**kwargs, **mapped})
 
         mapped_size("Ensemble", call_member, (None, *args), mapped, (None, *axes), 0, len(ens), "the number of members")
+
+    if layout is not None:
+        # Each device calls its own: left to itself the compiler would gather the members of convolutions.
+        args, kwargs = static.join(arrays)
+        leaf_axes = [None] * len(jax.tree.leaves((args, kwargs)))
+        if in_axes.value is not None:
+            leaf_axes = [*broadcast_axes(tuple(axes), args), *[0] * len(jax.tree.leaves(kwargs))]
+        found = zip(jax.tree.leaves((args, kwargs)), leaf_axes, strict=True)
+        on_one = partial(_call, static=static, in_axes=in_axes, layout=None)
+        return layout.over_arrays(on_one, [axis for x, axis in found if Static.is_array(x)])(ens, arrays)
 
     def call(ens: Ensemble, arrays: list[Any], chunk_size: int | None) -> Any:
         args, kwargs = static.join(arrays)

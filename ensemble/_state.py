@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..transforms._compat import Tracer
 from ..transforms._model import Structure
 from ._ensemble import Ensemble
+from ._mesh import Layout
 from ._strategy import stack, unstack
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state.
@@ -44,17 +45,33 @@ class TrainState:
     step: jax.Array
 
     @classmethod
-    def of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
-        """A state of members that are not stacked until somebody looks: a loop over them would stack them in vain."""
-        state = object.__new__(cls)
-        vars(state).update(step=step, _members=(structure, members))
-        return state
-
-    @classmethod
     def of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
         """A state of stacked arrays."""
         trainable, rest, opt_state = arrays
         return cls(Ensemble(structure, trainable, rest), opt_state, step)
+
+    @classmethod
+    def of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
+        """A state of members that are not stacked until somebody looks: a loop over them would stack them in vain."""
+        return cls._of_held(Apart(structure, members), step)
+
+    @classmethod
+    def of_padded(cls, structure: Structure, arrays: Arrays, size: int, step: jax.Array) -> TrainState:
+        """A state of stacked arrays that are longer than the ensemble; cut when somebody looks."""
+        if jax.tree.leaves(arrays)[0].shape[0] == size:
+            return cls.of_arrays(structure, arrays, step)
+        return cls._of_held(Padded(structure, arrays, size), step)
+
+    @classmethod
+    def _of_held(cls, held: Apart | Padded, step: jax.Array) -> TrainState:
+        state = object.__new__(cls)
+        vars(state).update(step=step, _held=held)
+        return state
+
+    @property
+    def held(self) -> Apart | Padded | None:
+        """Its arrays in another form than `arrays`, if nobody has looked yet."""
+        return vars(self).get("_held")
 
     def arrays(self) -> Arrays:
         """Its arrays, stacked."""
@@ -62,53 +79,95 @@ class TrainState:
 
     def members(self) -> Sequence[Arrays]:
         """The arrays of each member."""
-        if "_members" in vars(self):
-            return vars(self)["_members"][1]
-        return _unstack(self.arrays(), len(self.ensemble))
+        return self.held.members if isinstance(self.held, Apart) else _unstack(self.arrays(), len(self.ensemble))
+
+    def spread(self, layout: Layout) -> Arrays:
+        """Its arrays, stacked and padded, on many devices."""
+        if isinstance(self.held, Padded):
+            return layout.place(self.held.arrays, layout.padded(self.held.size))
+        return layout.place(self.arrays(), len(self.ensemble))
 
     def structure_and_size(self) -> tuple[Structure, int]:
         """The static part that the members share, and how many there are."""
-        if "_members" in vars(self):
-            structure, members = vars(self)["_members"]
-            return structure, len(members)
+        if self.held is not None:
+            return self.held.structure, self.held.size
         return self.ensemble.structure, len(self.ensemble)
 
     def one(self) -> Arrays:
         """The shapes and dtypes of one member's arrays."""
-        if "_members" in vars(self):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), vars(self)["_members"][1][0])
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.arrays())
+        if isinstance(self.held, Apart):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.held.members[0])
+        arrays = self.held.arrays if self.held is not None else self.arrays()
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays)
 
     def contents(self) -> Any:
-        """Its arrays as they are, stacked or not."""
-        return vars(self)["_members"][1] if "_members" in vars(self) else (self.arrays(), self.step)
-
-    def unstacked(self) -> TrainState:
-        """The same state of members that are not stacked."""
-        if "_members" in vars(self):
-            return self
-        return TrainState.of_members(self.ensemble.structure, self.members(), self.step)
+        """Its arrays as they are held."""
+        return (self.held.contents() if self.held is not None else self.arrays()), self.step
 
     def copy(self) -> TrainState:
-        """A copy that is stored in the same way."""
-        if "_members" in vars(self):
-            structure, members = vars(self)["_members"]
-            return TrainState.of_members(structure, jax.tree.map(jnp.copy, members), jnp.copy(self.step))
-        return jax.tree.map(jnp.copy, self)
+        """A copy that is held in the same way."""
+        if self.held is None:
+            return jax.tree.map(jnp.copy, self)
+        return TrainState._of_held(self.held.copy(), jnp.copy(self.step))
 
     def is_traced(self) -> bool:
-        """Whether its arrays belong to a trace; those of a loop never do."""
-        return "_members" not in vars(self) and any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
+        """Whether its arrays belong to a trace."""
+        # Those of a loop never do, and are many.
+        return not isinstance(self.held, Apart) and any(isinstance(x, Tracer) for x in jax.tree.leaves(self.contents()))
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks here for what it did not find: the stacked arrays of a state made `of_members`.
-        if name not in ("ensemble", "opt_state") or "_members" not in vars(self):
+        # Python asks here for what it did not find: the stacked arrays of a state that holds them in another form.
+        held = vars(self).get("_held")
+        if name not in ("ensemble", "opt_state") or held is None:
             raise AttributeError(f"TrainState has no attribute {name!r}.")
-        structure, members = vars(self)["_members"]
-        stacked = TrainState.of_arrays(structure, _stack(members), self.step)
-        vars(self).update(vars(stacked))
-        vars(self).pop("_members", None)
+        vars(self).update(vars(TrainState.of_arrays(held.structure, held.stacked(), self.step)))
+        vars(self).pop("_held", None)
         return vars(self)[name]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The arrays of each member, not stacked."""
+
+    structure: Structure
+    members: Sequence[Arrays]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def contents(self) -> Any:
+        return self.members
+
+    def copy(self) -> Apart:
+        return Apart(self.structure, jax.tree.map(jnp.copy, self.members))
+
+    def stacked(self) -> Arrays:
+        return _stack(self.members)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Stacked arrays with more members than the ensemble has, so that each of many devices has as many."""
+
+    structure: Structure
+    arrays: Arrays
+    size: int
+
+    def contents(self) -> Any:
+        return self.arrays
+
+    def copy(self) -> Padded:
+        return Padded(self.structure, jax.tree.map(jnp.copy, self.arrays), self.size)
+
+    def stacked(self) -> Arrays:
+        return cut(self.arrays, self.size)
+
+
+@partial(jax.jit, static_argnums=(1,))
+def cut(tree: Any, size: int) -> Any:
+    """The first `size` members of stacked arrays."""
+    return jax.tree.map(lambda x: x[:size], tree)
 
 
 _stack = jax.jit(stack)

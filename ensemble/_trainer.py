@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..transforms import value_and_grad
 from ..transforms._arguments import describe
@@ -20,11 +21,13 @@ from ..transforms._budget import check_budget, largest_chunk
 from ..transforms._chunk import check_chunk_size
 from ..transforms._compat import Tracer
 from ..transforms._convolutions import convolutions_as_products, has_convolution
-from ..transforms._model import Parts, Structure, named_arrays, split, to_pure
+from ..transforms._model import Parts, Structure, dotted, named_arrays, to_pure
+from ..transforms._model import split as split_model
 from ._ensemble import Ensemble
 from ._fit import History, Settings, fit
+from ._mesh import DATA, Layout, differs, own_keys
 from ._optimizer import MemberOptimizer
-from ._state import Arrays, TrainState
+from ._state import Arrays, TrainState, cut
 from ._static import Static
 from ._strategy import STRATEGIES, Execution, in_turn, over_members, stack, take_member
 from ._tuning import Trial, Tuning, fingerprint, recall, remember, tune
@@ -52,7 +55,11 @@ class Trainer:
       chunk_size: how many members "vmap" executes at a time; None executes all at once.
       memory_budget: the most that the temporaries of the compiled step may take: bytes, or a string such as "512MiB".
         "auto" drops what does not fit, "vmap" takes the largest chunk that does.
-      mesh: not available yet.
+      mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are spread, and perhaps an axis
+        "data", over which every array of the batch is split along its first axis that is not the members'. No device
+        sees another's members. With "data" the loss must be a mean over the examples: the losses and gradients of the
+        parts are averaged, and so are other scalars that the loss reports. A mesh may span several processes; then
+        each hands in the same batches. "loop" is executed as "unroll".
       tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
         a CPU where the step contains a convolution, else "vmap".
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
@@ -113,8 +120,12 @@ class Trainer:
             raise TypeError(f"Trainer: tune_seconds must be a number of seconds, but got {describe(tune_seconds)}.")
         if not tune_seconds >= 0:
             raise ValueError(f"Trainer: tune_seconds must be at least 0, but got {tune_seconds}.")
-        if mesh is not None:
-            raise NotImplementedError("Trainer: mesh is not available yet; members run on one device.")
+        self._layout = None if mesh is None else Layout.of("Trainer", mesh)
+        if self._layout is not None and self._layout.shards > 1 and grad_fn is not None:
+            raise ValueError(
+                'Trainer: grad_fn does not go with a mesh axis "data" of more than one device: it would see a part of '
+                "the batch, and the mean over the parts is not what it computes; leave one of the two out."
+            )
         self._loss = loss
         self._in_axes = in_axes
         self._strategy = strategy
@@ -124,10 +135,11 @@ class Trainer:
         self._tune_seconds = tune_seconds
         self._tune_cache = None if tune_cache is None else Path(tune_cache).resolve()
         self._chosen: dict[Any, Execution] = {}
+        self._split: set[Any] = set()
         self._tuning: Tuning | None = None
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [
-            jax.jit(self._step_of_all, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
+            jax.jit(self._step_of_all, static_argnums=(0, 1, 2, 3), donate_argnums=donated) for donated in ((), (4,))
         ]
         self._member_programs = [
             jax.jit(self._step_of_member, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
@@ -153,8 +165,18 @@ class Trainer:
                 "Trainer.init: the members have no trainable arrays, so there is nothing to train; give them nnx.Param "
                 "variables, or a `trainable` rule that matches."
             )
-        opt_state = self._optimizer.init(ensemble.trainable, len(ensemble))
-        return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.zeros((), jnp.int32)))
+        size, step = len(ensemble), np.zeros((), np.int32)
+        if self._layout is None:
+            opt_state = self._optimizer.init(ensemble.trainable, size)
+            return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step)))
+        layout = self._layout
+        # Placed first, so that what is made of them is made where it belongs.
+        arrays = layout.place((ensemble.trainable, ensemble.rest), size)
+        if arrays[0] is ensemble.trainable or layout.padded(size) == size:
+            arrays = jax.tree.map(jnp.copy, arrays)
+        init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
+        opt_state = init(arrays[0])
+        return TrainState.of_padded(ensemble.structure, (*arrays, opt_state), size, layout.place_shared(step))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of every member.
@@ -257,6 +279,8 @@ class Trainer:
         mapped_size(
             "Trainer.step", self._loss, (None, *arguments), {}, (None, *axes), None, size, "the number of members"
         )
+        if self._layout is not None and self._layout.shards > 1:
+            self._check_split(self._layout, state, arguments, axes)
         execution = self._choose(state, arguments, axes, execution, donate, tell)
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.
@@ -281,13 +305,14 @@ class Trainer:
         self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], donate: bool
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """A step, executed in a given way."""
-        structure, _ = state.structure_and_size()
+        structure, size = state.structure_and_size()
         if execution.strategy != "loop":
-            program = self._programs[donate]
-            arrays, step, metrics = program(
-                structure, execution, Static.of(axes), state.arrays(), state.step, arguments
+            arrays, step, metrics = self._programs[donate](
+                structure, execution, size, Static.of(axes), *self._inputs(execution, state, arguments, axes)
             )
-            return TrainState.of_arrays(structure, arrays, step), metrics
+            if len(metrics["loss"]) > size:
+                metrics = cut(metrics, size)
+            return TrainState.of_padded(structure, arrays, size, step), metrics
         arguments = _on_device(arguments)
         # No index where there is nothing to take by it.
         shared = not jax.tree.leaves(axes)
@@ -299,6 +324,30 @@ class Trainer:
         members, metrics = zip(*results, strict=True)
         step, metrics = _together(state.step, metrics)
         return TrainState.of_members(structure, members, step), metrics
+
+    def _inputs(
+        self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
+    ) -> tuple[Arrays, jax.Array, tuple[Any, ...]]:
+        """The arrays, the step and the batch, where a program takes them from."""
+        layout = self._layout_of(execution)
+        if layout is None:
+            return state.arrays(), state.step, arguments
+        return state.spread(layout), layout.place_shared(state.step), layout.place_batch(arguments, axes)
+
+    def _held_for(self, execution: Execution, state: TrainState) -> TrainState:
+        """The state with its arrays as steps that are executed so leave them."""
+        structure, size = state.structure_and_size()
+        layout = self._layout_of(execution)
+        if execution.strategy == "loop":
+            return TrainState.of_members(structure, state.members(), state.step)
+        if layout is None:
+            return state
+        return TrainState.of_padded(structure, state.spread(layout), size, layout.place_shared(state.step))
+
+    def _layout_of(self, execution: Execution) -> Layout | None:
+        if self._layout is None and execution.devices > 1:
+            return Layout.local(execution.devices)
+        return self._layout
 
     def settings(self, execution: Execution | None = None) -> Settings:
         """What the steps are computed with."""
@@ -326,7 +375,11 @@ class Trainer:
         if chosen.strategy == "vmap" and chosen.chunk_size is None and earlier and earlier.strategy == "vmap":
             chosen = chosen._replace(chunk_size=earlier.chunk_size)
         if traced:
-            chosen = chosen._replace(strategy="unroll" if chosen.strategy == "loop" else chosen.strategy, products=False)
+            chosen = chosen._replace(products=False, devices=1)
+        if chosen.strategy == "loop" and (traced or self._layout is not None):
+            chosen = chosen._replace(strategy="unroll")
+        if chosen.devices > len(jax.local_devices()):  # of a checkpoint that another machine has written
+            chosen = chosen._replace(devices=1)
         return chosen
 
     def _quickest(
@@ -344,19 +397,25 @@ class Trainer:
         if kind not in self._chosen:
             one = _member_shapes(state, arguments, axes)
             jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*one).jaxpr
-            if traced or not self._tune_seconds or jaxpr.effects:
+            # Several processes would measure different times, and part ways.
+            alone = self._layout is None or self._layout.in_one_process
+            if traced or not alone or not self._tune_seconds or jaxpr.effects:
                 strategy = "loop" if in_turn(jaxpr, jax.default_backend()) else "vmap"
                 if traced:  # so that a step that is not traced measures
                     return Execution(strategy)
                 self._chosen[kind] = self._by_rule(strategy, state, arguments, axes)
                 return self._chosen[kind]
-            key = fingerprint(jaxpr, size, axes, donate, self._budget)
+            on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
+            devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
+            key = fingerprint(jaxpr, size, axes, donate, self._budget, on_mesh, devices)
             tuning = recall(key, self._tune_cache)
             if tuning is None:
                 device = jax.devices()[0]
                 tuning = tune(
                     partial(self._trial, state, arguments, axes, donate),
-                    size=size,
+                    size=size if self._layout is None else self._layout.padded(size) // self._layout.devices,
+                    looped=self._layout is None,
+                    devices=min(devices, size),
                     convolutions=has_convolution(jaxpr),
                     seconds=self._tune_seconds,
                     budget=self._budget,
@@ -381,18 +440,52 @@ class Trainer:
         structure, size = state.structure_and_size()
         kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
         if kind not in self._chosen:
-            arrays, step, batch = jax.tree.map(jax.typeof, (state.arrays(), state.step, arguments))
-            static = Static.of(axes)
+            here = size if self._layout is None else self._layout.padded(size) // self._layout.devices
 
-            def program(chunk: int) -> Callable[[], Any]:
-                execution = Execution("vmap", None if chunk == size else chunk)
-                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-                return lambda: self._step_of_all(structure, execution, static, *zeros((arrays, step, batch)))
+            def need(chunk: int) -> int:
+                execution = Execution("vmap", None if chunk == here else chunk)
+                return self._trial(state, arguments, axes, False, execution).compile()
 
             assert self._budget is not None
-            chunk = largest_chunk("Trainer", program, size, self._budget)
-            self._chosen[kind] = Execution("vmap", None if chunk == size else chunk)
+            chunk = largest_chunk("Trainer", need, here, self._budget)
+            self._chosen[kind] = Execution("vmap", None if chunk == here else chunk)
         return self._chosen[kind]
+
+    def _check_split(
+        self, layout: Layout, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
+    ) -> None:
+        """Refuse what would not be the same if the batch were not split."""
+        structure, size = state.structure_and_size()
+        kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
+        if kind in self._split:
+            return
+        layout.check_batch("Trainer.step", arguments, axes)
+        (trainable, rest, _), *batch = _member_shapes(state, arguments, axes)
+        specs = [spec for spec in layout.batch_specs(arguments, axes)]
+        parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(jax.tree.leaves(batch), specs)]
+        batch = jax.tree.unflatten(jax.tree.structure(batch), parts)
+
+        def left(trainable: Any, rest: Any, batch: Any) -> Any:
+            metrics, _, after = self._loss_and_gradients(structure, trainable, rest, batch, True)
+            return after.rest, metrics
+
+        trace = jax.make_jaxpr(left, axis_env=[(DATA, layout.shards)], return_shape=True)
+        closed, out = trace(trainable, rest, batch)
+        inputs = [False] * len(jax.tree.leaves((trainable, rest))) + [DATA in spec for spec in specs]
+        for (path, x), differ in zip(jax.tree.leaves_with_path(out), differs(closed.jaxpr, inputs), strict=True):
+            if differ and path[0].idx == 0:
+                raise ValueError(
+                    f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves another "
+                    f"`{dotted(path[1:])}` in the model; let the parts agree, as nnx.BatchNorm does with "
+                    f'axis_name="{DATA}".'
+                )
+            if differ and (x.shape or not jnp.issubdtype(x.dtype, jnp.inexact)):
+                raise ValueError(
+                    f"Trainer.step: the loss reports `{dotted(path[1:])}`, {describe(x)}, of a part of the batch that "
+                    f"the mesh splits over {DATA!r}; only scalars of floating point are averaged over the parts: "
+                    "report a mean."
+                )
+        self._split.add(kind)
 
     def _trial(
         self,
@@ -403,7 +496,7 @@ class Trainer:
         execution: Execution,
     ) -> Trial:
         """What measures a step that is executed in a given way."""
-        structure, _ = state.structure_and_size()
+        structure, size = state.structure_and_size()
         static, batch = Static.of(axes), _on_device(arguments)
         shared = not jax.tree.leaves(axes)
 
@@ -412,13 +505,13 @@ class Trainer:
                 program, i = self._member_programs[donate], None if shared else np.uint32(0)
                 lowered = program.lower(structure, execution, static, state.members()[0], i, batch)
             else:
-                program = self._programs[donate]
-                lowered = program.lower(structure, execution, static, state.arrays(), state.step, batch)
+                inputs = self._inputs(execution, state, batch, axes)
+                lowered = self._programs[donate].lower(structure, execution, size, static, *inputs)
             analysis: Any = lowered.compile().memory_analysis()
             return analysis.temp_size_in_bytes
 
         def run() -> float:
-            mine = state.unstacked() if execution.strategy == "loop" else state
+            mine = self._held_for(execution, state)
             if donate:
                 mine = mine.copy()
             jax.block_until_ready((mine.contents(), batch))
@@ -430,12 +523,23 @@ class Trainer:
         return Trial(compile_step, run)
 
     def _step_of_all(
-        self, structure: Structure, execution: Execution, axes: Static, arrays: Arrays, step: jax.Array, batch: Any
+        self,
+        structure: Structure,
+        execution: Execution,
+        size: int,
+        axes: Static,
+        arrays: Arrays,
+        step: jax.Array,
+        batch: Any,
     ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
-        size = jax.tree.leaves(arrays)[0].shape[0]
-        of_member = partial(self._member_step, structure)
-        mapped = over_members(of_member, execution, (0, *axes.value), size)
-        arrays, metrics = mapped(arrays, *batch)
+        layout = self._layout_of(execution)
+        of_member = partial(self._member_step, structure, split=layout is not None and layout.shards > 1)
+
+        def mapped(size: int) -> Callable[..., Any]:
+            return over_members(of_member, execution, (0, *axes.value), size)
+
+        over_all = mapped(size) if layout is None else layout.over_devices(mapped, axes.value, size)
+        arrays, metrics = over_all(arrays, *batch)
         return arrays, step + 1, metrics
 
     def _step_of_member(
@@ -446,17 +550,24 @@ class Trainer:
             arrays, *take_member(batch, axes.value, i)
         )
 
-    def _member_step(self, structure: Structure, arrays: Arrays, *batch: Any) -> tuple[Arrays, dict[str, Any]]:
-        """One member's new arrays, and its metrics: what a strategy executes."""
+    def _member_step(
+        self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """One member's new arrays, and its metrics: what a strategy executes.
+
+        With `split`, of a batch that is split over the axis `data`: the mean over it.
+        """
         trainable, rest, opt_state = arrays
-        model = structure.merge(trainable, rest)
-        value, gradients = _checked_pair(self._gradients(model, *batch))
-        metrics = _metrics(value)
-        gradients = _checked_gradients(gradients, trainable)
-        after = split(model)
-        _check_structure(Parts(structure, trainable, rest), after)
+        metrics, gradients, after = self._loss_and_gradients(structure, trainable, rest, batch, split)
+        if split:
+            metrics, gradients = _averaged((metrics, gradients))
 
         def loss_at(trainable: Any) -> jax.Array:
+            if split:
+                raise ValueError(
+                    "Trainer: the optimizer evaluates the loss again (value_fn, as optax.lbfgs does), in a loop of its "
+                    f'own, where devices would wait for each other; use a mesh without the axis "{DATA}".'
+                )
             return _metrics(self._loss(structure.merge(trainable, rest), *batch))["loss"]
 
         trainable, opt_state = self._optimizer.update(
@@ -464,6 +575,22 @@ class Trainer:
         )
         return (trainable, after.rest, opt_state), metrics
 
+    def _loss_and_gradients(
+        self, structure: Structure, trainable: Any, rest: Any, batch: Any, split: bool
+    ) -> tuple[dict[str, Any], Any, Parts]:
+        """The metrics, the gradients and what the loss leaves of the model."""
+        drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
+        model = structure.merge(trainable, drawn)
+        value, gradients = _checked_pair(self._gradients(model, *batch))
+        metrics = _metrics(value)
+        gradients = _checked_gradients(gradients, trainable)
+        after = split_model(model)
+        _check_structure(Parts(structure, trainable, rest), after)
+        if split:
+            # A key that is as it was is put back; one for each part of the batch it was for this step only.
+            kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
+            after = Parts(after.structure, after.trainable, kept)
+        return metrics, gradients, after
 
 def _member_shapes(state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
     """The shapes of what one member's step takes."""
@@ -480,6 +607,11 @@ def _kind(tree: Any) -> Any:
 def _on_device(arguments: Any) -> Any:
     """Arrays on the device, once and not once for each member."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
+
+
+def _averaged(tree: Any) -> Any:
+    """The mean over the parts of the batch; counts, which are no means, are the same in all of them."""
+    return jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, tree)
 
 
 @jax.jit

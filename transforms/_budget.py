@@ -42,14 +42,14 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
     return int(size)
 
 
-def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: int, budget: int) -> int:
+def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: int) -> int:
     """The largest chunk of `size` slices whose temporaries fit into `budget` bytes; refuses where none does.
 
     Chunks that divide the slices evenly are tried only, since an uneven one costs as many chunks and more memory.
 
     Args:
       api: what to call the caller in an error.
-      program: from a chunk size to a function that can be traced.
+      need_of: from a chunk size to the bytes of its temporaries.
       size: the number of slices, at least 1.
       budget: bytes.
     """
@@ -59,7 +59,7 @@ def largest_chunk(api: str, program: Callable[[int], Callable[[], Any]], size: i
         if chunk not in needs:
             # Within the larger program, copies of small arrays and the counters of loops come on top.
             try:
-                alone = temporaries(program(chunk))
+                alone = need_of(chunk)
             except NeedsValues as error:
                 raise ValueError(
                     f"{api}: memory_budget needs a program that can be compiled, but fun asks for a value (it branches "

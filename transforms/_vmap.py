@@ -19,7 +19,7 @@ from ._axes import (
     check_out_axes,
     mapped_size,
 )
-from ._budget import check_budget, largest_chunk
+from ._budget import check_budget, largest_chunk, temporaries
 from ._changes import call_with_models, changes
 from ._chunk import check_chunk_size, map_in_chunks
 from ._model import (
@@ -149,7 +149,7 @@ def vmap(
 
         if budget is None:
             return from_parts(in_chunks(chunk_size))
-        return from_parts(in_chunks(largest_chunk("vmap", lambda k: partial(in_chunks, k), size, budget)))
+        return from_parts(in_chunks(largest_chunk("vmap", lambda k: temporaries(partial(in_chunks, k)), size, budget)))
 
     def again(fun: Callable[..., Any]) -> Callable[..., Any]:
         return vmap(
