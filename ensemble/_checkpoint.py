@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..transforms._arguments import describe
-from ..transforms._checkpoint import Checkpoint, outline, restack, write
+from ..transforms._checkpoint import Checkpoint, members_of, outline, rebuild, write
 from ..transforms._model import is_model, split
+from ..transforms._processes import Group
 from ._ensemble import Ensemble
 from ._state import TrainState
 
@@ -77,11 +78,10 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
       ...     load(f"{directory}/trained", Ensemble.create(make, 2, seed=1))
       Ensemble of 2 × Linear, 15 parameters each
     """
-    checkpoint = Checkpoint.open("load", path)
     if isinstance(like, Ensemble):
-        return _read_ensemble(checkpoint, like)
+        return Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
     if isinstance(like, TrainState):
-        return read_state(checkpoint, like)
+        return Group.of(like.contents()).agree(lambda: read_state(Checkpoint.open("load", path), like))
     raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
 
 
@@ -116,7 +116,7 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
         like = like.ensemble
     if isinstance(like, Ensemble):
         structure, stacked = like.structure, (like.trainable, like.rest)
-        expected = _outline_members(like)
+        expected = _outline_members(like.trainable, like.rest)
     elif is_model(like):
         parts = split(like)
         structure, stacked = parts.structure, (parts.trainable, parts.rest)
@@ -130,9 +130,8 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
         raise TypeError(f"load_member: i must be an int, but got {describe(i)}.")
     if not -size <= i < size:
         raise IndexError(f"load_member: member {i} is out of range; the checkpoint at {checkpoint.path} has {size}.")
-    order = {"ensemble": checkpoint.order("ensemble", expected)}
-    (leaves,) = checkpoint.read([operator.index(i) % size], order)
-    return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves["ensemble"]))
+    leaves = checkpoint.member(operator.index(i) % size, "ensemble", checkpoint.order("ensemble", expected))
+    return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves))
 
 
 def write_state(
@@ -143,15 +142,18 @@ def write_state(
     history: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write a checkpoint: `about` goes into its manifest, `history` beside its arrays."""
-    ensemble = saved.ensemble if isinstance(saved, TrainState) else saved
-    parts: dict[str, Any] = {"ensemble": (ensemble.trainable, ensemble.rest)}
-    outlines = {"ensemble": _outline_members(ensemble)}
     about = dict(about or {})
-    if isinstance(saved, TrainState):
-        parts["opt_state"] = saved.opt_state
-        outlines["opt_state"] = outline(saved.opt_state, drop_axis=True)
+    if isinstance(saved, Ensemble):
+        trainable, rest, size = saved.trainable, saved.rest, len(saved)
+    else:
+        (trainable, rest, opt_state), (_, size) = saved.rows(), saved.structure_and_size()
         about["step"] = int(saved.step)
-    write(api, path, parts, len(ensemble), outlines=outlines, about=about, history=history)
+    parts: dict[str, Any] = {"ensemble": (trainable, rest)}
+    outlines = {"ensemble": _outline_members(trainable, rest)}
+    if isinstance(saved, TrainState):
+        parts["opt_state"] = opt_state
+        outlines["opt_state"] = outline(opt_state, drop_axis=True)
+    write(api, path, parts, size, outlines=outlines, about=about, history=history)
 
 
 def read_state(checkpoint: Checkpoint, like: TrainState) -> TrainState:
@@ -161,26 +163,46 @@ def read_state(checkpoint: Checkpoint, like: TrainState) -> TrainState:
             f"{checkpoint.api}: the checkpoint at {checkpoint.path} holds an ensemble, but no training state; load it "
             "with an Ensemble as like."
         )
-    size = len(like.ensemble)
+    (trainable, rest, opt_state), (structure, size) = like.rows(), like.structure_and_size()
     order = {
-        "ensemble": checkpoint.order("ensemble", _outline_members(like.ensemble), size),
-        "opt_state": checkpoint.order("opt_state", outline(like.opt_state, drop_axis=True)),
+        "ensemble": checkpoint.order("ensemble", _outline_members(trainable, rest), size),
+        "opt_state": checkpoint.order("opt_state", outline(opt_state, drop_axis=True)),
     }
-    members = checkpoint.read(range(size), order)
-    arrays = (like.ensemble.trainable, like.ensemble.rest)
-    trainable, rest = restack(arrays, [member["ensemble"] for member in members])
-    opt_state = restack(like.opt_state, [member["opt_state"] for member in members])
-    step = jnp.asarray(checkpoint.manifest["step"], like.step.dtype)
-    return TrainState(Ensemble(like.ensemble.structure, trainable, rest), opt_state, step)
+    read = _read(checkpoint, {"ensemble": (trainable, rest), "opt_state": opt_state}, order)
+    arrays = (*read["ensemble"], read["opt_state"])
+    return TrainState.of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
 
 
 def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
     """The ensemble, as `like`."""
-    order = {"ensemble": checkpoint.order("ensemble", _outline_members(like), len(like))}
-    members = checkpoint.read(range(len(like)), order)
-    arrays = (like.trainable, like.rest)
-    return Ensemble(like.structure, *restack(arrays, [member["ensemble"] for member in members]))
+    order = {"ensemble": checkpoint.order("ensemble", _outline_members(like.trainable, like.rest), len(like))}
+    return Ensemble(like.structure, *_read(checkpoint, {"ensemble": (like.trainable, like.rest)}, order)["ensemble"])
 
 
-def _outline_members(ensemble: Ensemble) -> list[dict[str, Any]]:
-    return outline(ensemble.trainable, drop_axis=True) + outline(ensemble.rest, drop_axis=True)
+def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], order: Mapping[str, list[int]]) -> dict[str, Any]:
+    """For each part what `likes` has for it, with the values of the checkpoint."""
+    size = checkpoint.manifest["size"]
+    rows = checkpoint.read(members_of(likes, size), order)
+
+    def of_part(part: str, like: Any) -> Any:
+        entries = checkpoint.manifest["arrays"][part]
+        leaves = [
+            rebuild(leaf, entries[j]["dtype"], {i: row[part][k] for i, row in rows.items()}, size)
+            for k, (leaf, j) in enumerate(zip(jax.tree.leaves(like), order[part], strict=True))
+        ]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    return {part: of_part(part, like) for part, like in likes.items()}
+
+
+def _outline_members(trainable: Any, rest: Any) -> list[dict[str, Any]]:
+    return outline(trainable, drop_axis=True) + outline(rest, drop_axis=True)
+
+
+def _step(step: int, like: Any) -> jax.Array:
+    """The number of a step, on the devices on which `like` is."""
+    value = np.asarray(step, like.dtype)
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or len(sharding.device_set) == 1:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback((), sharding, lambda _: value)

@@ -9,14 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..transforms._checkpoint import Checkpoint
 from ..transforms._history import History, Recorder
 from ..transforms._loop import check_options, iterate, run, skip, total_steps
+from ..transforms._processes import Group
 from ..transforms._store import Store
 from ._checkpoint import read_state, write_state
+from ._mesh import everywhere
 from ._state import TrainState
 from ._strategy import Execution
 
@@ -76,7 +77,8 @@ def fit(
     source = iterate("Trainer.fit", batches)
     start = int(state.step)
     target = None if steps is None else start + steps
-    store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep)
+    group = Group.of(state.contents())
+    store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
     resumed = None if store is None else store.newest(partial(_resume, state, trainer.settings()))
     if resumed is not None and int(resumed.state.step) < start:
         resumed = None
@@ -92,7 +94,7 @@ def fit(
     execution = None if resumed is None else resumed.execution
     recorder = Recorder(history_every, None if resumed is None else resumed.history)
     (state, _), step, interrupted = run(
-        (jax.tree.map(jnp.copy, state), execution),
+        (state.copy(), execution),
         source,
         partial(_advance, trainer),
         step=int(state.step),
@@ -101,7 +103,9 @@ def fit(
         say=lambda _, metrics: _loss_range(metrics["loss"]),
         save=None if store is None else partial(_save, trainer, store, recorder),
         checkpoint_every=checkpoint_every,
-        progress=progress,
+        # One bar, and no process stops where others go on.
+        progress=progress and group.is_first,
+        interruptible=group.is_alone,
         done=int(state.step) - start,
         total=total_steps(batches, steps),
     )
@@ -115,7 +119,7 @@ def fit(
 
 def _advance(trainer: Trainer, before: Reached, batch: Any) -> tuple[Reached, dict[str, jax.Array]]:
     state, metrics, execution = trainer.advance(before[0], batch, before[1], donate=True)
-    return (state, execution), metrics
+    return (state, execution), everywhere(metrics)
 
 
 def _save(trainer: Trainer, store: Store, recorder: Recorder, reached: Reached) -> None:

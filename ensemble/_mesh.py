@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -164,7 +164,7 @@ class Layout:
         for path, length in lengths.items():
             if length % self.shards:
                 raise ValueError(
-                    f'{api}: the batch (`{path}`) has {length} examples, which do not split over the {self.shards} '
+                    f"{api}: the batch (`{path}`) has {length} examples, which do not split over the {self.shards} "
                     'devices of the mesh axis "data"; change the size of the batch.'
                 )
         if len(set(lengths.values())) > 1:
@@ -208,18 +208,31 @@ class Layout:
 
         return over_all
 
-
     def over_arrays(self, fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
         """`fun` of stacked members and a list of arrays, of which each device takes its own members and their part."""
         specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in axes]
-        return jax.shard_map(
-            fun, mesh=self.mesh, in_specs=(P(ENSEMBLE), specs), out_specs=P(ENSEMBLE), check_vma=False
-        )
+        return jax.shard_map(fun, mesh=self.mesh, in_specs=(P(ENSEMBLE), specs), out_specs=P(ENSEMBLE), check_vma=False)
 
 
 def _pad(x: jax.Array, axis: int, more: int) -> jax.Array:
     last = lax.slice_in_dim(x, x.shape[axis] - 1, None, axis=axis)
     return jnp.concatenate([x, *[last] * more], axis)
+
+
+def everywhere(tree: Any) -> Any:
+    """`tree` with what other processes hold of its arrays in this one too."""
+
+    def gather(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or not isinstance(x.sharding, NamedSharding):
+            return x
+        return _same(NamedSharding(x.sharding.mesh, P()))(x)
+
+    return jax.tree.map(gather, tree)
+
+
+@cache
+def _same(sharding: NamedSharding) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def own_keys(tree: Any) -> Any:
@@ -255,4 +268,3 @@ def differs(jaxpr: Jaxpr, inputs: Sequence[bool], axis: str = DATA) -> list[bool
             results = [any(does) or (eqn.primitive.name == "axis_index" and axis in names)] * len(eqn.outvars)
         found |= {x for x, result in zip(eqn.outvars, results, strict=True) if result}
     return [not isinstance(x, Literal) and x in found for x in jaxpr.outvars]
-

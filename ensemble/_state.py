@@ -77,15 +77,21 @@ class TrainState:
         """Its arrays, stacked."""
         return self.ensemble.trainable, self.ensemble.rest, self.opt_state
 
+    def rows(self) -> Arrays:
+        """Its arrays, stacked; perhaps with more members than the ensemble has behind them."""
+        return self.held.arrays if isinstance(self.held, Padded) else self.arrays()
+
     def members(self) -> Sequence[Arrays]:
         """The arrays of each member."""
         return self.held.members if isinstance(self.held, Apart) else _unstack(self.arrays(), len(self.ensemble))
 
     def spread(self, layout: Layout) -> Arrays:
         """Its arrays, stacked and padded, on many devices."""
-        if isinstance(self.held, Padded):
-            return layout.place(self.held.arrays, layout.padded(self.held.size))
-        return layout.place(self.arrays(), len(self.ensemble))
+        _, size = self.structure_and_size()
+        rows = self.rows()
+        if len(jax.tree.leaves(rows)[0]) not in (size, layout.padded(size)):  # of another layout
+            rows = self.arrays()
+        return layout.place(rows, len(jax.tree.leaves(rows)[0]))
 
     def structure_and_size(self) -> tuple[Structure, int]:
         """The static part that the members share, and how many there are."""
@@ -97,8 +103,7 @@ class TrainState:
         """The shapes and dtypes of one member's arrays."""
         if isinstance(self.held, Apart):
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.held.members[0])
-        arrays = self.held.arrays if self.held is not None else self.arrays()
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.rows())
 
     def contents(self) -> Any:
         """Its arrays as they are held."""

@@ -272,7 +272,7 @@ class Trainer:
           donate: whether the step takes over the memory of `state`.
           tell: is told what is measured, which may take a while.
         """
-        structure, size = state.structure_and_size()
+        _, size = state.structure_and_size()
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
         # The model comes first, so that the loss's own names are those of the errors.
@@ -294,11 +294,11 @@ class Trainer:
         Returns:
           The same as an object; None where nothing was measured, such as under a strategy that was asked for.
         """
-        print(
-            self._tuning
-            or 'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
-            "is 0, or the loss has side effects."
+        nothing = (
+            'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
+            "is 0, the loss has side effects, or the mesh spans several processes."
         )
+        print(self._tuning or nothing)  # noqa: T201
         return self._tuning
 
     def _execute(
@@ -436,7 +436,7 @@ class Trainer:
         return Execution(strategy) if trial.compile() <= self._budget else self._largest_chunk(state, arguments, axes)
 
     def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
-        """ "vmap" with the largest chunk whose temporaries fit into the budget."""
+        """The largest chunk for "vmap" whose temporaries fit into the budget."""
         structure, size = state.structure_and_size()
         kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
         if kind not in self._chosen:
@@ -461,9 +461,9 @@ class Trainer:
             return
         layout.check_batch("Trainer.step", arguments, axes)
         (trainable, rest, _), *batch = _member_shapes(state, arguments, axes)
-        specs = [spec for spec in layout.batch_specs(arguments, axes)]
-        parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(jax.tree.leaves(batch), specs)]
-        batch = jax.tree.unflatten(jax.tree.structure(batch), parts)
+        specs, (leaves, treedef) = layout.batch_specs(arguments, axes), jax.tree.flatten(batch)
+        parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(leaves, specs, strict=True)]
+        batch = jax.tree.unflatten(treedef, parts)
 
         def left(trainable: Any, rest: Any, batch: Any) -> Any:
             metrics, _, after = self._loss_and_gradients(structure, trainable, rest, batch, True)
@@ -475,8 +475,8 @@ class Trainer:
         for (path, x), differ in zip(jax.tree.leaves_with_path(out), differs(closed.jaxpr, inputs), strict=True):
             if differ and path[0].idx == 0:
                 raise ValueError(
-                    f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves another "
-                    f"`{dotted(path[1:])}` in the model; let the parts agree, as nnx.BatchNorm does with "
+                    f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves "
+                    f"another `{dotted(path[1:])}` in the model; let the parts agree, as nnx.BatchNorm does with "
                     f'axis_name="{DATA}".'
                 )
             if differ and (x.shape or not jnp.issubdtype(x.dtype, jnp.inexact)):
@@ -591,6 +591,7 @@ class Trainer:
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
             after = Parts(after.structure, after.trainable, kept)
         return metrics, gradients, after
+
 
 def _member_shapes(state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
     """The shapes of what one member's step takes."""

@@ -13,7 +13,7 @@ import re
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,11 @@ class Tuning:
                     "chosen" if chosen else one.note,
                 ]
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:4], widths[1:], strict=True)), row[4]])
-            for row in rows
-        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, *numbers, note in rows:
+            columns = (x.rjust(width) for x, width in zip(numbers, widths[1:-1], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *columns, note]))
         return "\n".join([f"{self.where}, measured in {self.seconds:.1f} s", *(line.rstrip() for line in lines)])
 
 
@@ -231,7 +231,8 @@ class _Search:
             least = min(self.found.values(), key=lambda one: one.temporaries or 0)
             raise ValueError(
                 f"Trainer: no execution fits into memory_budget={in_words(self._budget or 0)}: the least found is "
-                f"{in_words(least.temporaries or 0)}, for {least.execution}; raise the budget, or make the batch smaller."
+                f"{in_words(least.temporaries or 0)}, for {least.execution}; raise the budget, or make "
+                "the batch smaller."
             )
         return min(found, key=lambda one: one.ms or 0.0)
 
@@ -273,7 +274,9 @@ def _read(path: Path) -> Tuning | None:
     """None where there is nothing, or nothing that can be read: then it is measured again."""
     try:
         found = json.loads(path.read_text())
-        candidates = tuple(Candidate(**{**one, "execution": Execution(*one["execution"])}) for one in found["candidates"])
+        candidates = tuple(
+            Candidate(**{**one, "execution": Execution(*one["execution"])}) for one in found["candidates"]
+        )
         return Tuning(Execution(*found["chosen"]), candidates, found["where"], found["seconds"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

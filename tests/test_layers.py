@@ -17,7 +17,7 @@ import pytest
 import plurax
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"flax", "scipy", "matplotlib", "orbax"}
+HEAVY = {"flax", "scipy", "matplotlib", "orbax", "tensorstore"}
 
 
 def layer(module: str) -> int:

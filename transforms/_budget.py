@@ -86,8 +86,8 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
     if not low:
         chunk = min(needs, key=needs.__getitem__)
         raise ValueError(
-            f"{api}: no chunk fits into memory_budget={in_words(budget)}: the least found is {in_words(needs[chunk])}, for "
-            f"{chunk} of {size} at a time; raise the budget, or split the work of one."
+            f"{api}: no chunk fits into memory_budget={in_words(budget)}: the least found is {in_words(needs[chunk])}, "
+            f"for {chunk} of {size} at a time; raise the budget, or split the work of one."
         )
     return low
 

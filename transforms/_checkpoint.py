@@ -1,9 +1,10 @@
 """Checkpoints: arrays of one or several members on disk, one subtree per member.
 
-A checkpoint is a directory: `arrays/`, written by orbax, with `members/000003/ensemble/0000` and so on; `history.npz`,
-where there is a history; and `plurax.json`, which names every array with its path, shape, dtype and checksums, and
-every file with its size. It is written under another name and renamed when it is whole, so what has its name is whole,
-unless somebody damages it later; the sizes and the checksums tell.
+A checkpoint is a directory: `arrays/0/` and so on, one for each process that has written its members, with arrays
+called `members.000003.ensemble.0000`; `history.npz`, where there is a history; and `plurax.json`, which names every
+array with its path, shape, dtype and checksums, and every file with its size. It is written under another name and
+renamed when it is whole, so what has its name is whole, unless somebody damages it later; the sizes and the checksums
+tell.
 """
 
 from __future__ import annotations
@@ -22,17 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import _arrays
 from ._arguments import describe
 from ._model import dotted
+from ._processes import Damaged, Group
 
 _FORMAT = "plurax checkpoint"
-_VERSION = 1
+_VERSION = 2
 _MANIFEST = "plurax.json"
 _HISTORY = "history.npz"
-
-
-class Damaged(ValueError):
-    """A checkpoint that cannot be read whole."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,10 @@ class Checkpoint:
         if manifest is None:
             raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
         checkpoint = cls(api, path, manifest)
-        if manifest.get("version") != _VERSION:
+        if manifest.get("version") not in (1, _VERSION):
             raise ValueError(
                 f"{api}: the checkpoint at {path} has version {manifest.get('version')}, but this library reads "
-                f"{_VERSION}."
+                f"1 and {_VERSION}."
             )
         if manifest.pop("checksum", None) != _checksum(manifest):
             raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
@@ -106,59 +105,47 @@ class Checkpoint:
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]
 
-    def read(self, members: Sequence[int], order: Mapping[str, list[int]]) -> list[dict[str, list[Any]]]:
-        """For each of some members, a dict from parts to their arrays in the order that `order` gives for each part."""
-        import orbax.checkpoint as ocp
-
-        arrays = self.manifest["arrays"]
-        wanted = {
-            _member(i): {
-                part: {
-                    _leaf(j): jax.ShapeDtypeStruct(tuple(array["stored"]), np.dtype(array["stored_dtype"]))
-                    for j, array in enumerate(arrays[part])
-                    if 0 not in array["stored"]
-                }
-                for part in order
-            }
+    def read(self, members: Sequence[int], order: Mapping[str, list[int]]) -> dict[int, dict[str, list[np.ndarray]]]:
+        """For each of some members, a dict from parts to their arrays as stored, in the order that `order` gives."""
+        entries = self.manifest["arrays"]
+        wanted: dict[Path, list[str]] = {}
+        for i in members:
+            for part in order:
+                for j, array in enumerate(entries[part]):
+                    if 0 not in array["stored"]:
+                        wanted.setdefault(self.path / _home(self.manifest, i), []).append(_name(i, part, j))
+        read: dict[str, np.ndarray] = {}
+        try:
+            for directory, names in wanted.items():
+                read.update(_arrays.get(directory, names))
+        except Exception as error:  # tensorstore raises many kinds for one fact: the bytes cannot be read
+            raise self.damaged(error) from error
+        return {
+            i: {part: [self._array(i, part, j, read.get(_name(i, part, j))) for j in order[part]] for part in order}
             for i in members
         }
-        item = {"members": wanted}
-        restore = ocp.args.PyTreeRestore(
-            item=item,
-            restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item),
-            partial_restore=True,
-        )
-        try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                read = checkpointer.restore(self.path / "arrays", args=restore)["members"]
-        except Exception as error:  # orbax and tensorstore raise many kinds for one fact: the bytes cannot be read
-            raise self.damaged(error) from error
-        return [
-            {
-                part: [self._array(i, part, j, read[_member(i)][part].get(_leaf(j))) for j in order[part]]
-                for part in order
-            }
-            for i in members
-        ]
 
-    def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> Any:
-        """Array `j` of a part of member `i`, as it was saved."""
+    def member(self, i: int, part: str, order: list[int]) -> list[jax.Array]:
+        """The arrays of one member's part, in the order given."""
+        entries = self.manifest["arrays"][part]
+        stored = self.read([i], {part: order})[i][part]
+        return [as_saved(array, entries[j]["dtype"]) for array, j in zip(stored, order, strict=True)]
+
+    def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> np.ndarray:
+        """Array `j` of a part of member `i`, checked."""
         entry = self.manifest["arrays"][part][j]
-        if stored is None:  # orbax takes no arrays without elements
+        if stored is None:  # of what has no elements, nothing
             stored = np.zeros(entry["stored"], entry["stored_dtype"])
         if list(stored.shape) != entry["stored"] or str(stored.dtype) != entry["stored_dtype"]:
             raise self.damaged(f"`{entry['path']}` is stored as {describe(stored)}")
         if zlib.crc32(stored.tobytes()) != self.manifest["checksums"][part][i][j]:
             raise self.damaged(f"the bytes of `{entry['path']}` of member {i} have changed since they were saved")
-        array = jnp.asarray(stored)
-        if array.dtype != stored.dtype:
+        if jax.dtypes.canonicalize_dtype(stored.dtype) != stored.dtype:
             raise ValueError(
                 f"{self.api}: the checkpoint at {self.path} has dtype {stored.dtype} at `{entry['path']}`, which "
                 "needs jax_enable_x64; enable it."
             )
-        if entry["dtype"] == entry["stored_dtype"]:
-            return array
-        return jax.random.wrap_key_data(array, impl=entry["dtype"].removeprefix("key<").removesuffix(">"))
+        return stored
 
 
 def write(
@@ -185,45 +172,149 @@ def write(
     Raises:
       FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
     """
-    import orbax.checkpoint as ocp
-
     path = path.resolve()
-    _check_replaceable(api, path)
-    stored = {part: [_to_stored(leaf) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
-    members = range(size)
-    manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
-    manifest["arrays"] = outlines
-    manifest["checksums"] = {
-        part: [[zlib.crc32(array[i].tobytes()) for array in arrays] for i in members] for part, arrays in stored.items()
-    }
-    tree = {
-        "members": {
-            _member(i): {
-                part: {_leaf(j): np.asarray(array[i]) for j, array in enumerate(arrays) if array[i].size}
-                for part, arrays in stored.items()
-            }
-            for i in members
-        }
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.parent / f".{path.name}.{uuid.uuid4().hex}.unfinished"
+    group = Group.of(parts)
+    unfinished = path.parent / f".{path.name}.{group.gather(uuid.uuid4().hex)[0]}.unfinished"
     try:
-        unfinished.mkdir()
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(tree))
-        if history is not None:
-            # Under numbers: a name may be anything, but savez has parameters of its own.
-            manifest["history"] = list(history)
-            numbered = {f"{i}": array for i, array in enumerate(history.values())}
-            np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
-        files = [file for file in unfinished.rglob("*") if file.is_file()]
-        manifest["files"] = {file.relative_to(unfinished).as_posix(): file.stat().st_size for file in files}
-        (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
-        for file in [*files, unfinished / _MANIFEST, *(d for d in unfinished.rglob("*") if d.is_dir()), unfinished]:
-            _sync(file)
-        _replace(unfinished, path)
+
+        def prepare() -> None:
+            if group.is_first:
+                _check_replaceable(api, path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished.mkdir()
+
+        def write_members() -> dict[str, Any]:
+            owners = _owners(api, parts, size, group)
+            mine = [i for i in range(size) if owners[i] == jax.process_index()]
+            stored = {part: [_rows(leaf, mine) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
+            home = unfinished / f"arrays/{jax.process_index()}"
+            if mine:
+                arrays = {
+                    _name(i, p, j): a[i] for p in stored for j, a in enumerate(stored[p]) for i in mine if a[i].size
+                }
+                _arrays.put(home, arrays)
+                _sync_all(home)
+            checksums = {p: {str(i): [zlib.crc32(a[i].tobytes()) for a in stored[p]] for i in mine} for p in stored}
+            return {"owners": owners, "checksums": checksums, "files": _sizes(unfinished, home)}
+
+        def finish() -> None:
+            if not group.is_first:
+                return
+            manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
+            manifest["arrays"] = outlines
+            manifest["owners"] = written[0]["owners"]
+            by_member = {p: {i: c for w in written for i, c in w["checksums"][p].items()} for p in parts}
+            manifest["checksums"] = {p: [by_member[p][str(i)] for i in range(size)] for p in parts}
+            manifest["files"] = {name: n for w in written for name, n in w["files"].items()}
+            if history is not None:
+                # Under numbers: a name may be anything, but savez has parameters of its own.
+                manifest["history"] = list(history)
+                numbered = {f"{i}": array for i, array in enumerate(history.values())}
+                np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
+                manifest["files"][_HISTORY] = (unfinished / _HISTORY).stat().st_size
+                _sync(unfinished / _HISTORY)
+            (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
+            for file in [unfinished / _MANIFEST, unfinished / "arrays", unfinished]:
+                _sync(file)
+            _replace(unfinished, path)
+
+        group.agree(prepare)
+        written = group.gather(group.agree(write_members))
+        group.agree(finish)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if group.is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
+    """For each member the first process that has all of its arrays."""
+    holders = [set(group.processes) for _ in range(size)]
+    for leaf in jax.tree.leaves(parts):
+        if getattr(leaf, "is_fully_addressable", True):
+            continue  # every process has one
+        here: list[set[int]] = [set() for _ in range(size)]
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            if all(i.indices(n) == (0, n, 1) for i, n in zip(index[1:], leaf.shape[1:], strict=True)):
+                for i in range(*index[0].indices(size)):
+                    here[i].add(device.process_index)
+        holders = [before & now for before, now in zip(holders, here, strict=True)]
+    lost = [i for i, processes in enumerate(holders) if not processes]
+    if lost:
+        raise ValueError(
+            f"{api}: no process has all arrays of member {lost[0]}; give all arrays one sharding of axis 0."
+        )
+    return [min(processes) for processes in holders]
+
+
+def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
+    """The arrays of some members that this process has, as they are stored."""
+    if getattr(leaf, "is_fully_addressable", True):
+        array = _to_stored(leaf)
+        return {i: array[i] for i in members}
+    rows: dict[int, np.ndarray] = {}
+    leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf  # the shards of keys have their data's indices
+    for shard in leaf.addressable_shards:
+        if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True)):
+            held = range(*shard.index[0].indices(leaf.shape[0]))
+            if (set(held) & set(members)) - set(rows):
+                array = np.asarray(shard.data)
+                rows.update({i: array[k] for k, i in enumerate(held) if i in members})
+    return rows
+
+
+def members_of(tree: Any, size: int) -> list[int]:
+    """The members of which this process needs the arrays, to make a tree like this one."""
+    needed: set[int] = set()
+    for leaf in jax.tree.leaves(tree):
+        if not _is_spread(leaf):
+            return list(range(size))
+        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
+            needed |= {min(i, size - 1) for i in range(*index[0].indices(leaf.shape[0]))}
+    return sorted(needed)
+
+
+def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) -> jax.Array:
+    """The stacked array of some members, sharded as `like`, whose further members are the last again and again."""
+
+    def stacked(places: slice) -> np.ndarray:
+        return np.stack([rows[min(i, size - 1)] for i in range(*places.indices(like.shape[0]))])
+
+    if not _is_spread(like):
+        return as_saved(jnp.asarray(stacked(slice(None))), dtype)
+    shape = (like.shape[0], *next(iter(rows.values())).shape)
+    # A sharding of keys is one of their data too: that has more axes behind.
+    data = jax.make_array_from_callback(shape, like.sharding, lambda at: stacked(at[0])[:, *at[1:]])
+    return as_saved(data, dtype)
+
+
+def as_saved(data: Any, dtype: str) -> jax.Array:
+    """Keys, where the array held keys."""
+    if not dtype.startswith("key<"):
+        return jnp.asarray(data)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=dtype.removeprefix("key<").removesuffix(">"))
+
+
+def _is_spread(leaf: Any) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding is not None and len(sharding.device_set) > 1
+
+
+def _home(manifest: Mapping[str, Any], i: int) -> str:
+    """The directory of a member's arrays; in version 1 there is one."""
+    return f"arrays/{manifest['owners'][i]}" if "owners" in manifest else "arrays"
+
+
+def _name(i: int, part: str, j: int) -> str:
+    return f"members.{i:06d}.{part}.{j:04d}"
+
+
+def _sizes(root: Path, directory: Path) -> dict[str, int]:
+    return {f.relative_to(root).as_posix(): f.stat().st_size for f in directory.rglob("*") if f.is_file()}
+
+
+def _sync_all(directory: Path) -> None:
+    for file in [*directory.rglob("*"), directory]:
+        _sync(file)
 
 
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
@@ -239,11 +330,6 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
         return {**named, "dtype": _dtype_name(leaf.dtype), "stored": list(stored), "stored_dtype": str(data.dtype)}
 
     return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
-
-
-def restack(like: Any, members: list[list[Any]]) -> Any:
-    """The tree `like`, with the members' arrays along axis 0."""
-    return jax.tree.unflatten(jax.tree.structure(like), [jnp.stack(leaves) for leaves in zip(*members, strict=True)])
 
 
 def _check_replaceable(api: str, path: Path) -> None:
@@ -315,11 +401,3 @@ def _to_stored(leaf: Any) -> np.ndarray:
 
 def _checksum(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-
-
-def _member(i: int) -> str:
-    return f"{i:06d}"
-
-
-def _leaf(j: int) -> str:
-    return f"{j:04d}"

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ._jaxpr import aval, bodies, evaluate, interpret
 
@@ -33,11 +33,13 @@ _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 _WITH_BODIES = frozenset({"scan", "while", "cond", "checkpoint", "remat2"})
 _ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
-    "cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p "
-    "logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
-    "tanh xor".split()
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
+    cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
+    logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
+    tanh xor
+    """.split()  # noqa: SIM905
 )
 
 
@@ -150,7 +152,7 @@ def _convolution(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     params = eqn.params
     numbers = params["dimension_numbers"]
     spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    (batch, channels, *places), (features, _, *window), (_, _, *out_places) = spec
+    (_, channels, *places), (features, _, *window), (_, _, *out_places) = spec
     lhs_shape, rhs_shape, out_shape = (aval(x).shape for x in (*eqn.invars, *eqn.outvars))
     positions = math.prod(rhs_shape[i] for i in window)
     results = math.prod(out_shape[i] for i in out_places)
@@ -171,7 +173,8 @@ def _convolution(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
 
 def _padded(params: dict[str, Any], x: jax.Array, places: int) -> jax.Array:
     """`x` with the padding and the dilation of a convolution's input, on `places` axes behind the first."""
-    config = [(low, high, dilation - 1) for (low, high), dilation in zip(params["padding"], params["lhs_dilation"])]
+    spread = zip(params["padding"], params["lhs_dilation"], strict=True)
+    config = [(low, high, dilation - 1) for (low, high), dilation in spread]
     config = [(0, 0, 0), *config, *[(0, 0, 0)] * (x.ndim - 1 - places)]
     return x if not any(map(any, config)) else lax.pad(x, jnp.zeros((), x.dtype), config)
 
@@ -229,7 +232,7 @@ def _by_parts(params, spec, groups, product, lhs, rhs, out_shape) -> _Laid:
         parts = product(left, right, (((1,), (1,)), ((2,), (0,)))).swapaxes(0, 1)
     parts = parts.reshape(*counts, -1, *x.shape[1:])
     axis = len(counts)  # of a place, once the axis of its positions is taken away, which is always the first
-    for i, (size, count) in enumerate(zip(sizes, counts)):
+    for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         low, _ = params["padding"][i]
         stride, dilation, step = (params[name][i] for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
         shifted = [
@@ -283,7 +286,7 @@ def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], ja
     )
     if math.prod(window) > _MOST_SLICES or 0 in x.shape:
         return None
-    config = [(low, high, step - 1) for (low, high), step in zip(padding, base)]
+    config = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
     if any(map(any, config)):
         x = lax.pad(x, jnp.asarray(empty(x.dtype), x.dtype), config)
     sizes = [aval(eqn.outvars[0]).shape[i] for i in order]
@@ -296,8 +299,8 @@ def _window_slices(
     """For each position of a window, the elements that are there."""
     found = []
     for position in itertools.product(*map(range, window)):
-        start = [i * step for i, step in zip(position, dilation)]
-        stop = [begin + (size - 1) * stride + 1 for begin, size, stride in zip(start, sizes, strides)]
+        start = [i * step for i, step in zip(position, dilation, strict=True)]
+        stop = [begin + (size - 1) * stride + 1 for begin, size, stride in zip(start, sizes, strides, strict=True)]
         found.append(lax.slice(x, start, stop, strides))
     return found
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
-from ._budget import check_budget, largest_chunk, temporaries, lower_apart
+from ._budget import check_budget, largest_chunk, lower_apart, temporaries
 from ._call import Call
 from ._chunk import check_chunk_size
 from ._compat import NeedsValues
@@ -232,7 +232,9 @@ def jacobian_of(
                 """The inner Jacobian whole for some slices of the outer one, or in chunks for one of them."""
                 return (call, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
 
-            call, chunk = cut(largest_chunk(api, lambda k: temporaries(partial(compute, api, *cut(k))), size * inner_size, budget))
+            call, chunk = cut(
+                largest_chunk(api, lambda k: temporaries(partial(compute, api, *cut(k))), size * inner_size, budget)
+            )
         out, rows, rest = compute(api, call, chunk)
         aux = call.finish(rest)
 

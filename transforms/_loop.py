@@ -33,6 +33,7 @@ def run(
     save: Callable[[State], None] | None,
     checkpoint_every: int | None,
     progress: bool,
+    interruptible: bool = True,
     done: int,
     total: int | None,
 ) -> tuple[State, int, bool]:
@@ -50,6 +51,7 @@ def run(
       save: writes a checkpoint of a state; None where there are none.
       checkpoint_every: steps between checkpoints; None for one at the end only. One at the end there is always.
       progress: whether to show the bar.
+      interruptible: whether Ctrl-C ends the loop after the step; else it interrupts it.
       done: how many steps of the bar were taken before.
       total: how many steps the bar has, if known.
 
@@ -59,7 +61,7 @@ def run(
     saved = step
     waiting: deque[tuple[int, Metrics]] = deque()
     with (
-        Interrupt() as interrupt,
+        Interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
     ):
 
@@ -98,18 +100,19 @@ def run(
 
 
 class Interrupt:
-    """While it is entered, Ctrl-C sets `requested`; a second one raises `KeyboardInterrupt`.
+    """While it is entered, and wanted, Ctrl-C sets `requested`; a second one raises `KeyboardInterrupt`.
 
     Signals reach the main thread only, and a program's own handler stays in place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
         self.requested = False
+        self._wanted = wanted
         self._installed = False
 
     def __enter__(self) -> Interrupt:
         main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if self._wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
             self._installed = True
         return self

@@ -8,10 +8,12 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ._checkpoint import Checkpoint, Damaged
+from ._checkpoint import Checkpoint
+from ._processes import Damaged, Group
 
 Found = TypeVar("Found")
 
@@ -23,9 +25,10 @@ class Store:
     api: str
     directory: Path
     keep: int
+    group: Group
 
     @classmethod
-    def open(cls, api: str, directory: Any, keep: int) -> Store:
+    def open(cls, api: str, directory: Any, keep: int, group: Group) -> Store:
         """Make the directory where it is missing."""
         directory = Path(directory).resolve()
         try:
@@ -34,7 +37,7 @@ class Store:
             raise type(error)(
                 f"{api}: checkpoint_dir={str(directory)!r} cannot be made: {error}; give another directory."
             ) from error
-        return cls(api, directory, keep)
+        return cls(api, directory, keep, group)
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:
         """What `read` makes of the newest whole checkpoint, or None where there is none.
@@ -42,12 +45,18 @@ class Store:
         Args:
           read: gives anything for a checkpoint. Where it raises `Damaged`, the one before is next, with a warning.
         """
-        for path in reversed(self._paths()):
+
+        def open_and_read(path: Path) -> Found:
+            checkpoint = Checkpoint.open(self.api, path)
+            if "history" not in checkpoint.manifest:
+                raise checkpoint.damaged("it has no history, so no run wrote it")
+            return read(checkpoint)
+
+        # All of them try those that the first one sees: another may see them later.
+        names = self.group.gather([path.name for path in self._paths()])[0]
+        for path in [self.directory / name for name in reversed(names)]:
             try:
-                checkpoint = Checkpoint.open(self.api, path)
-                if "history" not in checkpoint.manifest:
-                    raise checkpoint.damaged("it has no history, so no run wrote it")
-                return read(checkpoint)
+                return self.group.agree(partial(open_and_read, path))
             except Damaged as error:
                 # The user's line: it called the method, which called the function, which called this.
                 warnings.warn(f"{error} It is skipped, and renamed when another takes its place.", stacklevel=4)
@@ -56,11 +65,19 @@ class Store:
     def write(self, step: int, write: Callable[[Path], None]) -> None:
         """Let `write` write the checkpoint of a step at a path, and remove those that are no longer to be kept."""
         path = self.directory / f"step_{step:08d}"
-        if path.exists() and not self._is_whole(path):
-            path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.damaged"))
+
+        def make_room() -> None:
+            if self.group.is_first and path.exists() and not self._is_whole(path):
+                path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.damaged"))
+
+        def remove_old() -> None:
+            if self.group.is_first:
+                for old in [path for path in self._paths() if self._is_whole(path)][: -self.keep]:
+                    shutil.rmtree(old)
+
+        self.group.agree(make_room)
         write(path)
-        for old in [path for path in self._paths() if self._is_whole(path)][: -self.keep]:
-            shutil.rmtree(old)
+        self.group.agree(remove_old)
 
     def _paths(self) -> list[Path]:
         """What is named as a checkpoint, by step."""

@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, trainer, ens, 
 
 # Orbax starts all its reads at once; those that fail after the first one complain to nobody.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["arrays/manifest.ocdbt", "history.npz", "plurax.json"])
+@pytest.mark.parametrize("name", ["arrays/0/manifest.ocdbt", "history.npz", "plurax.json"])
 def test_bytes_that_changed_make_a_checkpoint_damaged_too(tmp_path, trainer, ens, make_batches, assert_same, name):
     """And training on to its step replaces it, at the same name."""
     options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}

@@ -56,7 +56,7 @@ def convolutions(draw: st.DrawFn) -> tuple[Callable[..., Any], tuple[int, ...], 
     """A convolution of any kind, and the shapes that it takes."""
     places = draw(st.integers(1, 3))
     groups = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2)]))
-    many = lambda values: st.lists(st.sampled_from(values), min_size=places, max_size=places)  # noqa: E731
+    many = lambda values: st.lists(st.sampled_from(values), min_size=places, max_size=places)
     window, sizes = draw(many([1, 2, 3, 5])), draw(many([5, 7, 8]))
     strides, dilation, spread = draw(many([1, 1, 2, 3])), draw(many([1, 1, 2])), draw(many([1, 1, 2]))
     padding = list(zip(draw(many([-1, 0, 1, 2])), draw(many([-1, 0, 1, 3])), strict=True))

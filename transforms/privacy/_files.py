@@ -29,7 +29,7 @@ def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.n
 def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
     """The state of a checkpoint, like another; refuses one of other settings or another model."""
     arrays = _arrays(like)
-    order = {_PART: checkpoint.order(_PART, outline(arrays))}
+    order = checkpoint.order(_PART, outline(arrays))
     written, mine = checkpoint.manifest["ledger"], _plain(like.ledger)
     for name in mine:
         if written.get(name) != mine[name]:
@@ -37,8 +37,7 @@ def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
                 f"{checkpoint.api}: the checkpoint at {checkpoint.path} was written with {name}={written.get(name)}, "
                 f"but this DPSGD has {mine[name]}; make one with the settings of the run."
             )
-    (leaves,) = checkpoint.read([0], order)
-    read = jax.tree.unflatten(jax.tree.structure(arrays), leaves[_PART])
+    read = jax.tree.unflatten(jax.tree.structure(arrays), checkpoint.member(0, _PART, order))
     step = jnp.asarray(checkpoint.manifest["step"], like.step.dtype)
     return replace(like, **read, step=step)
 

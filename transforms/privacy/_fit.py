@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from .._history import History, Recorder
 from .._loop import check_options, run
+from .._processes import Group
 from .._store import Store
 from ._files import read_state, write_state
 from ._state import DPState
@@ -59,7 +60,9 @@ def fit(
                 f"DPSGD.fit: {start} steps have spent more than epsilon_budget={epsilon_budget} already; give a larger "
                 "one."
             )
-    store = None if checkpoint_dir is None else Store.open("DPSGD.fit", checkpoint_dir, checkpoint_keep)
+    store = (
+        None if checkpoint_dir is None else Store.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
+    )
     resumed = None if store is None else store.newest(partial(_resume, state))
     history = None
     if resumed is not None and int(resumed[0].step) >= start:
