@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,20 +99,23 @@ class Ensemble:
         return _stacked("Ensemble.stack", members)
 
     @classmethod
-    def create(cls, make: Callable[..., Any], size: int, *, seed: Any) -> Ensemble:
+    def create(cls, make: Callable[..., Any], size: int, *, seed: Any, mesh: Any = None) -> Ensemble:
         """Create members that differ in their random numbers, in one compiled program.
 
         Args:
           make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
           size: how many members, at least 1.
           seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
+          mesh: a `jax.sharding.Mesh` with an axis "ensemble": each of its devices makes its own members, and no other
+            holds them. It may span several processes.
 
         Returns:
           An ensemble of `size` models.
 
         Raises:
-          TypeError: `make` is not callable or returns no model; `size` is no int; `seed` is neither int nor key.
-          ValueError: `size` is below 1, or the models have no arrays.
+          TypeError: `make` is not callable or returns no model; `size` is no int; `seed` is neither int nor key; `mesh`
+            is no mesh.
+          ValueError: `size` is below 1, or does not divide over the devices of the mesh; the models have no arrays.
 
         Cost:
           One compilation, and members made one after another: no more memory than the result.
@@ -144,7 +148,21 @@ class Ensemble:
             return _strong((parts.trainable, parts.rest))
 
         # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap.
-        trainable, rest = _run_once(lambda: jax.lax.map(make_one, jnp.arange(size)), key)
+        make_some = partial(lax.map, make_one)
+        if mesh is None:
+            trainable, rest = _run_once(lambda: make_some(jnp.arange(size)), key)
+            return cls(structures[0], trainable, rest)
+        layout = Layout.of("Ensemble.create", mesh)
+        if layout.padded(size) != size:
+            raise ValueError(
+                f"Ensemble.create: {size} members do not divide over the {layout.devices} devices of the mesh axis "
+                '"ensemble"; create them without a mesh, and Trainer.init pads them.'
+            )
+        impl, data = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
+        key = jax.random.wrap_key_data(data, impl=impl)
+        numbers = layout.place(np.arange(size), size)
+        with layout.context():
+            trainable, rest = jax.jit(layout.over_members(make_some))(numbers)
         return cls(structures[0], trainable, rest)
 
     @classmethod
@@ -210,7 +228,9 @@ class Ensemble:
         """
         check_in_axes("Ensemble", in_axes)
         arrays, static = Static.separate((args, kwargs))
-        return _call(self, arrays, static, Static.of(in_axes), Layout.around(self))
+        layout = Layout.around(self)
+        with nullcontext() if layout is None else layout.context():
+            return _call(self, arrays, static, Static.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: str = "classification", **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode, and say how sure they are.

@@ -90,6 +90,10 @@ class Layout:
         """How an array is held that all members share."""
         return NamedSharding(self.mesh, P())
 
+    def context(self) -> Any:
+        """Within it another mesh that the user has set does not count."""
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
     @property
     def in_one_process(self) -> bool:
         return all(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
@@ -121,10 +125,10 @@ class Layout:
         traced = isinstance(x, Tracer)
         if isinstance(x, jax.Array) and not traced and x.sharding == sharding and not more:
             return x
-        if traced or self.in_one_process or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-            x = jnp.asarray(x)
-            if more:
-                x = jnp.concatenate([x, *[x[-1:]] * more])
+        if traced and more:
+            x = jnp.concatenate([x, *[x[-1:]] * more])
+        elsewhere = isinstance(x, jax.Array) and not traced and not x.is_fully_addressable
+        if traced or elsewhere or (self.in_one_process and not more):
             return jax.device_put(x, sharding)
         # Each process has the whole of it, and hands on what its own devices hold.
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -207,6 +211,10 @@ class Layout:
             return fun(arrays, *batch)
 
         return over_all
+
+    def over_members(self, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`fun` of stacked members, of which each device takes its own."""
+        return jax.shard_map(fun, mesh=self.mesh, in_specs=P(ENSEMBLE), out_specs=P(ENSEMBLE), check_vma=False)
 
     def over_arrays(self, fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
         """`fun` of stacked members and a list of arrays, of which each device takes its own members and their part."""

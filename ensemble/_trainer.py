@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,13 +171,11 @@ class Trainer:
             opt_state = self._optimizer.init(ensemble.trainable, size)
             return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step)))
         layout = self._layout
-        # Placed first, so that what is made of them is made where it belongs.
-        arrays = layout.place((ensemble.trainable, ensemble.rest), size)
-        if arrays[0] is ensemble.trainable or layout.padded(size) == size:
-            arrays = jax.tree.map(jnp.copy, arrays)
-        init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
-        opt_state = init(arrays[0])
-        return TrainState.of_padded(ensemble.structure, (*arrays, opt_state), size, layout.place_shared(step))
+        with layout.context():
+            # Placed first, so that what is made of them is made where it belongs.
+            arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest), size))
+            init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
+            return TrainState.of_padded(ensemble.structure, (*arrays, init(arrays[0])), size, layout.place_shared(step))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of every member.
@@ -307,11 +306,12 @@ class Trainer:
         """A step, executed in a given way."""
         structure, size = state.structure_and_size()
         if execution.strategy != "loop":
-            arrays, step, metrics = self._programs[donate](
-                structure, execution, size, Static.of(axes), *self._inputs(execution, state, arguments, axes)
-            )
-            if len(metrics["loss"]) > size:
-                metrics = cut(metrics, size)
+            with self._context(execution):
+                arrays, step, metrics = self._programs[donate](
+                    structure, execution, size, Static.of(axes), *self._inputs(execution, state, arguments, axes)
+                )
+                if len(metrics["loss"]) > size:
+                    metrics = cut(metrics, size)
             return TrainState.of_padded(structure, arrays, size, step), metrics
         arguments = _on_device(arguments)
         # No index where there is nothing to take by it.
@@ -343,6 +343,10 @@ class Trainer:
         if layout is None:
             return state
         return TrainState.of_padded(structure, state.spread(layout), size, layout.place_shared(state.step))
+
+    def _context(self, execution: Execution) -> Any:
+        layout = self._layout_of(execution)
+        return nullcontext() if layout is None else layout.context()
 
     def _layout_of(self, execution: Execution) -> Layout | None:
         if self._layout is None and execution.devices > 1:
@@ -485,7 +489,47 @@ class Trainer:
                     f"the mesh splits over {DATA!r}; only scalars of floating point are averaged over the parts: "
                     "report a mean."
                 )
+        self._check_mean(layout, state, arguments, axes, specs)
         self._split.add(kind)
+
+    def _check_mean(
+        self,
+        layout: Layout,
+        state: TrainState,
+        arguments: tuple[Any, ...],
+        axes: tuple[Axes, ...],
+        specs: list[Any],
+    ) -> None:
+        """Refuse a loss that is not the mean over the parts of its batch, by that of the first member."""
+        structure, _ = state.structure_and_size()
+        arrays = jax.tree.leaves((state.rows(), arguments))
+        if any(isinstance(x, Tracer) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in arrays):
+            return  # no values yet; or numbers are drawn, which differ
+        if not all(getattr(x, "is_fully_addressable", True) for x in arrays):
+            return
+        with layout.context():
+            (trainable, rest, _), *batch = jax.tree.map(
+                np.asarray, take_member((state.rows(), *arguments), (0, *axes), 0)
+            )
+
+        def mean_over(parts: int) -> float:
+            leaves, treedef = jax.tree.flatten(batch)
+            split = [DATA in spec for spec in specs]
+            leaves = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]
+
+            def of_part(*leaves: Any) -> jax.Array:
+                model = structure.merge(trainable, rest)
+                return _metrics(self._loss(model, *jax.tree.unflatten(treedef, leaves)))["loss"]
+
+            of_parts = jax.vmap(of_part, [0 if s else None for s in split], axis_name=DATA, axis_size=parts)
+            return float(jnp.mean(jax.jit(of_parts)(*leaves)))
+
+        whole, parts = mean_over(1), mean_over(layout.shards)
+        if not np.isclose(whole, parts, rtol=1e-2, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                f"Trainer.step: the loss is {whole:.6g} on a whole batch, but {parts:.6g} as the mean over its "
+                f'{layout.shards} parts; with a mesh axis "{DATA}" it must be a mean over the examples.'
+            )
 
     def _trial(
         self,
@@ -505,8 +549,9 @@ class Trainer:
                 program, i = self._member_programs[donate], None if shared else np.uint32(0)
                 lowered = program.lower(structure, execution, static, state.members()[0], i, batch)
             else:
-                inputs = self._inputs(execution, state, batch, axes)
-                lowered = self._programs[donate].lower(structure, execution, size, static, *inputs)
+                with self._context(execution):
+                    inputs = self._inputs(execution, state, batch, axes)
+                    lowered = self._programs[donate].lower(structure, execution, size, static, *inputs)
             analysis: Any = lowered.compile().memory_analysis()
             return analysis.temp_size_in_bytes
 

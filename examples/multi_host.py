@@ -1,0 +1,135 @@
+"""Train one ensemble over the devices of several processes, as on several hosts, and read the result in one.
+
+    python examples/multi_host.py --processes 2 --out demo
+
+starts them all on this machine, each with two devices of the CPU. On a cluster start the same script once on each host,
+with the address of the first: `--process 0 --processes 4 --coordinator host0:8476`, and so on. (Where JAX knows the
+cluster, as under Slurm or on Cloud TPUs, `jax.distributed.initialize()` without arguments finds this out itself.)
+
+Every process runs the same program on the same batches. It holds, trains and writes its own members only; nothing is
+exchanged but what the checkpoint needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from sklearn.datasets import load_digits
+
+from plurax.ensemble import Ensemble, Trainer, load, load_member, metrics
+
+BATCH = 64
+
+
+class MLP(nnx.Module):
+    """Two dense layers for the 64 pixels of a digit."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(64, 48, rngs=rngs)
+        self.out = nnx.Linear(48, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits (batch, 10) of images (batch, 64)."""
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Images (1797, 64) in 0 to 1, and labels (1797,)."""
+    images, labels = load_digits(return_X_y=True)
+    return (images / 16).astype(np.float32), labels.astype(np.int32)
+
+
+def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The same in every process: they are drawn with one seed."""
+    images, labels = digits()
+    generator = np.random.default_rng(0)
+    for _ in range(steps):
+        chosen = generator.choice(1440, BATCH, replace=False)
+        yield images[chosen], labels[chosen]
+
+
+def loss(model: MLP, x: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+
+def train(process: int, processes: int, coordinator: str, members: int, steps: int, out: Path) -> None:
+    """What each process does."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(coordinator, processes, process)
+    mesh = jax.make_mesh((jax.device_count(),), ("ensemble",))
+    ensemble = Ensemble.create(MLP, members, seed=0, mesh=mesh)
+    trainer = Trainer(loss, optax.adam(3e-3), strategy="vmap", mesh=mesh)
+    state, history = trainer.fit(trainer.init(ensemble), batches(steps), checkpoint_dir=out, progress=process == 0)
+    mine = sorted(
+        {
+            i
+            for shard in state.ensemble.trainable["out"]["bias"].addressable_shards
+            for i in range(*shard.index[0].indices(members))
+        }
+    )
+    last = [row["loss"] for row in history[-members:]]
+    print(
+        f"process {process} of {processes}, {jax.local_device_count()} of {jax.device_count()} devices: trained and "
+        f"wrote members {mine}; losses of all {min(last):.3f} to {max(last):.3f}",
+        flush=True,
+    )
+
+
+def read(members: int, out: Path) -> None:
+    """In one process, on one device: the whole ensemble, and one member of it alone."""
+    path = max(out.glob("step_*"))
+    ensemble = load(path, jax.eval_shape(lambda: Ensemble.create(MLP, members, seed=0)))
+    images, labels = digits()
+    images, labels = images[1440:], labels[1440:]
+    prediction = ensemble.predict(images)
+    alone = load_member(path, members - 1, MLP(nnx.Rngs(0)))
+    np.testing.assert_allclose(alone(images), ensemble(images)[-1], rtol=1e-5, atol=1e-5)
+    each = metrics.accuracy(prediction.members, labels)
+    print(
+        f"read {path.name} in one process: accuracy {float(metrics.accuracy(prediction.mean, labels)):.1%} together, "
+        f"{float(each.min()):.1%} to {float(each.max()):.1%} each; member {members - 1} alone agrees"
+    )
+
+
+def start(processes: int, arguments: list[str]) -> None:
+    """Start all processes on this machine, and wait for them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    options = ["--processes", str(processes), "--coordinator", coordinator, *arguments]
+    started = [subprocess.Popen([sys.executable, __file__, "--process", str(i), *options]) for i in range(processes)]
+    if any([process.wait() for process in started]):
+        raise SystemExit("a process has failed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=2, help="how many processes there are (2)")
+    parser.add_argument("--process", type=int, help="which of them this is; without it, all are started here")
+    parser.add_argument("--coordinator", help="address and port of the first process, such as host0:8476")
+    parser.add_argument("--members", type=int, default=8, help="how many members (8)")
+    parser.add_argument("--steps", type=int, default=200, help="how many steps (200)")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the checkpoints (demo)")
+    options = parser.parse_args()
+    out = options.out / "multi_host"
+    if options.process is not None:
+        train(options.process, options.processes, options.coordinator, options.members, options.steps, out)
+        return
+    start(
+        options.processes,
+        ["--members", str(options.members), "--steps", str(options.steps), "--out", str(options.out)],
+    )
+    read(options.members, out)
+
+
+if __name__ == "__main__":
+    main()
