@@ -25,6 +25,7 @@ OTHERS = {
     "examples/ensemble_digits.py",
     "examples/per_sample_gradients.py",
     "examples/dp_sgd_digits.py",
+    "examples/multi_host.py",
 }  # which write files
 SMALL = {
     "examples/vmap_tour.py": (),
@@ -54,6 +55,12 @@ def test_digits_are_learned_in_private(tmp_path):
     assert all(float(row[3]) > float(row[2]) for row in rows)
     assert all(float(row[4].rstrip("%")) > 50 for row in rows)
     assert (tmp_path / "dp_sgd_digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_processes_train_what_one_reads(tmp_path):
+    shown = run("examples/multi_host.py", "--members", "4", "--steps", "30", "--out", str(tmp_path))
+    assert "process 1 of 2, 2 of 4 devices: trained and wrote members [2, 3]" in shown
+    assert "member 3 alone agrees" in shown
 
 
 def test_none_is_forgotten():
