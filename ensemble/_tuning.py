@@ -29,6 +29,8 @@ _LONGEST_COMPILE = 20.0
 # What takes this many times as long as the best is not measured again.
 _OUT_OF_REACH = 1.3
 _ROUNDS = 15
+# How many steps count at first, as long as they take no more than this share of the time.
+_FIRST, _SHARES = 4, 16
 
 _FORMAT = 1
 _remembered: dict[str, Tuning] = {}
@@ -177,7 +179,7 @@ class _Search:
         self._error: Exception | None = None
 
     def measure(self, execution: Execution) -> None:
-        """Compile it, and take a step or two; whatever fails is no candidate."""
+        """Compile it, and take some steps; whatever fails is no candidate."""
         if self.spent > self._seconds and self.measured():
             self.skip(execution, "no time was left")
             return
@@ -191,16 +193,18 @@ class _Search:
             if self._budget is not None and temporaries > self._budget:
                 self.found[execution] = replace(one, note="over the memory budget")
                 return
-            # The first step allocates and loads; it counts only where there is no time for another.
-            times = [self._timed(trial.run)]
-            if self.spent + times[0] <= self._seconds:
-                times = [self._timed(trial.run)]
+            # The first step allocates and loads; it counts only where there is no time for others.
+            times, share = [self._timed(trial.run)], self._seconds / _SHARES
+            for i in range(_FIRST):
+                if (i + 1) * min(times) <= share:
+                    times.append(self._timed(trial.run))
+            times = times[1:] or times
         except Exception as error:  # such as an operation that cannot be batched, or too little memory
             self._error = self._error or error
             self.skip(execution, f"fails: {type(error).__name__}")
             return
         self._runs[execution], self._times[execution] = trial.run, times
-        self.found[execution] = replace(one, ms=times[0] * 1e3)
+        self.found[execution] = replace(one, ms=statistics.median(times) * 1e3)
 
     def skip(self, execution: Execution, why: str) -> None:
         self.found[execution] = Candidate(execution, note=why)
