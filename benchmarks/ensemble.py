@@ -12,92 +12,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import _scaling
 import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from _measure import instructions, interleaved, publish, ratio, table
+from _models import LEARNING_RATE, MLP, ByHand, LeNet5, Transformer, chained, cross_entropy, torch, torch_candidates
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer
 from plurax.transforms import vmap
 
-try:
-    import torch
-except ModuleNotFoundError:
-    torch = None
-
 STRATEGIES = ("vmap", "map", "unroll", "loop")
-LEARNING_RATE = 1e-3
-
-
-class MLP(nnx.Module):
-    """784-128-128-10, the model of PyTorch's tutorial on ensembling."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense1 = nnx.Linear(784, 128, rngs=rngs)
-        self.dense2 = nnx.Linear(128, 128, rngs=rngs)
-        self.dense3 = nnx.Linear(128, 10, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.dense3(nnx.relu(self.dense2(nnx.relu(self.dense1(x.reshape(len(x), -1))))))
-
-
-class LeNet5(nnx.Module):
-    """LeNet-5 on 32x32 images of one channel."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.conv1 = nnx.Conv(1, 6, (5, 5), padding="VALID", rngs=rngs)
-        self.conv2 = nnx.Conv(6, 16, (5, 5), padding="VALID", rngs=rngs)
-        self.dense1 = nnx.Linear(400, 120, rngs=rngs)
-        self.dense2 = nnx.Linear(120, 84, rngs=rngs)
-        self.dense3 = nnx.Linear(84, 10, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nnx.max_pool(nnx.relu(self.conv1(x)), (2, 2), (2, 2))
-        x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), (2, 2))
-        x = x.reshape(len(x), -1)
-        return self.dense3(nnx.relu(self.dense2(nnx.relu(self.dense1(x)))))
-
-
-def cross_entropy(model: Callable[..., jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
-
-
-class ByHand:
-    """The same ensemble in raw JAX: parameters as stacked pytrees, `jax` and `optax` only."""
-
-    def __init__(self, ensemble: Ensemble) -> None:
-        self.size = len(ensemble)
-        self.graphdef, _ = nnx.split(ensemble[0])
-        self.params = ensemble.trainable
-        self.optimizer = optax.adam(LEARNING_RATE)
-        self.opt_state = jax.vmap(self.optimizer.init)(self.params)
-        self.members = [jax.tree.map(lambda a, i=i: a[i], (self.params, self.opt_state)) for i in range(self.size)]
-        self.apply_jit = jax.jit(self.apply)
-        self.train_jit = jax.jit(self.train)
-
-    def apply(self, params: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(self.graphdef, params)(x)
-
-    def train(self, params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: cross_entropy(lambda x: self.apply(p, x), x, y))(params)
-        updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    def stacked(self, fun: Callable[..., Any], strategy: str) -> Callable[..., Any]:
-        """`fun(state, batch)` over members whose state is stacked."""
-
-        def mapped(state: Any, batch: Any) -> Any:
-            if strategy == "vmap":
-                return jax.vmap(lambda s: fun(*s, *batch))(state)
-            if strategy == "map":
-                return jax.lax.map(lambda s: fun(*s, *batch), state)
-            outs = [fun(*jax.tree.map(lambda a, i=i: a[i], state), *batch) for i in range(self.size)]
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
-
-        return jax.jit(mapped)
 
 
 def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
@@ -120,7 +48,7 @@ def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, 
 
 
 def train_candidates(
-    ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]
+    title: str, ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...], tunings: dict[str, Any]
 ) -> dict[str, Callable[[], Any]]:
     """Each takes a step from where its last one ended, as a training loop does, and returns the losses."""
     hand = ByHand(ensemble)
@@ -131,8 +59,9 @@ def train_candidates(
         return [member for *member, _ in results], [loss for *_, loss in results]
 
     for strategy in ("auto", *strategies):
-        trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy)
-        candidates[f"ours {strategy}"] = chained(lambda state, t=trainer: t.step(state, (x, y)), trainer.init(ensemble))
+        trainer, candidates[f"ours {strategy}"] = _scaling.ours(ensemble, x, y, strategy=strategy)
+        if strategy == "auto":
+            tunings[title] = trainer.explain()
         if strategy == "loop":
             candidates["JAX loop"] = chained(loop, hand.members)
         elif strategy != "auto":
@@ -144,72 +73,6 @@ def train_candidates(
 
             candidates[f"JAX {strategy}"] = chained(step, (hand.params, hand.opt_state))
     return candidates
-
-
-def chained(step: Callable[[Any], tuple[Any, Any]], state: Any) -> Callable[[], Any]:
-    """A call of `step` from the state of the call before; it returns the rest of its result."""
-
-    def call() -> Any:
-        nonlocal state
-        state, rest = step(state)
-        return rest
-
-    return call
-
-
-def torch_candidates(kind: type, size: int, x: np.ndarray, y: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same two jobs in PyTorch: the forward pass and the step, each by a loop and by `torch.func.vmap`."""
-    nn, func = torch.nn, torch.func
-
-    def layers() -> Any:
-        if kind is MLP:
-            return nn.Sequential(
-                nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-            )
-        return nn.Sequential(
-            *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
-        )
-
-    models = [layers() for _ in range(size)]
-    params, buffers = func.stack_module_state(models)
-    base = layers().to("meta")
-    images = torch.tensor(np.moveaxis(x, -1, 1) if x.ndim == 4 else x)
-    labels = torch.tensor(y, dtype=torch.long)
-
-    def apply(params: Any, buffers: Any) -> Any:
-        return func.functional_call(base, (params, buffers), (images,))
-
-    def loss(params: Any, buffers: Any) -> Any:
-        return nn.functional.cross_entropy(apply(params, buffers), labels)
-
-    optimizers = [torch.optim.Adam(model.parameters(), lr=LEARNING_RATE) for model in models]
-    stacked = torch.optim.Adam(params.values(), lr=LEARNING_RATE)
-
-    def train_loop() -> None:
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-
-    def train_vmap() -> None:
-        grads = func.vmap(func.grad(loss), randomness="error")({k: v.detach() for k, v in params.items()}, buffers)
-        for name, param in params.items():
-            param.grad = grads[name]
-        stacked.step()
-
-    def forward_loop() -> Any:
-        with torch.no_grad():
-            return [model(images) for model in models]
-
-    def forward_vmap() -> Any:
-        with torch.no_grad():
-            return func.vmap(apply)(params, buffers)
-
-    return (
-        {"torch loop": forward_loop, "torch.func.vmap": forward_vmap},
-        {"torch loop": train_loop, "torch.func.vmap": train_vmap},
-    )
 
 
 def programs(ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -314,10 +177,18 @@ def compare(times: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def best_by_hand(times: dict[str, dict[str, Any]]) -> str:
+    """Auto against the quickest strategy in raw JAX, in words."""
+    best = min((name for name in times if name.startswith("JAX")), key=lambda name: times[name]["median_ms"])
+    return f"auto takes {ratio(times, 'ours auto', best):.2f} times as long as the quickest by hand ({best})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    smoke = parser.parse_args().smoke
+    parser.add_argument("--mindspore", help="a Python with MindSpore 2.10, to run its case of four LeNet-5")
+    options = parser.parse_args()
+    smoke = options.smoke
     rounds, seconds, batch = (2, 0.001, 4) if smoke else (15, 0.15, 64)
     strategies = ("vmap", "loop") if smoke else STRATEGIES
     chunk_cases = (((16, 8),), (4,)) if smoke else (((1024, 256), (4096, 512)), (8, 32, 128, 512))
@@ -328,43 +199,60 @@ def main() -> None:
         f"{device.platform} ({device.device_kind})."
     )
     sections, results = [about], {"about": about}
+
+    def show(title: str, rows: list[dict[str, Any]], *words: str) -> None:
+        results[title] = rows
+        sections.append("\n\n".join([f"### {title}", *words, table(rows)]))
+        print(title, *words, table(rows), sep="\n", flush=True)
+
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 10, batch).astype(np.int32)
-    kinds = ((MLP, (28, 28, 1), (10,)), (LeNet5, (32, 32, 1), (4, 10)))
+    tunings: dict[str, Any] = {}
+    kinds = ((MLP, (28, 28, 1), (10, 100)), (LeNet5, (32, 32, 1), (4, 10)), (Transformer, (32,), (8,)))
     for kind, shape, sizes in kinds[:1] if smoke else kinds:
         for size in (2,) if smoke else sizes:
             images = generator.normal(size=(batch, *shape)).astype(np.float32)
+            if kind is Transformer:
+                images = generator.integers(0, 128, (batch, *shape)).astype(np.int32)
+            # A copy of the operations for each of 100 members takes minutes to compile.
+            ways = tuple(name for name in strategies if name != "unroll" or size <= 10)
             x, y = jnp.asarray(images), jnp.asarray(labels)
             ensemble = Ensemble.create(kind, size, seed=0)
-            jobs = {
-                "forward": forward_candidates(ensemble, x, strategies),
-                "training step": train_candidates(ensemble, x, y, strategies),
-            }
-            if torch is not None:
-                forward, train = torch_candidates(kind, size, images, labels)
-                jobs["forward"] |= forward
-                jobs["training step"] |= train
+            title = f"{kind.__name__}, {size} members, batch {batch}"
+            jobs = {"training step": train_candidates(title, ensemble, x, y, ways, tunings)}
+            if size <= 10 and kind is not Transformer:
+                jobs["forward"] = forward_candidates(ensemble, x, ways)
+                if torch is not None:
+                    forward, train = torch_candidates(kind, size, images, labels)
+                    jobs["forward"] |= forward
+                    jobs["training step"] |= train
             for job, candidates in jobs.items():
-                title = f"{kind.__name__}, {size} members, batch {batch}, {job}"
-                print(title, flush=True)
                 times = interleaved(candidates, rounds=2 * rounds if kind is MLP else rounds, seconds=seconds)
-                results[title] = times
-                text = table(compare(times))
-                print(text, flush=True)
-                sections.append(f"### {title}\n\n{text}")
-            counts = programs(ensemble, x, y, strategies)
-            title = f"{kind.__name__}, {size} members: instructions of the optimised training step"
-            results[title] = counts
-            sections.append(f"### {title}\n\n{table(counts)}")
-            print(title, table(counts), sep="\n", flush=True)
-    for title, rows in (
-        ("What an eager call adds", eager_overhead(2 if smoke else 101)),
-        ("`vmap` in chunks", chunks(*chunk_cases, 2 if smoke else 21)),
-    ):
-        results[title] = rows
-        sections.append(f"### {title}\n\n{table(rows)}")
-        print(title, table(rows), sep="\n", flush=True)
+                words = [best_by_hand(times)]
+                if job == "training step":
+                    words.append(f"```\n{tunings[title]}\n```")
+                show(f"{title}, {job}", compare(times), *words)
+                results[f"{title}, {job}"] = times
+            if size <= 10:
+                show(f"{title}: instructions of the optimised training step", programs(ensemble, x, y, ways))
+    sizes = (2, 3) if smoke else (4, 8, 16, 32, 64)
+    over = {}
+    for kind, shape in ((MLP, (28, 28, 1)),) if smoke else ((MLP, (28, 28, 1)), (LeNet5, (32, 32, 1))):
+        over[kind.__name__] = _scaling.over_members(kind, shape, sizes, batch, rounds)
+        show(f"{kind.__name__}: a training step for each member", over[kind.__name__])
+    show(
+        "Very many small members",
+        _scaling.many(*((8, ("1MiB",)) if smoke else (1000, (None, "16MiB", "4MiB", "1MiB"))), rounds),
+    )
+    show("Four LeNet-5 with a batch of three each, amsgrad", _scaling.source_case(rounds, options.mindspore))
     if not smoke:
+        show("LeNet-5, 10 members, batch 64, on two devices of the CPU", _scaling.elsewhere(2, "two", str(rounds)))
+        show("Weak scaling: two members for each device", _scaling.elsewhere(8, "weak"))
+    show("What an eager call adds", eager_overhead(2 if smoke else 101))
+    show("`vmap` in chunks", chunks(*chunk_cases, 2 if smoke else 21))
+    if not smoke:
+        _scaling.draw("ensemble", over, {k: v for k, v in tunings.items() if k.startswith(("LeNet5, 10", "MLP, 10 "))})
+        sections.append("![Time for each member, and the candidates of auto](ensemble.png)")
         publish("ensemble", "\n\n".join(sections), results)
 
 

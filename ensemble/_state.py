@@ -105,6 +105,19 @@ class TrainState:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.held.members[0])
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.rows())
 
+    @property
+    def kind(self) -> Any:
+        """What tells states for which other programs are compiled apart."""
+        if "_kind" not in vars(self):
+            vars(self)["_kind"] = self.structure_and_size(), kind_of(self.one())
+        return vars(self)["_kind"]
+
+    def after(self, state: TrainState) -> TrainState:
+        """This state, which a step has made of another: what tells it apart is what told that one."""
+        if "_kind" in vars(state):
+            vars(self)["_kind"] = vars(state)["_kind"]
+        return self
+
     def contents(self) -> Any:
         """Its arrays as they are held."""
         return (self.held.contents() if self.held is not None else self.arrays()), self.step
@@ -141,6 +154,19 @@ class Apart:
     def size(self) -> int:
         return len(self.members)
 
+    @property
+    def kind(self) -> Any:
+        """What tells states for which other programs are compiled apart."""
+        if "_kind" not in vars(self):
+            vars(self)["_kind"] = self.structure_and_size(), kind_of(self.one())
+        return vars(self)["_kind"]
+
+    def after(self, state: TrainState) -> TrainState:
+        """This state, which a step has made of another: what tells it apart is what told that one."""
+        if "_kind" in vars(state):
+            vars(self)["_kind"] = vars(state)["_kind"]
+        return self
+
     def contents(self) -> Any:
         return self.members
 
@@ -159,6 +185,19 @@ class Padded:
     arrays: Arrays
     size: int
 
+    @property
+    def kind(self) -> Any:
+        """What tells states for which other programs are compiled apart."""
+        if "_kind" not in vars(self):
+            vars(self)["_kind"] = self.structure_and_size(), kind_of(self.one())
+        return vars(self)["_kind"]
+
+    def after(self, state: TrainState) -> TrainState:
+        """This state, which a step has made of another: what tells it apart is what told that one."""
+        if "_kind" in vars(state):
+            vars(self)["_kind"] = vars(state)["_kind"]
+        return self
+
     def contents(self) -> Any:
         return self.arrays
 
@@ -167,6 +206,12 @@ class Padded:
 
     def stacked(self) -> Arrays:
         return cut(self.arrays, self.size)
+
+
+def kind_of(tree: Any) -> Any:
+    """The structure of a pytree, and the shapes and dtypes of its arrays."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
 
 
 @partial(jax.jit, static_argnums=(1,))

@@ -28,7 +28,7 @@ from ._ensemble import Ensemble
 from ._fit import History, Settings, fit
 from ._mesh import DATA, Layout, differs, own_keys
 from ._optimizer import MemberOptimizer
-from ._state import Arrays, TrainState, cut
+from ._state import Arrays, TrainState, cut, kind_of
 from ._static import Static
 from ._strategy import STRATEGIES, Execution, in_turn, over_members, stack, take_member
 from ._tuning import Trial, Tuning, fingerprint, recall, remember, tune
@@ -284,8 +284,8 @@ class Trainer:
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
-        state, metrics = self._execute(execution, state, arguments, axes, donate)
-        return state, metrics, execution
+        after, metrics = self._execute(execution, state, arguments, axes, donate)
+        return after.after(state), metrics, execution
 
     def explain(self) -> Tuning | None:
         """Print what "auto" has measured last, and what it chose.
@@ -310,7 +310,8 @@ class Trainer:
                 arrays, step, metrics = self._programs[donate](
                     structure, execution, size, Static.of(axes), *self._inputs(execution, state, arguments, axes)
                 )
-                if len(metrics["loss"]) > size:
+                layout = self._layout_of(execution)
+                if layout is not None and layout.padded(size) != size:
                     metrics = cut(metrics, size)
             return TrainState.of_padded(structure, arrays, size, step), metrics
         arguments = _on_device(arguments)
@@ -368,16 +369,19 @@ class Trainer:
         tell: Callable[[str], None],
     ) -> Execution:
         """How a step is executed: as the trainer says, else as an earlier one was, else as is quickest."""
+        if self._strategy == "vmap" and self._budget is None:
+            chunk_size = self._chunk_size
+            if chunk_size is None and earlier and earlier.strategy == "vmap":
+                chunk_size = earlier.chunk_size
+            return Execution("vmap", chunk_size)
         traced = state.is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
-        chosen = Execution(self._strategy, self._chunk_size)
-        if self._strategy == "auto" and self._chunk_size is not None:
+        chosen = Execution(self._strategy)
+        if self._chunk_size is not None:
             chosen = Execution("vmap", self._chunk_size)
         elif self._strategy == "auto":
             chosen = earlier or self._quickest(state, arguments, axes, donate, traced, tell)
-        elif self._strategy == "vmap" and self._budget is not None:
-            chosen = self._largest_chunk(state, arguments, axes)
-        if chosen.strategy == "vmap" and chosen.chunk_size is None and earlier and earlier.strategy == "vmap":
-            chosen = chosen._replace(chunk_size=earlier.chunk_size)
+        elif self._strategy == "vmap":
+            chosen = earlier or self._largest_chunk(state, arguments, axes)
         if traced:
             chosen = chosen._replace(products=False, devices=1)
         if chosen.strategy == "loop" and (traced or self._layout is not None):
@@ -397,7 +401,7 @@ class Trainer:
     ) -> Execution:
         """What "auto" stands for, found once for each kind of model and batch."""
         structure, size = state.structure_and_size()
-        kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
+        kind = state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             one = _member_shapes(state, arguments, axes)
             jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*one).jaxpr
@@ -441,9 +445,9 @@ class Trainer:
 
     def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
         """The largest chunk for "vmap" whose temporaries fit into the budget."""
-        structure, size = state.structure_and_size()
-        kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
+        kind = state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
+            _, size = state.structure_and_size()
             here = size if self._layout is None else self._layout.padded(size) // self._layout.devices
 
             def need(chunk: int) -> int:
@@ -459,8 +463,8 @@ class Trainer:
         self, layout: Layout, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
     ) -> None:
         """Refuse what would not be the same if the batch were not split."""
-        structure, size = state.structure_and_size()
-        kind = structure, size, Static.of(axes), _kind(state.one()), _kind(arguments)
+        structure, _ = state.structure_and_size()
+        kind = state.kind, Static.of(axes), kind_of(arguments)
         if kind in self._split:
             return
         layout.check_batch("Trainer.step", arguments, axes)
@@ -642,12 +646,6 @@ def _member_shapes(state: TrainState, arguments: tuple[Any, ...], axes: tuple[Ax
     """The shapes of what one member's step takes."""
     taken = jax.eval_shape(lambda *args: take_member(args, axes, 0), *arguments)
     return state.one(), *taken
-
-
-def _kind(tree: Any) -> Any:
-    """What tells pytrees of other arrays apart: where they are, their shapes and dtypes."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
 
 
 def _on_device(arguments: Any) -> Any:
