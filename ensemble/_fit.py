@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from ..transforms._checkpoint import Checkpoint
 from ..transforms._history import History, Recorder
@@ -96,7 +98,7 @@ def fit(
     (state, _), step, interrupted = run(
         (state.copy(), execution),
         source,
-        partial(_advance, trainer),
+        partial(_advance, trainer, _tell if progress and group.is_first else _be_silent),
         step=int(state.step),
         target=target,
         record=recorder.add,
@@ -117,8 +119,18 @@ def fit(
     return state, recorder.rows()
 
 
-def _advance(trainer: Trainer, before: Reached, batch: Any) -> tuple[Reached, dict[str, jax.Array]]:
-    state, metrics, execution = trainer.advance(before[0], batch, before[1], donate=True)
+def _tell(what: str) -> None:
+    tqdm.write(f"Measuring, for once: {what}", file=sys.stderr)
+
+
+def _be_silent(_: str) -> None:
+    """Say nothing."""
+
+
+def _advance(
+    trainer: Trainer, tell: Callable[[str], None], before: Reached, batch: Any
+) -> tuple[Reached, dict[str, jax.Array]]:
+    state, metrics, execution = trainer.advance(before[0], batch, before[1], donate=True, tell=tell)
     return (state, execution), everywhere(metrics)
 
 

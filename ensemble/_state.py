@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ..transforms._compat import Tracer
 from ..transforms._model import Structure
 from ._ensemble import Ensemble
 from ._mesh import Layout
-from ._strategy import stack, unstack
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state.
 Arrays = tuple[Any, Any, Any]
@@ -220,5 +221,30 @@ def cut(tree: Any, size: int) -> Any:
     return jax.tree.map(lambda x: x[:size], tree)
 
 
-_stack = jax.jit(stack)
-_unstack = jax.jit(unstack, static_argnums=(1,))
+def _stack(members: Sequence[Arrays]) -> Arrays:
+    """The members' arrays as one, written one after another: one program for any number of them."""
+    with jax.ensure_compile_time_eval():  # a trace in which somebody looks shall not keep what it has not made
+        stacked = _room(members[0], len(members))
+        for i, member in enumerate(members):
+            stacked = _put(stacked, member, np.uint32(i))
+    return stacked
+
+
+def _unstack(arrays: Arrays, size: int) -> Sequence[Arrays]:
+    """The arrays of each member; likewise."""
+    return [_take(arrays, np.uint32(i)) for i in range(size)]
+
+
+@partial(jax.jit, static_argnums=(1,))
+def _room(member: Arrays, size: int) -> Arrays:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), member)
+
+
+@partial(jax.jit, donate_argnums=(0,))
+def _put(stacked: Arrays, member: Arrays, i: jax.Array) -> Arrays:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), stacked, member)
+
+
+@jax.jit
+def _take(arrays: Arrays, i: jax.Array) -> Arrays:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arrays)

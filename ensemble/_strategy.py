@@ -100,11 +100,6 @@ def stack(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def unstack(tree: Any, size: int) -> list[Any]:
-    """The inverse of `stack`."""
-    return [jax.tree.map(lambda leaf: leaf[i], tree) for i in range(size)]  # noqa: B023
-
-
 def in_turn(jaxpr: Jaxpr, platform: str) -> bool:
     """The rule where nothing is measured: whether members are quicker one after another than batched.
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr
 
 from ..transforms import value_and_grad
 from ..transforms._arguments import describe
@@ -403,19 +404,20 @@ class Trainer:
         structure, size = state.structure_and_size()
         kind = state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
-            one = _member_shapes(state, arguments, axes)
-            jaxpr = jax.make_jaxpr(partial(self._member_step, structure))(*one).jaxpr
-            # Several processes would measure different times, and part ways.
+            jaxpr = self._member_program(state, arguments, axes)
+            # Several processes would measure different times, and part ways. Side effects would happen.
             alone = self._layout is None or self._layout.in_one_process
-            if traced or not alone or not self._tune_seconds or jaxpr.effects:
-                strategy = "loop" if in_turn(jaxpr, jax.default_backend()) else "vmap"
+            effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
+            if traced or not alone or not self._tune_seconds or effects:
+                in_sequence = "loop" if self._layout is None else "unroll"
+                strategy = in_sequence if in_turn(jaxpr, jax.default_backend()) else "vmap"
                 if traced:  # so that a step that is not traced measures
                     return Execution(strategy)
                 self._chosen[kind] = self._by_rule(strategy, state, arguments, axes)
                 return self._chosen[kind]
             on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
             devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-            key = fingerprint(jaxpr, size, axes, donate, self._budget, on_mesh, devices)
+            key = fingerprint(jaxpr, size, axes, self._budget, on_mesh, devices)
             tuning = recall(key, self._tune_cache)
             if tuning is None:
                 device = jax.devices()[0]
@@ -433,6 +435,14 @@ class Trainer:
                 remember(key, tuning, self._tune_cache)
             self._tuning, self._chosen[kind] = tuning, tuning.chosen
         return self._chosen[kind]
+
+    def _member_program(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Jaxpr:
+        """One member's step on one device, traced."""
+        structure, _ = state.structure_and_size()
+        split = self._layout is not None and self._layout.shards > 1
+        names = [(DATA, self._layout.shards)] if self._layout is not None and split else []
+        step = partial(self._member_step, structure, split=split)
+        return jax.make_jaxpr(step, axis_env=names)(*_member_shapes(state, arguments, axes, self._layout)).jaxpr
 
     def _by_rule(
         self, strategy: str, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
@@ -468,10 +478,8 @@ class Trainer:
         if kind in self._split:
             return
         layout.check_batch("Trainer.step", arguments, axes)
-        (trainable, rest, _), *batch = _member_shapes(state, arguments, axes)
-        specs, (leaves, treedef) = layout.batch_specs(arguments, axes), jax.tree.flatten(batch)
-        parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(leaves, specs, strict=True)]
-        batch = jax.tree.unflatten(treedef, parts)
+        specs = layout.batch_specs(arguments, axes)
+        (trainable, rest, _), *batch = _member_shapes(state, arguments, axes, layout)
 
         def left(trainable: Any, rest: Any, batch: Any) -> Any:
             metrics, _, after = self._loss_and_gradients(structure, trainable, rest, batch, True)
@@ -642,9 +650,16 @@ class Trainer:
         return metrics, gradients, after
 
 
-def _member_shapes(state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
-    """The shapes of what one member's step takes."""
+def _member_shapes(
+    state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], layout: Layout | None
+) -> tuple[Any, ...]:
+    """The shapes of what one member's step takes on one device."""
     taken = jax.eval_shape(lambda *args: take_member(args, axes, 0), *arguments)
+    if layout is not None and layout.shards > 1:
+        leaves, treedef = jax.tree.flatten(taken)
+        specs = layout.batch_specs(arguments, axes)
+        parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(leaves, specs, strict=True)]
+        taken = jax.tree.unflatten(treedef, parts)
     return state.one(), *taken
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Ensemble
+from plurax.ensemble import Ensemble, Trainer
 
 
 class Plain(nnx.Module):
@@ -49,6 +49,12 @@ class Convolutional(nnx.Module):
     def __call__(self, x):
         x = x.reshape(-1, 5, 4, 1)
         return self.dense(nnx.relu(self.conv(x)).reshape(len(x), -1))
+
+
+@pytest.fixture(autouse=True)
+def auto_goes_by_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test says otherwise: most ask what is computed, and to measure it would compile it six times."""
+    monkeypatch.setitem(Trainer.__init__.__kwdefaults__, "tune_seconds", 0)
 
 
 @pytest.fixture(scope="session")

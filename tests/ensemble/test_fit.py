@@ -324,10 +324,10 @@ def test_batches_may_be_refilled_in_place(ens, cross_entropy, make_batches, asse
 
 def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches, monkeypatch):
     def auto():
-        return Trainer(cross_entropy, optax.sgd(0.1))
+        return Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=0.1)
 
     auto().fit(auto().init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
-    monkeypatch.setattr("plurax.ensemble._trainer.in_turn", lambda *_: pytest.fail("chosen anew"))
+    monkeypatch.setattr("plurax.ensemble._trainer.recall", lambda *_: pytest.fail("chosen anew"))
     auto().fit(auto().init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
 
 

@@ -280,6 +280,12 @@ def chosen() -> None:
         found = trainer.explain().candidates
         assert {one.execution.devices for one in found} == ({1} if mesh else {1, MEMBERS})
         assert {one.execution.strategy for one in found} == {"vmap", "map", "unroll"} | (set() if mesh else {"loop"})
+    for seconds in (0, 0.2):
+        options = {"strategy": "auto", "tune_seconds": seconds}
+        _, state, _ = train(partial(MLP, axis_name="data"), square, (ROWS, TARGETS), mesh_of(2, 2), **options)
+        assert_close(state.ensemble.trainable, alone("mlp")[0].ensemble.trainable)
+    _, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh_of(4), strategy="auto", tune_seconds=0)
+    assert_close(state.ensemble.trainable, expected.ensemble.trainable)
 
 
 WAYS = (held_by_each, a_batch_for_each, random_numbers, refusals, other_meshes, files, chosen)

@@ -514,11 +514,20 @@ class Test_refusals:
         with pytest.raises(ValueError, match="the members have no trainable arrays, so there is nothing to train"):
             self.make(optax.sgd(0.1)).init(ens)
 
-    def test_what_is_not_available_yet(self):
-        with pytest.raises(NotImplementedError, match="memory_budget is not available yet; use chunk_size"):
-            self.make(optax.sgd(0.1), memory_budget="1MiB")
-        with pytest.raises(NotImplementedError, match="mesh is not available yet"):
-            self.make(optax.sgd(0.1), mesh=object())
+    def test_budgets_and_times_of_another_kind(self):
+        with pytest.raises(
+            ValueError, match='memory_budget needs strategy="auto" or "vmap", but the strategy is \'map'
+        ):
+            self.make(optax.sgd(0.1), memory_budget="1MiB", strategy="map")
+        with pytest.raises(ValueError, match="chunk_size and memory_budget both set the chunk"):
+            self.make(optax.sgd(0.1), memory_budget="1MiB", chunk_size=2)
+        with pytest.raises(ValueError, match="memory_budget must be a number of bytes or a string"):
+            self.make(optax.sgd(0.1), memory_budget="much")
+        with pytest.raises(TypeError, match="tune_seconds must be a number of seconds, but got '5' of type str"):
+            self.make(optax.sgd(0.1), tune_seconds="5")
+        for seconds in (-1, float("nan")):
+            with pytest.raises(ValueError, match="tune_seconds must be at least 0, but got"):
+                self.make(optax.sgd(0.1), tune_seconds=seconds)
 
     def test_other_things_than_an_ensemble_or_a_state(self, plain, create, make_batches):
         trainer = self.make(optax.sgd(0.1))
