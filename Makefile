@@ -33,7 +33,7 @@ demo: $(READY)
 	@$(BIN)/python examples/ensemble_digits.py $(ARGS)
 
 test: $(READY)
-	@$(BIN)/pytest --numprocesses auto $(PYTEST_ARGS)
+	@$(BIN)/pytest --numprocesses auto --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check

@@ -158,8 +158,8 @@ class Ensemble:
                 f"Ensemble.create: {size} members do not divide over the {layout.devices} devices of the mesh axis "
                 '"ensemble"; create them without a mesh, and Trainer.init pads them.'
             )
-        impl, data = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
-        key = jax.random.wrap_key_data(data, impl=impl)
+        impl, words = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
+        key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
         numbers = layout.place(np.arange(size), size)
         with layout.context():
             trainable, rest = jax.jit(layout.over_members(make_some))(numbers)
@@ -383,7 +383,7 @@ def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static, lay
     if layout is not None:
         # Each device calls its own: left to itself the compiler would gather the members of convolutions.
         args, kwargs = static.join(arrays)
-        leaf_axes = [None] * len(jax.tree.leaves((args, kwargs)))
+        leaf_axes: list[int | None] = [None] * len(jax.tree.leaves((args, kwargs)))
         if in_axes.value is not None:
             leaf_axes = [*broadcast_axes(tuple(axes), args), *[0] * len(jax.tree.leaves(kwargs))]
         found = zip(jax.tree.leaves((args, kwargs)), leaf_axes, strict=True)

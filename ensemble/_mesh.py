@@ -143,7 +143,7 @@ class Layout:
         leaves, member_axes = jax.tree.leaves(batch), broadcast_axes(tuple(axes), batch)
         specs = []
         for x, axis in zip(leaves, member_axes, strict=True):
-            names = [None] * jnp.ndim(x)
+            names: list[str | None] = [None] * jnp.ndim(x)
             if axis is not None:
                 names[axis % jnp.ndim(x)] = ENSEMBLE
             free = next((i for i, name in enumerate(names) if name is None), None)
@@ -165,10 +165,10 @@ class Layout:
         for (path, x), spec in zip(jax.tree.leaves_with_path(batch), self.batch_specs(batch, axes), strict=True):
             if DATA in spec:
                 lengths[dotted(path)] = jnp.shape(x)[tuple(spec).index(DATA)]
-        for path, length in lengths.items():
+        for where, length in lengths.items():
             if length % self.shards:
                 raise ValueError(
-                    f"{api}: the batch (`{path}`) has {length} examples, which do not split over the {self.shards} "
+                    f"{api}: the batch (`{where}`) has {length} examples, which do not split over the {self.shards} "
                     'devices of the mesh axis "data"; change the size of the batch.'
                 )
         if len(set(lengths.values())) > 1:

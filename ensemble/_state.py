@@ -155,19 +155,6 @@ class Apart:
     def size(self) -> int:
         return len(self.members)
 
-    @property
-    def kind(self) -> Any:
-        """What tells states for which other programs are compiled apart."""
-        if "_kind" not in vars(self):
-            vars(self)["_kind"] = self.structure_and_size(), kind_of(self.one())
-        return vars(self)["_kind"]
-
-    def after(self, state: TrainState) -> TrainState:
-        """This state, which a step has made of another: what tells it apart is what told that one."""
-        if "_kind" in vars(state):
-            vars(self)["_kind"] = vars(state)["_kind"]
-        return self
-
     def contents(self) -> Any:
         return self.members
 
@@ -185,19 +172,6 @@ class Padded:
     structure: Structure
     arrays: Arrays
     size: int
-
-    @property
-    def kind(self) -> Any:
-        """What tells states for which other programs are compiled apart."""
-        if "_kind" not in vars(self):
-            vars(self)["_kind"] = self.structure_and_size(), kind_of(self.one())
-        return vars(self)["_kind"]
-
-    def after(self, state: TrainState) -> TrainState:
-        """This state, which a step has made of another: what tells it apart is what told that one."""
-        if "_kind" in vars(state):
-            vars(self)["_kind"] = vars(state)["_kind"]
-        return self
 
     def contents(self) -> Any:
         return self.arrays

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,26 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import Jaxpr
 
-from ..transforms import value_and_grad
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
 from ..transforms._budget import check_budget, largest_chunk
 from ..transforms._chunk import check_chunk_size
 from ..transforms._compat import Tracer
-from ..transforms._convolutions import convolutions_as_products, has_convolution
-from ..transforms._model import Parts, Structure, dotted, named_arrays, to_pure
-from ..transforms._model import split as split_model
+from ..transforms._convolutions import has_convolution
 from ._ensemble import Ensemble
+from ._executor import Executor
 from ._fit import History, Settings, fit
-from ._mesh import DATA, Layout, differs, own_keys
+from ._mesh import Layout
 from ._optimizer import MemberOptimizer
-from ._state import Arrays, TrainState, cut, kind_of
+from ._split import check_split
+from ._state import TrainState, kind_of
 from ._static import Static
-from ._strategy import STRATEGIES, Execution, in_turn, over_members, stack, take_member
-from ._tuning import Trial, Tuning, fingerprint, recall, remember, tune
+from ._step import MemberStep
+from ._strategy import STRATEGIES, Execution, in_turn
+from ._tuning import Tuning, fingerprint, recall, remember, tune
 
 
 class Trainer:
@@ -128,24 +124,17 @@ class Trainer:
                 'Trainer: grad_fn does not go with a mesh axis "data" of more than one device: it would see a part of '
                 "the batch, and the mean over the parts is not what it computes; leave one of the two out."
             )
-        self._loss = loss
         self._in_axes = in_axes
         self._strategy = strategy
         self._chunk_size = chunk_size
         self._optimizer = MemberOptimizer(optimizer, hyperparams)
-        self._gradients = _value_and_grad(loss) if grad_fn is None else grad_fn(loss)
+        self._step = MemberStep(loss, grad_fn, self._optimizer)
+        self._executor = Executor(self._step, self._layout)
         self._tune_seconds = tune_seconds
         self._tune_cache = None if tune_cache is None else Path(tune_cache).resolve()
         self._chosen: dict[Any, Execution] = {}
         self._split: set[Any] = set()
         self._tuning: Tuning | None = None
-        # One program for a step that leaves its state usable, one for a step that takes over its memory.
-        self._programs = [
-            jax.jit(self._step_of_all, static_argnums=(0, 1, 2, 3), donate_argnums=donated) for donated in ((), (4,))
-        ]
-        self._member_programs = [
-            jax.jit(self._step_of_member, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
-        ]
 
     def init(self, ensemble: Ensemble) -> TrainState:
         """The state before the first step; a copy, so the ensemble stays as it is.
@@ -277,15 +266,18 @@ class Trainer:
         axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
         # The model comes first, so that the loss's own names are those of the errors.
         mapped_size(
-            "Trainer.step", self._loss, (None, *arguments), {}, (None, *axes), None, size, "the number of members"
+            "Trainer.step", self._step.loss, (None, *arguments), {}, (None, *axes), None, size, "the number of members"
         )
         if self._layout is not None and self._layout.shards > 1:
-            self._check_split(self._layout, state, arguments, axes)
+            kind = state.kind, Static.of(axes), kind_of(arguments)
+            if kind not in self._split:
+                check_split(self._step, self._executor, state, arguments, axes)
+                self._split.add(kind)
         execution = self._choose(state, arguments, axes, execution, donate, tell)
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
-        after, metrics = self._execute(execution, state, arguments, axes, donate)
+        after, metrics = self._executor.execute(execution, state, arguments, axes, donate)
         return after.after(state), metrics, execution
 
     def explain(self) -> Tuning | None:
@@ -300,60 +292,6 @@ class Trainer:
         )
         print(self._tuning or nothing)  # noqa: T201
         return self._tuning
-
-    def _execute(
-        self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], donate: bool
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """A step, executed in a given way."""
-        structure, size = state.structure_and_size()
-        if execution.strategy != "loop":
-            with self._context(execution):
-                arrays, step, metrics = self._programs[donate](
-                    structure, execution, size, Static.of(axes), *self._inputs(execution, state, arguments, axes)
-                )
-                layout = self._layout_of(execution)
-                if layout is not None and layout.padded(size) != size:
-                    metrics = cut(metrics, size)
-            return TrainState.of_padded(structure, arrays, size, step), metrics
-        arguments = _on_device(arguments)
-        # No index where there is nothing to take by it.
-        shared = not jax.tree.leaves(axes)
-        program, static = self._member_programs[donate], Static.of(axes)
-        results = [
-            program(structure, execution, static, arrays, None if shared else np.uint32(i), arguments)
-            for i, arrays in enumerate(state.members())
-        ]
-        members, metrics = zip(*results, strict=True)
-        step, metrics = _together(state.step, metrics)
-        return TrainState.of_members(structure, members, step), metrics
-
-    def _inputs(
-        self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
-    ) -> tuple[Arrays, jax.Array, tuple[Any, ...]]:
-        """The arrays, the step and the batch, where a program takes them from."""
-        layout = self._layout_of(execution)
-        if layout is None:
-            return state.arrays(), state.step, arguments
-        return state.spread(layout), layout.place_shared(state.step), layout.place_batch(arguments, axes)
-
-    def _held_for(self, execution: Execution, state: TrainState) -> TrainState:
-        """The state with its arrays as steps that are executed so leave them."""
-        structure, size = state.structure_and_size()
-        layout = self._layout_of(execution)
-        if execution.strategy == "loop":
-            return TrainState.of_members(structure, state.members(), state.step)
-        if layout is None:
-            return state
-        return TrainState.of_padded(structure, state.spread(layout), size, layout.place_shared(state.step))
-
-    def _context(self, execution: Execution) -> Any:
-        layout = self._layout_of(execution)
-        return nullcontext() if layout is None else layout.context()
-
-    def _layout_of(self, execution: Execution) -> Layout | None:
-        if self._layout is None and execution.devices > 1:
-            return Layout.local(execution.devices)
-        return self._layout
 
     def settings(self, execution: Execution | None = None) -> Settings:
         """What the steps are computed with."""
@@ -404,17 +342,17 @@ class Trainer:
         structure, size = state.structure_and_size()
         kind = state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
-            jaxpr = self._member_program(state, arguments, axes)
+            jaxpr = self._executor.member_program(state, arguments, axes)
             # Several processes would measure different times, and part ways. Side effects would happen.
             alone = self._layout is None or self._layout.in_one_process
             effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
             if traced or not alone or not self._tune_seconds or effects:
-                in_sequence = "loop" if self._layout is None else "unroll"
+                in_sequence = "unroll" if traced or self._layout is not None else "loop"
                 strategy = in_sequence if in_turn(jaxpr, jax.default_backend()) else "vmap"
-                if traced:  # so that a step that is not traced measures
-                    return Execution(strategy)
-                self._chosen[kind] = self._by_rule(strategy, state, arguments, axes)
-                return self._chosen[kind]
+                chosen = self._by_rule(strategy, state, arguments, axes)
+                if not traced:  # so that a step that is not traced measures
+                    self._chosen[kind] = chosen
+                return chosen
             on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
             devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
             key = fingerprint(jaxpr, size, axes, self._budget, on_mesh, devices)
@@ -422,7 +360,7 @@ class Trainer:
             if tuning is None:
                 device = jax.devices()[0]
                 tuning = tune(
-                    partial(self._trial, state, arguments, axes, donate),
+                    partial(self._executor.trial, state, arguments, axes, donate),
                     size=size if self._layout is None else self._layout.padded(size) // self._layout.devices,
                     looped=self._layout is None,
                     devices=min(devices, size),
@@ -436,314 +374,30 @@ class Trainer:
             self._tuning, self._chosen[kind] = tuning, tuning.chosen
         return self._chosen[kind]
 
-    def _member_program(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Jaxpr:
-        """One member's step on one device, traced."""
-        structure, _ = state.structure_and_size()
-        split = self._layout is not None and self._layout.shards > 1
-        names = [(DATA, self._layout.shards)] if self._layout is not None and split else []
-        step = partial(self._member_step, structure, split=split)
-        return jax.make_jaxpr(step, axis_env=names)(*_member_shapes(state, arguments, axes, self._layout)).jaxpr
-
     def _by_rule(
         self, strategy: str, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
     ) -> Execution:
         """The strategy, within the budget."""
         if self._budget is None:
             return Execution(strategy)
-        trial = self._trial(state, arguments, axes, False, Execution(strategy))
+        trial = self._executor.trial(state, arguments, axes, False, Execution(strategy))
         return Execution(strategy) if trial.compile() <= self._budget else self._largest_chunk(state, arguments, axes)
 
     def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
         """The largest chunk for "vmap" whose temporaries fit into the budget."""
-        kind = state.kind, Static.of(axes), kind_of(arguments)
+        kind = "chunk", state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             _, size = state.structure_and_size()
             here = size if self._layout is None else self._layout.padded(size) // self._layout.devices
 
             def need(chunk: int) -> int:
                 execution = Execution("vmap", None if chunk == here else chunk)
-                return self._trial(state, arguments, axes, False, execution).compile()
+                return self._executor.trial(state, arguments, axes, False, execution).compile()
 
             assert self._budget is not None
             chunk = largest_chunk("Trainer", need, here, self._budget)
             self._chosen[kind] = Execution("vmap", None if chunk == here else chunk)
         return self._chosen[kind]
-
-    def _check_split(
-        self, layout: Layout, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
-    ) -> None:
-        """Refuse what would not be the same if the batch were not split."""
-        structure, _ = state.structure_and_size()
-        kind = state.kind, Static.of(axes), kind_of(arguments)
-        if kind in self._split:
-            return
-        layout.check_batch("Trainer.step", arguments, axes)
-        specs = layout.batch_specs(arguments, axes)
-        (trainable, rest, _), *batch = _member_shapes(state, arguments, axes, layout)
-
-        def left(trainable: Any, rest: Any, batch: Any) -> Any:
-            metrics, _, after = self._loss_and_gradients(structure, trainable, rest, batch, True)
-            return after.rest, metrics
-
-        trace = jax.make_jaxpr(left, axis_env=[(DATA, layout.shards)], return_shape=True)
-        closed, out = trace(trainable, rest, batch)
-        inputs = [False] * len(jax.tree.leaves((trainable, rest))) + [DATA in spec for spec in specs]
-        for (path, x), differ in zip(jax.tree.leaves_with_path(out), differs(closed.jaxpr, inputs), strict=True):
-            if differ and path[0].idx == 0:
-                raise ValueError(
-                    f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves "
-                    f"another `{dotted(path[1:])}` in the model; let the parts agree, as nnx.BatchNorm does with "
-                    f'axis_name="{DATA}".'
-                )
-            if differ and (x.shape or not jnp.issubdtype(x.dtype, jnp.inexact)):
-                raise ValueError(
-                    f"Trainer.step: the loss reports `{dotted(path[1:])}`, {describe(x)}, of a part of the batch that "
-                    f"the mesh splits over {DATA!r}; only scalars of floating point are averaged over the parts: "
-                    "report a mean."
-                )
-        self._check_mean(layout, state, arguments, axes, specs)
-        self._split.add(kind)
-
-    def _check_mean(
-        self,
-        layout: Layout,
-        state: TrainState,
-        arguments: tuple[Any, ...],
-        axes: tuple[Axes, ...],
-        specs: list[Any],
-    ) -> None:
-        """Refuse a loss that is not the mean over the parts of its batch, by that of the first member."""
-        structure, _ = state.structure_and_size()
-        arrays = jax.tree.leaves((state.rows(), arguments))
-        if any(isinstance(x, Tracer) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in arrays):
-            return  # no values yet; or numbers are drawn, which differ
-        if not all(getattr(x, "is_fully_addressable", True) for x in arrays):
-            return
-        with layout.context():
-            (trainable, rest, _), *batch = jax.tree.map(
-                np.asarray, take_member((state.rows(), *arguments), (0, *axes), 0)
-            )
-
-        def mean_over(parts: int) -> float:
-            leaves, treedef = jax.tree.flatten(batch)
-            split = [DATA in spec for spec in specs]
-            leaves = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]
-
-            def of_part(*leaves: Any) -> jax.Array:
-                model = structure.merge(trainable, rest)
-                return _metrics(self._loss(model, *jax.tree.unflatten(treedef, leaves)))["loss"]
-
-            of_parts = jax.vmap(of_part, [0 if s else None for s in split], axis_name=DATA, axis_size=parts)
-            return float(jnp.mean(jax.jit(of_parts)(*leaves)))
-
-        whole, parts = mean_over(1), mean_over(layout.shards)
-        if not np.isclose(whole, parts, rtol=1e-2, atol=1e-6, equal_nan=True):
-            raise ValueError(
-                f"Trainer.step: the loss is {whole:.6g} on a whole batch, but {parts:.6g} as the mean over its "
-                f'{layout.shards} parts; with a mesh axis "{DATA}" it must be a mean over the examples.'
-            )
-
-    def _trial(
-        self,
-        state: TrainState,
-        arguments: tuple[Any, ...],
-        axes: tuple[Axes, ...],
-        donate: bool,
-        execution: Execution,
-    ) -> Trial:
-        """What measures a step that is executed in a given way."""
-        structure, size = state.structure_and_size()
-        static, batch = Static.of(axes), _on_device(arguments)
-        shared = not jax.tree.leaves(axes)
-
-        def compile_step() -> int:
-            if execution.strategy == "loop":
-                program, i = self._member_programs[donate], None if shared else np.uint32(0)
-                lowered = program.lower(structure, execution, static, state.members()[0], i, batch)
-            else:
-                with self._context(execution):
-                    inputs = self._inputs(execution, state, batch, axes)
-                    lowered = self._programs[donate].lower(structure, execution, size, static, *inputs)
-            analysis: Any = lowered.compile().memory_analysis()
-            return analysis.temp_size_in_bytes
-
-        def run() -> float:
-            mine = self._held_for(execution, state)
-            if donate:
-                mine = mine.copy()
-            jax.block_until_ready((mine.contents(), batch))
-            start = time.perf_counter()
-            after, metrics = self._execute(execution, mine, batch, axes, donate)
-            jax.block_until_ready((after.contents(), metrics))
-            return time.perf_counter() - start
-
-        return Trial(compile_step, run)
-
-    def _step_of_all(
-        self,
-        structure: Structure,
-        execution: Execution,
-        size: int,
-        axes: Static,
-        arrays: Arrays,
-        step: jax.Array,
-        batch: Any,
-    ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
-        layout = self._layout_of(execution)
-        of_member = partial(self._member_step, structure, split=layout is not None and layout.shards > 1)
-
-        def mapped(size: int) -> Callable[..., Any]:
-            return over_members(of_member, execution, (0, *axes.value), size)
-
-        over_all = mapped(size) if layout is None else layout.over_devices(mapped, axes.value, size)
-        arrays, metrics = over_all(arrays, *batch)
-        return arrays, step + 1, metrics
-
-    def _step_of_member(
-        self, structure: Structure, execution: Execution, axes: Static, arrays: Arrays, i: jax.Array, batch: Any
-    ) -> Any:
-        step = partial(self._member_step, structure)
-        return (convolutions_as_products(step) if execution.products else step)(
-            arrays, *take_member(batch, axes.value, i)
-        )
-
-    def _member_step(
-        self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
-    ) -> tuple[Arrays, dict[str, Any]]:
-        """One member's new arrays, and its metrics: what a strategy executes.
-
-        With `split`, of a batch that is split over the axis `data`: the mean over it.
-        """
-        trainable, rest, opt_state = arrays
-        metrics, gradients, after = self._loss_and_gradients(structure, trainable, rest, batch, split)
-        if split:
-            metrics, gradients = _averaged((metrics, gradients))
-
-        def loss_at(trainable: Any) -> jax.Array:
-            if split:
-                raise ValueError(
-                    "Trainer: the optimizer evaluates the loss again (value_fn, as optax.lbfgs does), in a loop of its "
-                    f'own, where devices would wait for each other; use a mesh without the axis "{DATA}".'
-                )
-            return _metrics(self._loss(structure.merge(trainable, rest), *batch))["loss"]
-
-        trainable, opt_state = self._optimizer.update(
-            gradients, opt_state, after.trainable, value=metrics["loss"], grad=gradients, value_fn=loss_at
-        )
-        return (trainable, after.rest, opt_state), metrics
-
-    def _loss_and_gradients(
-        self, structure: Structure, trainable: Any, rest: Any, batch: Any, split: bool
-    ) -> tuple[dict[str, Any], Any, Parts]:
-        """The metrics, the gradients and what the loss leaves of the model."""
-        drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
-        model = structure.merge(trainable, drawn)
-        value, gradients = _checked_pair(self._gradients(model, *batch))
-        metrics = _metrics(value)
-        gradients = _checked_gradients(gradients, trainable)
-        after = split_model(model)
-        _check_structure(Parts(structure, trainable, rest), after)
-        if split:
-            # A key that is as it was is put back; one for each part of the batch it was for this step only.
-            kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
-            after = Parts(after.structure, after.trainable, kept)
-        return metrics, gradients, after
-
-
-def _member_shapes(
-    state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], layout: Layout | None
-) -> tuple[Any, ...]:
-    """The shapes of what one member's step takes on one device."""
-    taken = jax.eval_shape(lambda *args: take_member(args, axes, 0), *arguments)
-    if layout is not None and layout.shards > 1:
-        leaves, treedef = jax.tree.flatten(taken)
-        specs = layout.batch_specs(arguments, axes)
-        parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(leaves, specs, strict=True)]
-        taken = jax.tree.unflatten(treedef, parts)
-    return state.one(), *taken
-
-
-def _on_device(arguments: Any) -> Any:
-    """Arrays on the device, once and not once for each member."""
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
-
-
-def _averaged(tree: Any) -> Any:
-    """The mean over the parts of the batch; counts, which are no means, are the same in all of them."""
-    return jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, tree)
-
-
-@jax.jit
-def _together(step: jax.Array, metrics: list[dict[str, Any]]) -> tuple[jax.Array, dict[str, Any]]:
-    """The number of the next step, and the metrics of all members."""
-    return step + 1, stack(metrics)
-
-
-def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """As `value_and_grad`, of a loss that may return a dict beside its scalar, or not."""
-
-    def with_aux(*args: Any) -> tuple[Any, Any]:
-        out = loss(*args)
-        metrics = _metrics(out)
-        return metrics.pop("loss"), metrics
-
-    return value_and_grad(with_aux, has_aux=True)
-
-
-def _checked_pair(result: Any) -> tuple[Any, Any]:
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise TypeError(
-            "Trainer: grad_fn(loss)(model, *batch) must return a pair (value, gradients), but it returned "
-            f"{type(result).__name__}."
-        )
-    return tuple(result)
-
-
-def _metrics(value: Any) -> dict[str, Any]:
-    """The loss and what is reported beside it."""
-    loss, aux = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, {})
-    if isinstance(loss, (tuple, list, dict)) or jnp.shape(loss) != ():
-        raise TypeError(
-            "Trainer: loss must return a scalar, or a pair of a scalar and a dict, but it returned "
-            f"{jax.tree.map(jnp.shape, loss)} (shapes); reduce it, such as by its mean."
-        )
-    if not isinstance(aux, Mapping):
-        raise TypeError(f"Trainer: beside its scalar, loss must return a dict, but it returned {describe(aux)}.")
-    for name in ("loss", "step", "member"):
-        if name in aux:
-            raise ValueError(
-                f'Trainer: loss reports something called "{name}", a name that the history uses; rename it.'
-            )
-    return {"loss": loss, **aux}
-
-
-def _checked_gradients(gradients: Any, trainable: Any) -> Any:
-    """The gradients as a tree like the trainable arrays'; refuses others."""
-    gradients = to_pure(gradients)
-    expected, found = named_arrays(trainable), named_arrays(gradients)
-    for path in [*expected, *found]:
-        if path not in found or path not in expected or jnp.shape(found[path]) != jnp.shape(expected[path]):
-            say = [describe(tree[path]) if path in tree else "nothing" for tree in (found, expected)]
-            raise ValueError(
-                f"Trainer: grad_fn gives {say[0]} for the parameter `{path}`, which is {say[1]}; it must return "
-                "gradients like those of plurax.transforms.value_and_grad."
-            )
-    return gradients
-
-
-def _check_structure(before: Parts, after: Parts) -> None:
-    if before.structure != after.structure:
-        raise ValueError(
-            f"Trainer: loss changes the structure of the model (`{before.changes(after)[0]}`), but only the values of "
-            "its variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
-        )
-    then, now = before.arrays(), after.arrays()
-    for path in then:
-        if then[path].shape != now[path].shape or then[path].dtype != now[path].dtype:
-            raise ValueError(
-                f"Trainer: loss turns the variable `{path}` of the model, {describe(then[path])}, into "
-                f"{describe(now[path])}; keep its shape and dtype."
-            )
 
 
 def _check_state(api: str, state: Any) -> None:

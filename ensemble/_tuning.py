@@ -193,12 +193,11 @@ class _Search:
             if self._budget is not None and temporaries > self._budget:
                 self.found[execution] = replace(one, note="over the memory budget")
                 return
-            # The first step allocates and loads; it counts only where there is no time for others.
-            times, share = [self._timed(trial.run)], self._seconds / _SHARES
-            for i in range(_FIRST):
-                if (i + 1) * min(times) <= share:
-                    times.append(self._timed(trial.run))
-            times = times[1:] or times
+            # The first allocates, loads and compiles small things; it counts only where there is no time for others.
+            first, times = self._timed(trial.run), list[float]()
+            while len(times) < _FIRST and self.spent < self._seconds and sum(times) < self._seconds / _SHARES:
+                times.append(self._timed(trial.run))
+            times = times or [first]
         except Exception as error:  # such as an operation that cannot be batched, or too little memory
             self._error = self._error or error
             self.skip(execution, f"fails: {type(error).__name__}")

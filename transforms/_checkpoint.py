@@ -276,14 +276,19 @@ def members_of(tree: Any, size: int) -> list[int]:
 def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) -> jax.Array:
     """The stacked array of some members, sharded as `like`, whose further members are the last again and again."""
 
-    def stacked(places: slice) -> np.ndarray:
+    def stacked(places: Any) -> np.ndarray:
         return np.stack([rows[min(i, size - 1)] for i in range(*places.indices(like.shape[0]))])
 
     if not _is_spread(like):
         return as_saved(jnp.asarray(stacked(slice(None))), dtype)
     shape = (like.shape[0], *next(iter(rows.values())).shape)
     # A sharding of keys is one of their data too: that has more axes behind.
-    data = jax.make_array_from_callback(shape, like.sharding, lambda at: stacked(at[0])[:, *at[1:]])
+
+    def of_shard(index: Any) -> np.ndarray:
+        members, *others = index
+        return stacked(members)[(slice(None), *others)]
+
+    data = jax.make_array_from_callback(shape, like.sharding, of_shard)
     return as_saved(data, dtype)
 
 

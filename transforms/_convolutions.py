@@ -85,7 +85,7 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if name in _WITH_BODIES and any(map(has_convolution, bodies(eqn))):
         eqn = eqn.replace(params={key: _rewritten_bodies(value) for key, value in eqn.params.items()})
     if name == "conv_general_dilated":
-        out = _convolution(eqn, *values)
+        out = _convolve(eqn, *values)
         if out is not None:
             return [out]
     laid = next((x for x in values if isinstance(x, _Laid)), None)
@@ -147,36 +147,122 @@ def _plain(x: Any) -> Any:
 # Convolutions.
 
 
-def _convolution(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
+class _Convolution:
+    """A convolution, with its axes and its settings by their names.
+
+    Attributes:
+      batch, channels, places: axes of the input.
+      features, inputs, window: axes of the weights.
+      out_batch, out_features, out_places: axes of the result.
+      sizes: the lengths of the result's places.
+      number: the length of the result's batch.
+      groups: how many groups of channels there are, each for its own features.
+      batches: how many groups of the batch there are, each for its own features.
+    """
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        params = eqn.params
+        numbers = params["dimension_numbers"]
+        self.batch, self.channels, *self.places = numbers.lhs_spec
+        self.features, self.inputs, *self.window = numbers.rhs_spec
+        self.out_batch, self.out_features, *self.out_places = numbers.out_spec
+        shape = aval(eqn.outvars[0]).shape
+        self.sizes, self.number = [shape[i] for i in self.out_places], shape[self.out_batch]
+        self.groups: int = params["feature_group_count"]
+        self.batches: int = params["batch_group_count"]
+        self.strides, self.padding = params["window_strides"], params["padding"]
+        self.spread, self.dilation = params["lhs_dilation"], params["rhs_dilation"]
+        self._settings = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
+
+    def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
+        """The product summed over some axes of each, for each place along others."""
+        return lax.dot_general(left, right, (over, along), **self._settings)
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """The input, its places behind the first axis, with its padding and its dilation."""
+        spread = zip(self.padding, self.spread, strict=True)
+        config = [(0, 0, 0), *((low, high, step - 1) for (low, high), step in spread)]
+        config += [(0, 0, 0)] * (x.ndim - len(config))
+        return lax.pad(x, jnp.zeros((), x.dtype), config) if any(map(any, config)) else x
+
+
+def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     """A convolution as a product; None where its window has too many positions."""
-    params = eqn.params
-    numbers = params["dimension_numbers"]
-    spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    (_, channels, *places), (features, _, *window), (_, _, *out_places) = spec
-    lhs_shape, rhs_shape, out_shape = (aval(x).shape for x in (*eqn.invars, *eqn.outvars))
-    positions = math.prod(rhs_shape[i] for i in window)
-    results = math.prod(out_shape[i] for i in out_places)
-    if not (positions and results and 0 not in lhs_shape) or min(positions, results) > _MOST_SLICES:
+    of = _Convolution(eqn)
+    lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
+    positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
+    if 0 in (*lhs_shape, *rhs_shape, results) or min(positions, results) > _MOST_SLICES:
         return None
-    groups = params["feature_group_count"], params["batch_group_count"]
-    settings = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
-    product = partial(lax.dot_general, **settings)
+    patches = results * lhs_shape[of.channels]
+    parts = math.prod(lhs_shape[i] for i in of.places) * rhs_shape[of.features]
     if positions > results:
-        out = _by_results(params, spec, groups, product, lhs, rhs, out_shape)
+        out = _by_results(of, lhs, rhs)
+    elif parts < patches and of.batches == 1:
+        out = _by_parts(of, lhs, rhs)
     else:
-        patches = results * lhs_shape[channels]
-        parts = math.prod(lhs_shape[i] for i in places) * rhs_shape[features]
-        by = _by_parts if parts < patches and groups[1] == 1 else _by_patches
-        out = by(params, spec, groups, product, lhs, rhs, out_shape)
+        out = _by_patches(of, lhs, rhs)
     return _Laid(out.array.astype(aval(eqn.outvars[0]).dtype), out.order)
 
 
-def _padded(params: dict[str, Any], x: jax.Array, places: int) -> jax.Array:
-    """`x` with the padding and the dilation of a convolution's input, on `places` axes behind the first."""
-    spread = zip(params["padding"], params["lhs_dilation"], strict=True)
-    config = [(low, high, dilation - 1) for (low, high), dilation in spread]
-    config = [(0, 0, 0), *config, *[(0, 0, 0)] * (x.ndim - 1 - places)]
-    return x if not any(map(any, config)) else lax.pad(x, jnp.zeros((), x.dtype), config)
+def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+    """One product of the weights with the patches, of shape (positions, channels, places, batch)."""
+    x = of.padded(_in_order(lhs, (of.channels, *of.places, of.batch)))
+    w = _in_order(rhs, (*of.window, of.inputs, of.features))
+    patches = _slices(x, of.dilation, w.shape[:-2], of.strides, of.sizes)
+    positions = len(patches)
+    # (positions, group, channels of one, places, group of the batch, batch) and (positions, channels, group, features)
+    patches = patches.reshape(positions, of.groups, w.shape[-2], math.prod(of.sizes), of.batches, of.number)
+    w = w.reshape(positions, w.shape[-2], of.groups * of.batches, -1)
+    if of.groups == of.batches == 1:
+        left = w.reshape(-1, w.shape[-1])
+        out = of.product(left, patches.reshape(len(left), -1), ((0,), (0,)))
+    elif of.batches == 1:
+        out = of.product(w, patches, ((0, 1), (0, 2)), ((2,), (1,)))
+    else:
+        out = of.product(w, patches.squeeze(1), ((0, 1), (0, 1)), ((2,), (3,)))
+    return _Laid(out.reshape(-1, *of.sizes, of.number), (of.out_features, *of.out_places, of.out_batch))
+
+
+def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+    """One product of the weights with the input, whose parts, one for each position, are added up where they belong."""
+    x = _in_order(lhs, (of.channels, *of.places, of.batch))
+    w = _in_order(rhs, (*of.window, of.inputs, of.features))
+    counts = w.shape[:-2]
+    if of.groups == 1:
+        left = w.swapaxes(-1, -2).reshape(-1, w.shape[-2])
+        parts = of.product(left, x.reshape(len(x), -1), ((1,), (0,)))
+    else:
+        left = w.reshape(math.prod(counts), w.shape[-2], of.groups, -1)
+        right = x.reshape(of.groups, -1, math.prod(x.shape[1:]))
+        parts = of.product(left, right, ((1,), (1,)), ((2,), (0,))).swapaxes(0, 1)
+    parts = parts.reshape(*counts, -1, *x.shape[1:])
+    axis = len(counts)  # of a place, once the axis of its positions is taken away, which is always the first
+    for i, (size, count) in enumerate(zip(of.sizes, counts, strict=True)):
+        begin, length = of.padding[i][0], (size - 1) * of.strides[i] + 1
+        shifted = [
+            _placed(parts[position], axis, begin - position * of.dilation[i], of.spread[i], length, of.strides[i])
+            for position in range(count)
+        ]
+        parts = reduce(jnp.add, shifted)
+    return _Laid(parts, (of.out_features, *of.out_places, of.out_batch))
+
+
+def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+    """For a window larger than the result, as in the gradient of weights: one slice for each place of the result."""
+    x = of.padded(_in_order(lhs, (of.batch, *of.places, of.channels)))
+    w = _in_order(rhs, (of.features, *of.window, of.inputs))
+    slices = _slices(x, of.strides, of.sizes, of.dilation, w.shape[1:-1])
+    window, inputs = math.prod(w.shape[1:-1]), w.shape[-1]
+    # (results, group of the batch, batch, window, group, inputs of one) and (group, features, window, inputs of one)
+    slices = slices.reshape(len(slices), of.batches, of.number, window, of.groups, inputs)
+    w = w.reshape(of.groups * of.batches, -1, window, inputs)
+    if of.groups == of.batches == 1:
+        out = of.product(slices.reshape(-1, window * inputs), w.reshape(-1, window * inputs), ((1,), (1,)))
+    elif of.batches == 1:
+        out = of.product(slices.squeeze(1), w, ((2, 4), (2, 3)), ((3,), (0,))).transpose(1, 2, 0, 3)
+    else:
+        out = of.product(slices.squeeze(4), w, ((3, 4), (2, 3)), ((1,), (0,))).transpose(1, 2, 0, 3)
+    return _Laid(out.reshape(*of.sizes, of.number, -1), (*of.out_places, of.out_batch, of.out_features))
 
 
 def _slices(
@@ -192,78 +278,6 @@ def _slices(
         length = (sizes[i] - 1) * strides[i] + 1
         x = jnp.stack([lax.slice_in_dim(x, begin, begin + length, strides[i], axis) for begin in begins])
     return x.reshape(-1, *x.shape[len(counts) :])
-
-
-def _by_patches(params, spec, groups, product, lhs, rhs, out_shape) -> _Laid:
-    """One product of the weights with the patches, of shape (positions, channels, places, batch)."""
-    (batch, channels, *places), (features, inputs, *window), (out_batch, out_channels, *out_places) = spec
-    x = _padded(params, _in_order(lhs, (channels, *places, batch)), len(places))
-    w = _in_order(rhs, (*window, inputs, features))
-    counts, sizes = w.shape[:-2], [out_shape[i] for i in out_places]
-    patches = _slices(x, params["rhs_dilation"], counts, params["window_strides"], sizes)
-    positions, group, of_batch = math.prod(counts), *groups
-    number = out_shape[out_batch]
-    # (positions, group, channels of one, places, group of the batch, batch) and (positions, channels, group, features)
-    patches = patches.reshape(positions, group, -1, math.prod(sizes), of_batch, number)
-    w = w.reshape(positions, w.shape[-2], group * of_batch, -1)
-    if group == of_batch == 1:
-        left = w.reshape(-1, w.shape[-1])
-        right = patches.reshape(left.shape[0], -1)
-        out = product(left, right, (((0,), (0,)), ((), ())))
-    elif of_batch == 1:
-        out = product(w, patches, (((0, 1), (0, 2)), ((2,), (1,))))
-    else:
-        out = product(w, patches.squeeze(1), (((0, 1), (0, 1)), ((2,), (3,))))
-    return _Laid(out.reshape(-1, *sizes, number), (out_channels, *out_places, out_batch))
-
-
-def _by_parts(params, spec, groups, product, lhs, rhs, out_shape) -> _Laid:
-    """One product of the weights with the input, whose parts, one for each position, are added up where they belong."""
-    (batch, channels, *places), (features, inputs, *window), (out_batch, out_channels, *out_places) = spec
-    x = _in_order(lhs, (channels, *places, batch))
-    w = _in_order(rhs, (*window, inputs, features))
-    counts, sizes, group = w.shape[:-2], [out_shape[i] for i in out_places], groups[0]
-    if group == 1:
-        left = w.swapaxes(-1, -2).reshape(-1, w.shape[-2])
-        parts = product(left, x.reshape(len(x), -1), (((1,), (0,)), ((), ())))
-    else:
-        left = w.reshape(math.prod(counts), w.shape[-2], group, -1)
-        right = x.reshape(group, -1, math.prod(x.shape[1:]))
-        parts = product(left, right, (((1,), (1,)), ((2,), (0,)))).swapaxes(0, 1)
-    parts = parts.reshape(*counts, -1, *x.shape[1:])
-    axis = len(counts)  # of a place, once the axis of its positions is taken away, which is always the first
-    for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
-        low, _ = params["padding"][i]
-        stride, dilation, step = (params[name][i] for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
-        shifted = [
-            _placed(parts[position], axis, low - position * step, dilation, (size - 1) * stride + 1, stride)
-            for position in range(count)
-        ]
-        parts = reduce(jnp.add, shifted)
-    return _Laid(parts, (out_channels, *out_places, out_batch))
-
-
-def _by_results(params, spec, groups, product, lhs, rhs, out_shape) -> _Laid:
-    """For a window larger than the result, as in the gradient of weights: one slice for each place of the result."""
-    (batch, channels, *places), (features, inputs, *window), (out_batch, out_channels, *out_places) = spec
-    x = _padded(params, _in_order(lhs, (batch, *places, channels)), len(places))
-    w = _in_order(rhs, (features, *window, inputs))
-    sizes = [out_shape[i] for i in out_places]
-    slices = _slices(x, params["window_strides"], sizes, params["rhs_dilation"], w.shape[1:-1])
-    results, group, of_batch = math.prod(sizes), *groups
-    # (results, group of the batch, batch, window, group, inputs of one) and (group, features, window, inputs of one)
-    slices = slices.reshape(results, of_batch, -1, math.prod(w.shape[1:-1]), group, w.shape[-1])
-    w = w.reshape(group * of_batch, -1, *slices.shape[3:4], w.shape[-1])
-    if group == of_batch == 1:
-        left = slices.reshape(-1, math.prod(w.shape[2:]))
-        right = w.reshape(-1, left.shape[-1])
-        out = product(left, right, (((1,), (1,)), ((), ())))
-    elif of_batch == 1:
-        out = product(slices.squeeze(1), w, (((2, 4), (2, 3)), ((3,), (0,))))  # (group, results, batch, features)
-        out = out.transpose(1, 2, 0, 3)
-    else:
-        out = product(slices.squeeze(4), w, (((3, 4), (2, 3)), ((1,), (0,)))).transpose(1, 2, 0, 3)
-    return _Laid(out.reshape(*sizes, out_shape[out_batch], -1), (*out_places, out_batch, out_channels))
 
 
 def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, stride: int) -> jax.Array:

@@ -78,7 +78,8 @@ class Group:
             raise error
         for process, failure in zip(self.processes, told, strict=True):
             if failure is not None:
-                raise _error(*failure, process)
+                name, message = failure
+                raise _error(name, message, process)
         return result  # type: ignore[return-value]
 
     def _gather_row(self, row: np.ndarray) -> np.ndarray:

@@ -26,6 +26,9 @@ from plurax.ensemble import Ensemble, Trainer, load, save
 from plurax.ensemble._mesh import differs
 from plurax.ensemble._static import Static
 
+# All in one worker: what they ask is found once.
+pytestmark = pytest.mark.xdist_group("eight devices")
+
 MEMBERS = 6
 RNG = np.random.default_rng(0)
 IMAGES, LABELS = RNG.normal(size=(8, 6, 6, 2)).astype(np.float32), np.arange(8) % 3
@@ -117,8 +120,10 @@ def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]
     axes = (None,) * len(batch)
     execution = trainer._choose(state, batch, axes, None, False, print)
     structure, size = state.structure_and_size()
-    inputs = trainer._inputs(execution, state, batch, axes)
-    text = trainer._programs[0].lower(structure, execution, size, Static.of(axes), *inputs).compile().as_text()
+    inputs = trainer._executor._inputs(execution, state, batch, axes)
+    text = (
+        trainer._executor._programs[0].lower(structure, execution, size, Static.of(axes), *inputs).compile().as_text()
+    )
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
         for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
@@ -129,6 +134,7 @@ def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]
 
 def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
     """Parameters, optimiser state, metrics and outputs; six members do not divide over four devices, nor over eight."""
+    make: Any
     make, loss, batch = {"cnn": (CNN, cross_entropy, (IMAGES, LABELS)), "mlp": (MLP, square, (ROWS, TARGETS))}[kind]
     if kind == "mlp" and len(shape) == 2:
         make = partial(MLP, axis_name="data")

@@ -23,6 +23,9 @@ from plurax.ensemble import Ensemble, Trainer, load, load_member, save
 from plurax.transforms import _arrays
 from plurax.transforms._processes import Damaged, Group
 
+# All in one worker: what they ask is found once.
+pytestmark = pytest.mark.xdist_group("two processes")
+
 BATCHES = [
     (
         np.sin(np.arange(24.0) + i).reshape(8, 3).astype(np.float32),
@@ -117,7 +120,8 @@ def run(root: Path) -> dict[str, Any]:
 
         save(root / "whole", ensemble)
         before = sorted(path.name for path in root.rglob("*"))
-        _arrays.put = fail if jax.process_index() == 1 else put
+        failing: Any = fail if jax.process_index() == 1 else put
+        _arrays.put = failing
         try:
             for name in ("whole", "other"):
                 with pytest.raises(

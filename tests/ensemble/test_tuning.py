@@ -146,9 +146,12 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was measured so far, and what came of it."""
     found: list[Any] = []
-    monkeypatch.setattr(
-        "plurax.ensemble._trainer.tune", lambda *args, **kwargs: found.append(tune(*args, **kwargs)) or found[-1]
-    )
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        found.append(tune(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr("plurax.ensemble._trainer.tune", measure)
     return found
 
 
@@ -254,8 +257,11 @@ class Test_a_trainer:
             assert execution.strategy == "vmap"
             assert 1 <= execution.chunk_size < 16
         state = trainer.init(create(plain, 16))
-        assert trainer._trial(state, batch, (None, None), False, execution).compile() <= 24 * 2**10
+        assert trainer._executor.trial(state, batch, (None, None), False, execution).compile() <= 24 * 2**10
         whole = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
         assert_same(trainer.step(state, batch)[0].ensemble, whole.step(state, batch)[0].ensemble, tolerance=1e-5)
+        traced = jax.jit(trainer.step)(state, batch)[0].ensemble
+        assert_same(traced, whole.step(state, batch)[0].ensemble, tolerance=1e-5)
+        assert jax.jit(trainer.step).lower(state, batch).compile().memory_analysis().temp_size_in_bytes <= 26 * 2**10
         with pytest.raises(ValueError, match=r"no (execution|chunk) fits into memory_budget=16 B: the least found is"):
             self.train(plain, cross_entropy, batch, 16, **{**options, "memory_budget": 16})

@@ -25,6 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm
 
+# All in one worker: what they ask is found once.
+pytestmark = pytest.mark.xdist_group("four devices")
+
 BATCH, METHODS = 8, ("vmap", "ghost", "book_keeping")
 PARAMS = {
     name: np.sin(np.arange(float(np.prod(shape)))).reshape(shape).astype(np.float32)

@@ -1,0 +1,196 @@
+"""`Executor`: steps of all members, executed in one way or another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr
+
+from ..transforms._axes import Axes
+from ..transforms._compat import Tracer
+from ..transforms._convolutions import convolutions_as_products
+from ..transforms._model import Structure
+from ._mesh import DATA, Layout
+from ._state import Arrays, TrainState, cut
+from ._static import Static
+from ._step import MemberStep
+from ._strategy import Execution, over_members, stack, take_member
+from ._tuning import Trial
+
+
+class Executor:
+    """Steps of all members.
+
+    Args:
+      step: that of one member.
+      layout: where the members are; None for one device, or where an execution says.
+    """
+
+    def __init__(self, step: MemberStep, layout: Layout | None) -> None:
+        self._step = step
+        self.layout = layout
+        # One program for a step that leaves its state usable, one for a step that takes over its memory.
+        self._programs = [
+            jax.jit(self._step_of_all, static_argnums=(0, 1, 2, 3), donate_argnums=donated) for donated in ((), (4,))
+        ]
+        self._member_programs = [
+            jax.jit(self._step_of_member, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
+        ]
+
+    def execute(
+        self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], donate: bool
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """A step, executed in a given way."""
+        structure, size = state.structure_and_size()
+        if execution.strategy != "loop":
+            with self._context(execution):
+                arrays, step, metrics = self._programs[donate](
+                    structure, execution, size, Static.of(axes), *self._inputs(execution, state, arguments, axes)
+                )
+                layout = self._layout_of(execution)
+                if layout is not None and layout.padded(size) != size:
+                    metrics = cut(metrics, size)
+            return TrainState.of_padded(structure, arrays, size, step), metrics
+        arguments = _on_device(arguments)
+        # No index where there is nothing to take by it.
+        shared = not jax.tree.leaves(axes)
+        program, static = self._member_programs[donate], Static.of(axes)
+        results = [
+            program(structure, execution, static, arrays, None if shared else np.uint32(i), arguments)
+            for i, arrays in enumerate(state.members())
+        ]
+        members, metrics = zip(*results, strict=True)
+        step, metrics = _together(state.step, metrics)
+        return TrainState.of_members(structure, members, step), metrics
+
+    def _inputs(
+        self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
+    ) -> tuple[Arrays, jax.Array, tuple[Any, ...]]:
+        """The arrays, the step and the batch, where a program takes them from."""
+        layout = self._layout_of(execution)
+        if layout is None:
+            return state.arrays(), state.step, arguments
+        return state.spread(layout), layout.place_shared(state.step), layout.place_batch(arguments, axes)
+
+    def _held_for(self, execution: Execution, state: TrainState) -> TrainState:
+        """The state with its arrays as steps that are executed so leave them."""
+        structure, size = state.structure_and_size()
+        layout = self._layout_of(execution)
+        if execution.strategy == "loop":
+            return TrainState.of_members(structure, state.members(), state.step)
+        if layout is None:
+            return state
+        return TrainState.of_padded(structure, state.spread(layout), size, layout.place_shared(state.step))
+
+    def _context(self, execution: Execution) -> Any:
+        layout = self._layout_of(execution)
+        return nullcontext() if layout is None else layout.context()
+
+    def _layout_of(self, execution: Execution) -> Layout | None:
+        if self.layout is None and execution.devices > 1:
+            return Layout.local(execution.devices)
+        return self.layout
+
+    def member_program(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Jaxpr:
+        """One member's step on one device, traced."""
+        structure, _ = state.structure_and_size()
+        split = self.layout is not None and self.layout.shards > 1
+        names = [(DATA, self.layout.shards)] if self.layout is not None and split else []
+        step = partial(self._step, structure, split=split)
+        return jax.make_jaxpr(step, axis_env=names)(*self.member_shapes(state, arguments, axes)).jaxpr
+
+    def trial(
+        self,
+        state: TrainState,
+        arguments: tuple[Any, ...],
+        axes: tuple[Axes, ...],
+        donate: bool,
+        execution: Execution,
+    ) -> Trial:
+        """What measures a step that is executed in a given way."""
+        structure, size = state.structure_and_size()
+        static, batch = Static.of(axes), _on_device(arguments)
+        shared = not jax.tree.leaves(axes)
+
+        def compile_step() -> int:
+            if execution.strategy == "loop":
+                program, i = self._member_programs[donate], None if shared else np.uint32(0)
+                lowered = program.lower(structure, execution, static, state.members()[0], i, batch)
+            else:
+                with self._context(execution):
+                    inputs = jax.tree.map(_shape_if_traced, self._inputs(execution, state, batch, axes))
+                    lowered = self._programs[donate].lower(structure, execution, size, static, *inputs)
+            analysis: Any = lowered.compile().memory_analysis()
+            return analysis.temp_size_in_bytes
+
+        def run() -> float:
+            mine = self._held_for(execution, state)
+            if donate:
+                mine = mine.copy()
+            jax.block_until_ready((mine.contents(), batch))
+            start = time.perf_counter()
+            after, metrics = self.execute(execution, mine, batch, axes, donate)
+            jax.block_until_ready((after.contents(), metrics))
+            return time.perf_counter() - start
+
+        return Trial(compile_step, run)
+
+    def _step_of_all(
+        self,
+        structure: Structure,
+        execution: Execution,
+        size: int,
+        axes: Static,
+        arrays: Arrays,
+        step: jax.Array,
+        batch: Any,
+    ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
+        layout = self._layout_of(execution)
+        of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
+
+        def mapped(size: int) -> Callable[..., Any]:
+            return over_members(of_member, execution, (0, *axes.value), size)
+
+        over_all = mapped(size) if layout is None else layout.over_devices(mapped, axes.value, size)
+        arrays, metrics = over_all(arrays, *batch)
+        return arrays, step + 1, metrics
+
+    def _step_of_member(
+        self, structure: Structure, execution: Execution, axes: Static, arrays: Arrays, i: jax.Array, batch: Any
+    ) -> Any:
+        step = partial(self._step, structure)
+        return (convolutions_as_products(step) if execution.products else step)(
+            arrays, *take_member(batch, axes.value, i)
+        )
+
+    def member_shapes(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
+        """The shapes of what one member's step takes on one device."""
+        layout, taken = self.layout, jax.eval_shape(lambda *args: take_member(args, axes, 0), *arguments)
+        if layout is not None and layout.shards > 1:
+            leaves, treedef = jax.tree.flatten(taken)
+            specs = layout.batch_specs(arguments, axes)
+            parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(leaves, specs, strict=True)]
+            taken = jax.tree.unflatten(treedef, parts)
+        return state.one(), *taken
+
+
+def _shape_if_traced(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Tracer) else x
+
+
+def _on_device(arguments: Any) -> Any:
+    """Arrays on the device, once and not once for each member."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
+
+
+@jax.jit
+def _together(step: jax.Array, metrics: list[dict[str, Any]]) -> tuple[jax.Array, dict[str, Any]]:
+    """The number of the next step, and the metrics of all members."""
+    return step + 1, stack(metrics)
