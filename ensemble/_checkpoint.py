@@ -112,11 +112,11 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
       'Linear'
     """
     checkpoint = Checkpoint.open("load_member", path)
-    if isinstance(like, TrainState):
-        like = like.ensemble
-    if isinstance(like, Ensemble):
-        structure, stacked = like.structure, (like.trainable, like.rest)
-        expected = _outline_members(like.trainable, like.rest)
+    if isinstance(like, (Ensemble, TrainState)):
+        # Not what is behind `like.ensemble`, which other processes may have to help to make.
+        trainable, rest = like.rows()[:2] if isinstance(like, TrainState) else (like.trainable, like.rest)
+        structure = like.structure_and_size()[0] if isinstance(like, TrainState) else like.structure
+        stacked, expected = (trainable, rest), _outline_members(trainable, rest)
     elif is_model(like):
         parts = split(like)
         structure, stacked = parts.structure, (parts.trainable, parts.rest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,7 +106,7 @@ class Ensemble:
           size: how many members, at least 1.
           seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
           mesh: a `jax.sharding.Mesh` with an axis "ensemble": each of its devices makes its own members, and no other
-            holds them. It may span several processes.
+            (but along an axis "data") holds them. It may span several processes.
 
         Returns:
           An ensemble of `size` models.
@@ -158,6 +157,8 @@ class Ensemble:
                 f"Ensemble.create: {size} members do not divide over the {layout.devices} devices of the mesh axis "
                 '"ensemble"; create them without a mesh, and Trainer.init pads them.'
             )
+        if isinstance(key, Tracer):
+            raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
         impl, words = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
         key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
         numbers = layout.place(np.arange(size), size)
@@ -229,8 +230,10 @@ class Ensemble:
         check_in_axes("Ensemble", in_axes)
         arrays, static = Static.separate((args, kwargs))
         layout = Layout.around(self)
-        with nullcontext() if layout is None else layout.context():
-            return _call(self, arrays, static, Static.of(in_axes), layout)
+        if layout is None:
+            return _call(self, arrays, static, Static.of(in_axes), None)
+        with layout.context():
+            return _call(self, list(map(layout.place_shared, arrays)), static, Static.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: str = "classification", **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode, and say how sure they are.
@@ -388,7 +391,8 @@ def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static, lay
             leaf_axes = [*broadcast_axes(tuple(axes), args), *[0] * len(jax.tree.leaves(kwargs))]
         found = zip(jax.tree.leaves((args, kwargs)), leaf_axes, strict=True)
         on_one = partial(_call, static=static, in_axes=in_axes, layout=None)
-        return layout.over_arrays(on_one, [axis for x, axis in found if Static.is_array(x)])(ens, arrays)
+        counted = [None if axis is None else axis % jnp.ndim(x) for x, axis in found if Static.is_array(x)]
+        return layout.over_arrays(on_one, counted)(ens, arrays)
 
     def call(ens: Ensemble, arrays: list[Any], chunk_size: int | None) -> Any:
         args, kwargs = static.join(arrays)

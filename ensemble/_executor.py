@@ -101,10 +101,9 @@ class Executor:
     def member_program(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Jaxpr:
         """One member's step on one device, traced."""
         structure, _ = state.structure_and_size()
-        split = self.layout is not None and self.layout.shards > 1
-        names = [(DATA, self.layout.shards)] if self.layout is not None and split else []
-        step = partial(self._step, structure, split=split)
-        return jax.make_jaxpr(step, axis_env=names)(*self.member_shapes(state, arguments, axes)).jaxpr
+        shape = {} if self.layout is None else dict(self.layout.mesh.shape)
+        step = partial(self._step, structure, split=shape.get(DATA, 1) > 1)
+        return jax.make_jaxpr(step, axis_env=list(shape.items()))(*self.member_shapes(state, arguments, axes)).jaxpr
 
     def trial(
         self,

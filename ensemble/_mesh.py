@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, broadcast_axes
 from ..transforms._compat import Tracer
+from ..transforms._jaxpr import CALLS, bodies
 from ..transforms._model import dotted
 
 ENSEMBLE, DATA = "ensemble", "data"
 
 # Operations after which the devices of an axis have the same.
 _AGREED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
-_CALLS = frozenset({"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class Layout:
         """The batch where the devices take it from."""
         leaves, treedef = jax.tree.flatten(batch)
         specs = self.batch_specs(batch, axes)
-        # What is padded on the way is not split yet.
-        placed = [
-            self._place(x, self.shared if axis is not None else NamedSharding(self.mesh, spec), 0)
-            for x, spec, axis in zip(leaves, specs, broadcast_axes(tuple(axes), batch), strict=True)
-        ]
+        placed = []
+        for x, spec, axis in zip(leaves, specs, broadcast_axes(tuple(axes), batch), strict=True):
+            # What is padded on the way is not split yet.
+            split = axis is None or x.shape[axis] % self.devices == 0
+            placed.append(self._place(x, NamedSharding(self.mesh, spec) if split else self.shared, 0))
         return jax.tree.unflatten(treedef, placed)
 
     def _place(self, x: Any, sharding: NamedSharding, more: int) -> jax.Array:
@@ -127,9 +127,11 @@ class Layout:
             return x
         if traced and more:
             x = jnp.concatenate([x, *[x[-1:]] * more])
-        elsewhere = isinstance(x, jax.Array) and not traced and not x.is_fully_addressable
-        if traced or elsewhere or (self.in_one_process and not more):
+        if isinstance(x, jax.Array) and not traced and not x.is_fully_addressable:
+            return _longer(x, sharding, more)
+        if traced or (self.in_one_process and not more):
             return jax.device_put(x, sharding)
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)
         # Each process has the whole of it, and hands on what its own devices hold.
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         data = np.asarray(jax.random.key_data(x) if is_key else x)
@@ -238,18 +240,34 @@ def everywhere(tree: Any) -> Any:
     return jax.tree.map(gather, tree)
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def _longer(x: jax.Array, sharding: NamedSharding, more: int) -> jax.Array:
+    x = jnp.concatenate([x, *[x[-1:]] * more]) if more else x
+    return lax.with_sharding_constraint(x, sharding)
+
+
 @cache
 def _same(sharding: NamedSharding) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
+def as_local(x: Any) -> Any:
+    """An array of this process alone, of one that every device has."""
+    if not isinstance(x, jax.Array):
+        return x
+    return x if len(x.sharding.device_set) == 1 else x.addressable_shards[0].data
+
+
 def own_keys(tree: Any) -> Any:
-    """`tree` with keys that differ over the axis `data`: other examples draw other random numbers."""
+    """`tree` with single keys that differ over the axis `data`: other examples draw other random numbers.
+
+    Arrays of keys are split with the batch, or are as they are.
+    """
 
     def of_shard(x: Any) -> Any:
-        if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.ndim:
             return x
-        return jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), lax.axis_index(DATA)).reshape(x.shape)
+        return jax.random.fold_in(x, lax.axis_index(DATA))
 
     return jax.tree.map(of_shard, tree)
 
@@ -264,15 +282,24 @@ def differs(jaxpr: Jaxpr, inputs: Sequence[bool], axis: str = DATA) -> list[bool
     """
     found = {x for x, does in zip(jaxpr.invars, inputs, strict=True) if does}
     for eqn in jaxpr.eqns:
-        names = jax.tree.leaves((eqn.params.get("axes", ()), eqn.params.get("axis_name", ())))
         does = [not isinstance(x, Literal) and x in found for x in eqn.invars]
-        if eqn.primitive.name in _AGREED and axis in names:
+        if eqn.primitive.name in _AGREED and axis in _names(eqn) and eqn.params.get("axis_index_groups") is None:
             continue
-        if eqn.primitive.name in _CALLS:
-            body = next(x for x in (eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr")) if x is not None)
+        if eqn.primitive.name in CALLS:
+            body = eqn.params[CALLS[eqn.primitive.name]]
             results = differs(getattr(body, "jaxpr", body), does, axis)
         else:
             # A loop or a branch: any of its results.
-            results = [any(does) or (eqn.primitive.name == "axis_index" and axis in names)] * len(eqn.outvars)
+            results = [any(does) or _asks(eqn, axis)] * len(eqn.outvars)
         found |= {x for x, result in zip(eqn.outvars, results, strict=True) if result}
     return [not isinstance(x, Literal) and x in found for x in jaxpr.outvars]
+
+
+def _names(eqn: JaxprEqn) -> list[Any]:
+    return jax.tree.leaves((eqn.params.get("axes", ()), eqn.params.get("axis_name", ())))
+
+
+def _asks(eqn: JaxprEqn, axis: str) -> bool:
+    """Whether an operation, or one inside of it, asks for the number of the device."""
+    here = eqn.primitive.name == "axis_index" and axis in _names(eqn)
+    return here or any(_asks(inner, axis) for body in bodies(eqn) for inner in body.eqns)

@@ -71,7 +71,7 @@ class MemberOptimizer:
         self._transform = self._inject(**shared, **{name: values[0] for name, values in self.per_member.items()})
 
     def init(self, trainable: Any, size: int) -> Any:
-        """The state for `size` members whose stacked parameters are `trainable`."""
+        """The state for `size` members whose stacked parameters are `trainable`, with the last again and again."""
         for name, values in self.per_member.items():
             if len(values) != size:
                 raise ValueError(
@@ -84,7 +84,9 @@ class MemberOptimizer:
         def init_member(params: Any, values: dict[str, Any]) -> Any:
             return self._inject(**self._shared, **values).init(params)
 
-        return jax.vmap(init_member)(trainable, self.per_member)
+        more = len(jax.tree.leaves(trainable)[0]) - size
+        values = {name: np.pad(values, (0, more), "edge") for name, values in self.per_member.items()}
+        return jax.vmap(init_member)(trainable, values)
 
     def update(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """One member's new parameters and state; `extra` is for optimisers that ask for it, such as `optax.lbfgs`."""

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes
 from ..transforms._compat import Tracer
+from ..transforms._jaxpr import CALLS, aval, bodies, evaluate, interpret
 from ..transforms._model import dotted
+from ..transforms._model import split as split_model
 from ._executor import Executor
-from ._mesh import DATA, Layout, differs
+from ._mesh import DATA, Layout, as_local, differs, everywhere
 from ._state import TrainState
+from ._static import Static
 from ._step import MemberStep, metrics_of
 from ._strategy import take_member
 
 
 def check_split(
     step: MemberStep, executor: Executor, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
-) -> None:
-    """Refuse what would not be the same if the batch were not split."""
+) -> bool:
+    """Refuse what would not be the same if the batch were not split.
+
+    Returns:
+      Whether all was checked: where a step is traced there are no values to compare.
+    """
     layout, (structure, _) = executor.layout, state.structure_and_size()
     assert layout is not None
     layout.check_batch("Trainer.step", arguments, axes)
@@ -49,42 +58,104 @@ def check_split(
                 f"the mesh splits over {DATA!r}; only scalars of floating point are averaged over the parts: "
                 "report a mean."
             )
+    if state.is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves((arguments, jnp.zeros(())))):
+        return False
     _check_mean(step, layout, state, arguments, axes, specs)
+    return True
 
 
 def _check_mean(
-    step: MemberStep,
-    layout: Layout,
-    state: TrainState,
-    arguments: tuple[Any, ...],
-    axes: tuple[Axes, ...],
-    specs: list[Any],
+    step: MemberStep, layout: Layout, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], specs: Any
 ) -> None:
-    """Refuse a loss that is not the mean over the parts of its batch, by that of the first member."""
+    """Refuse a loss of which the mean over the parts of the batch is not that of the whole, by the first member.
+
+    Random numbers are all the same here, so that those of a part are those of the whole.
+    """
     structure, _ = state.structure_and_size()
-    arrays = jax.tree.leaves((state.rows(), arguments))
-    if any(isinstance(x, Tracer) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in arrays):
-        return  # no values yet; or numbers are drawn, which differ
-    if not all(getattr(x, "is_fully_addressable", True) for x in arrays):
-        return
     with layout.context():
-        (trainable, rest, _), *batch = jax.tree.map(np.asarray, take_member((state.rows(), *arguments), (0, *axes), 0))
+        first = _first((state.spread(layout), *layout.place_batch(arguments, axes)), Static.of((0, *axes)))
+        (trainable, rest, _), *batch = jax.tree.map(layout.place_shared, everywhere(first))
+    leaves, treedef = jax.tree.flatten(batch)
+    split = [DATA in spec for spec in specs]
 
-    def mean_over(parts: int) -> float:
-        leaves, treedef = jax.tree.flatten(batch)
-        split = [DATA in spec for spec in specs]
-        leaves = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]
+    def over(parts: int) -> Any:
+        """What the loss gives and leaves, for each of some parts; None where it draws numbers that cannot be fixed."""
 
-        def of_part(*leaves: Any) -> jax.Array:
+        def of_part(trainable: Any, rest: Any, *leaves: Any) -> Any:
             model = structure.merge(trainable, rest)
-            return metrics_of(step.loss(model, *jax.tree.unflatten(treedef, leaves)))["loss"]
+            metrics = metrics_of(step.loss(model, *jax.tree.unflatten(treedef, leaves)))
+            return metrics, split_model(model).rest
 
-        of_parts = jax.vmap(of_part, [0 if s else None for s in split], axis_name=DATA, axis_size=parts)
-        return float(jnp.mean(jax.jit(of_parts)(*leaves)))
+        cut = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]
+        in_axes = (None, None, *(0 if s else None for s in split))
+        of_parts = jax.vmap(of_part, in_axes, axis_name=DATA, axis_size=parts)
+        return _with_fixed_numbers(of_parts, (trainable, rest, *cut))
 
-    whole, parts = mean_over(1), mean_over(layout.shards)
-    if not np.isclose(whole, parts, rtol=1e-2, atol=1e-6, equal_nan=True):
-        raise ValueError(
-            f"Trainer.step: the loss is {whole:.6g} on a whole batch, but {parts:.6g} as the mean over its "
-            f'{layout.shards} parts; with a mesh axis "{DATA}" it must be a mean over the examples.'
-        )
+    with layout.context():
+        given = over(1), over(layout.shards)
+        if None in given:
+            return
+        found = jax.tree.map(_numbers, given)
+    for (path, of_whole), of_parts in zip(jax.tree.leaves_with_path(found[0]), jax.tree.leaves(found[1]), strict=True):
+        is_metric = path[0].idx == 0
+        inexact = jnp.issubdtype(of_whole.dtype, jnp.inexact)
+        tolerance = max(1e-4, 16 * float(jnp.finfo(of_whole.dtype).eps)) if inexact else 0.0
+        wide = [x.astype(complex) if np.iscomplexobj(x) else x.astype(np.float64) for x in (of_whole[0], of_parts)]
+        whole, mean = wide[0], wide[1].mean(0) if is_metric and inexact else wide[1][0]
+        if not np.allclose(mean, whole, tolerance, 1e-9, equal_nan=True):
+            name = dotted(path[1:])
+            what = f"reports `{name}`" if is_metric else f"leaves `{name}` in the model"
+            raise ValueError(
+                f"Trainer.step: the loss {what}, {_shortly(whole)} of a whole batch, but {_shortly(mean)} as the "
+                f'mean over its {layout.shards} parts; with a mesh axis "{DATA}" what it gives must be means over the '
+                "examples."
+            )
+
+
+@partial(jax.jit, static_argnums=(1,))
+def _first(args: Any, axes: Static) -> Any:
+    return take_member(args, axes.value, 0)
+
+
+def _numbers(x: jax.Array) -> np.ndarray:
+    x = as_local(x)
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def _shortly(x: np.ndarray) -> str:
+    return f"{x:.6g}" if x.ndim == 0 else describe(x)
+
+
+def _with_fixed_numbers(fun: Any, args: tuple[Any, ...]) -> Any:
+    """`fun(*args)` with every random number the same; None where numbers are drawn inside of loops or branches."""
+    closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+
+    def visit(eqn: JaxprEqn, values: list[Any]) -> Any:
+        name = eqn.primitive.name
+        if name in CALLS:
+            body = eqn.params[CALLS[name]]
+            return interpret(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values, visit)
+        if name == "random_bits":
+            kind = aval(eqn.outvars[0])
+            return [jnp.full(kind.shape, jnp.iinfo(kind.dtype).max // 3, kind.dtype)]
+        if name in _DRAWING or any(map(_draws, bodies(eqn))):
+            raise _CannotBeFixed
+        return evaluate(eqn, *values)
+
+    try:
+        values = jax.jit(lambda *args: interpret(closed.jaxpr, closed.consts, args, visit))(*jax.tree.leaves(args))
+    except _CannotBeFixed:
+        return None
+    return jax.tree.unflatten(jax.tree.structure(out), values)
+
+
+_DRAWING = frozenset({"random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"})
+
+
+class _CannotBeFixed(Exception):
+    """Numbers are drawn where they are not replaced."""
+
+
+def _draws(jaxpr: Jaxpr) -> bool:
+    names = {*_DRAWING, "random_bits"}
+    return any(eqn.primitive.name in names or any(map(_draws, bodies(eqn))) for eqn in jaxpr.eqns)

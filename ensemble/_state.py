@@ -140,7 +140,8 @@ class TrainState:
         if name not in ("ensemble", "opt_state") or held is None:
             raise AttributeError(f"TrainState has no attribute {name!r}.")
         vars(self).update(vars(TrainState.of_arrays(held.structure, held.stacked(), self.step)))
-        vars(self).pop("_held", None)
+        if isinstance(held, Apart):  # the padded ones are where a step takes them from
+            vars(self).pop("_held", None)
         return vars(self)[name]
 
 
@@ -180,7 +181,8 @@ class Padded:
         return Padded(self.structure, jax.tree.map(jnp.copy, self.arrays), self.size)
 
     def stacked(self) -> Arrays:
-        return cut(self.arrays, self.size)
+        with jax.ensure_compile_time_eval():
+            return cut(self.arrays, self.size)
 
 
 def kind_of(tree: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
@@ -24,11 +25,14 @@ from ._fit import History, Settings, fit
 from ._mesh import Layout
 from ._optimizer import MemberOptimizer
 from ._split import check_split
-from ._state import TrainState, kind_of
+from ._state import Apart, TrainState, kind_of
 from ._static import Static
 from ._step import MemberStep
 from ._strategy import STRATEGIES, Execution, in_turn
 from ._tuning import Tuning, fingerprint, recall, remember, tune
+
+# Where a loop is written out, at most so many copies of a member's step; else it is a loop of the compiler's.
+_MOST_COPIES = 16
 
 
 class Trainer:
@@ -63,10 +67,11 @@ class Trainer:
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
 
     Raises:
-      TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers.
+      TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is no
+        mesh, `tune_seconds` no number, `tune_cache` no path, `memory_budget` no size.
       ValueError: a hyperparameter that the factory does not take, or lacks; hyperparameters for a ready optimiser; an
         unknown strategy; `chunk_size` below 1; `chunk_size` or `memory_budget` with a strategy other than "vmap" and
-        "auto", or both at once; `tune_seconds` below 0.
+        "auto", or both at once; `tune_seconds` below 0; `mesh` has other axes, or an axis "data" beside a `grad_fn`.
 
     Source:
       MindSpore's ensemble training with `vmap` over a `CellList`; `torch.func.stack_module_state`.
@@ -118,6 +123,10 @@ class Trainer:
             raise TypeError(f"Trainer: tune_seconds must be a number of seconds, but got {describe(tune_seconds)}.")
         if not tune_seconds >= 0:
             raise ValueError(f"Trainer: tune_seconds must be at least 0, but got {tune_seconds}.")
+        if tune_cache is not None and not isinstance(tune_cache, (str, os.PathLike)):
+            raise TypeError(f"Trainer: tune_cache must be the path of a directory, but got {describe(tune_cache)}.")
+        if tune_cache is not None and Path(tune_cache).exists() and not Path(tune_cache).is_dir():
+            raise ValueError(f"Trainer: tune_cache must be a directory, but {str(tune_cache)!r} is a file.")
         self._layout = None if mesh is None else Layout.of("Trainer", mesh)
         if self._layout is not None and self._layout.shards > 1 and grad_fn is not None:
             raise ValueError(
@@ -134,6 +143,7 @@ class Trainer:
         self._tune_cache = None if tune_cache is None else Path(tune_cache).resolve()
         self._chosen: dict[Any, Execution] = {}
         self._split: set[Any] = set()
+        self._fitting: dict[Any, bool] = {}
         self._tuning: Tuning | None = None
 
     def init(self, ensemble: Ensemble) -> TrainState:
@@ -270,8 +280,7 @@ class Trainer:
         )
         if self._layout is not None and self._layout.shards > 1:
             kind = state.kind, Static.of(axes), kind_of(arguments)
-            if kind not in self._split:
-                check_split(self._step, self._executor, state, arguments, axes)
+            if kind not in self._split and check_split(self._step, self._executor, state, arguments, axes):
                 self._split.add(kind)
         execution = self._choose(state, arguments, axes, execution, donate, tell)
         if donate:
@@ -318,13 +327,16 @@ class Trainer:
         if self._chunk_size is not None:
             chosen = Execution("vmap", self._chunk_size)
         elif self._strategy == "auto":
-            chosen = earlier or self._quickest(state, arguments, axes, donate, traced, tell)
+            kept = earlier is not None and self._fits(state, arguments, axes, earlier)
+            chosen = earlier if earlier and kept else self._quickest(state, arguments, axes, donate, traced, tell)
         elif self._strategy == "vmap":
-            chosen = earlier or self._largest_chunk(state, arguments, axes)
+            kept = earlier is not None and earlier.strategy == "vmap" and self._fits(state, arguments, axes, earlier)
+            chosen = earlier if earlier and kept else self._largest_chunk(state, arguments, axes)
         if traced:
             chosen = chosen._replace(products=False, devices=1)
         if chosen.strategy == "loop" and (traced or self._layout is not None):
-            chosen = chosen._replace(strategy="unroll")
+            many = self._strategy == "auto" and len(self._here(state)) > _MOST_COPIES
+            chosen = chosen._replace(strategy="map" if many else "unroll")
         if chosen.devices > len(jax.local_devices()):  # of a checkpoint that another machine has written
             chosen = chosen._replace(devices=1)
         return chosen
@@ -343,52 +355,75 @@ class Trainer:
         kind = state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             jaxpr = self._executor.member_program(state, arguments, axes)
-            # Several processes would measure different times, and part ways. Side effects would happen.
+            # In a trace there is no time. Several processes would measure different times, and part ways. Side effects
+            # would happen.
+            traced = traced or isinstance(jnp.zeros(()), Tracer)
             alone = self._layout is None or self._layout.in_one_process
             effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
             if traced or not alone or not self._tune_seconds or effects:
-                in_sequence = "unroll" if traced or self._layout is not None else "loop"
-                strategy = in_sequence if in_turn(jaxpr, jax.default_backend()) else "vmap"
-                chosen = self._by_rule(strategy, state, arguments, axes)
+                chosen = self._by_rule(jaxpr, traced, state, arguments, axes)
                 if not traced:  # so that a step that is not traced measures
                     self._chosen[kind] = chosen
                 return chosen
             on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
             devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-            key = fingerprint(jaxpr, size, axes, self._budget, on_mesh, devices)
+            spread = None if isinstance(state.held, Apart) else Layout.around(state.rows())
+            where = on_mesh, None if spread is None else spread.devices
+            key = fingerprint(jaxpr, size, axes, self._budget, where, devices)
             tuning = recall(key, self._tune_cache)
-            if tuning is None:
-                device = jax.devices()[0]
+            if tuning is None or tuning.is_cut_short_of(self._tune_seconds):
                 tuning = tune(
                     partial(self._executor.trial, state, arguments, axes, donate),
-                    size=size if self._layout is None else self._layout.padded(size) // self._layout.devices,
+                    size=len(self._here(state)),
                     looped=self._layout is None,
                     devices=min(devices, size),
                     convolutions=has_convolution(jaxpr),
                     seconds=self._tune_seconds,
                     budget=self._budget,
-                    where=f"{size} × {structure!r} on {device.device_kind}",
+                    where=f"{size} × {structure!r} on {jax.devices()[0].device_kind}",
                     tell=tell,
                 )
+                if tuning is None:  # such as too little memory for a copy of the state
+                    self._chosen[kind] = self._by_rule(jaxpr, traced, state, arguments, axes)
+                    return self._chosen[kind]
                 remember(key, tuning, self._tune_cache)
             self._tuning, self._chosen[kind] = tuning, tuning.chosen
         return self._chosen[kind]
 
     def _by_rule(
-        self, strategy: str, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
+        self, jaxpr: Jaxpr, traced: bool, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
     ) -> Execution:
-        """The strategy, within the budget."""
+        """A strategy without measuring, within the budget."""
+        strategy = "vmap"
+        if in_turn(jaxpr, jax.default_backend()):
+            strategy = "loop"
+            if traced or self._layout is not None:
+                strategy = "unroll" if len(self._here(state)) <= _MOST_COPIES else "map"
+        chosen = Execution(strategy)
+        return chosen if self._fits(state, arguments, axes, chosen) else self._largest_chunk(state, arguments, axes)
+
+    def _fits(
+        self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], execution: Execution
+    ) -> bool:
+        """Whether a step that is executed so stays within the budget."""
         if self._budget is None:
-            return Execution(strategy)
-        trial = self._executor.trial(state, arguments, axes, False, Execution(strategy))
-        return Execution(strategy) if trial.compile() <= self._budget else self._largest_chunk(state, arguments, axes)
+            return True
+        kind = execution, state.kind, Static.of(axes), kind_of(arguments)
+        if kind not in self._fitting:
+            need = self._executor.trial(state, arguments, axes, False, execution).compile()
+            self._fitting[kind] = need <= self._budget
+        return self._fitting[kind]
+
+    def _here(self, state: TrainState) -> range:
+        """The members that one device has."""
+        _, size = state.structure_and_size()
+        return range(size if self._layout is None else self._layout.padded(size) // self._layout.devices)
 
     def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
         """The largest chunk for "vmap" whose temporaries fit into the budget."""
         kind = "chunk", state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
-            _, size = state.structure_and_size()
-            here = size if self._layout is None else self._layout.padded(size) // self._layout.devices
+            here = len(self._here(state))
 
             def need(chunk: int) -> int:
                 execution = Execution("vmap", None if chunk == here else chunk)

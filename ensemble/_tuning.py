@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import statistics
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,8 @@ _ROUNDS = 15
 # How many steps count at first, as long as they take no more than this share of the time.
 _FIRST, _SHARES = 4, 16
 
-_FORMAT = 1
+_NO_TIME = "no time was left"
+_FORMAT = 2
 _remembered: dict[str, Tuning] = {}
 
 
@@ -64,12 +68,18 @@ class Tuning:
       candidates: all that were considered.
       where: the device and the number of members.
       seconds: how long measuring took, beside compiling.
+      allowed: how long it might have taken.
     """
 
     chosen: Execution
     candidates: tuple[Candidate, ...]
     where: str
     seconds: float
+    allowed: float
+
+    def is_cut_short_of(self, seconds: float) -> bool:
+        """Whether candidates were left out for want of time, of which there is more now."""
+        return self.allowed < seconds and any(one.note == _NO_TIME for one in self.candidates)
 
     def __str__(self) -> str:
         rows = [["", "ms", "temporaries", "compile (s)", ""]]
@@ -116,7 +126,7 @@ def tune(
     budget: int | None,
     where: str,
     tell: Callable[[str], None] = lambda _: None,
-) -> Tuning:
+) -> Tuning | None:
     """Measure the candidates, and choose the quickest.
 
     Args:
@@ -129,6 +139,9 @@ def tune(
       budget: bytes of temporaries, or None.
       where: what to say of the place.
       tell: is told what is about to be measured.
+
+    Returns:
+      What was found; None where all fail when they run, such as for want of memory for a copy of the state.
 
     Raises:
       ValueError: none of the candidates fits into the budget.
@@ -162,7 +175,9 @@ def tune(
             else:
                 search.measure(execution)
     search.repeat()
-    return Tuning(search.best().execution, tuple(search.found.values()), where, search.spent)
+    if not search.measured() and isinstance(search.error, jax.errors.JaxRuntimeError):
+        return None
+    return Tuning(search.best().execution, tuple(search.found.values()), where, search.spent, seconds)
 
 
 class _Search:
@@ -176,12 +191,12 @@ class _Search:
         self._trial, self._seconds, self._budget, self._tell = trial, seconds, budget, tell
         self._runs: dict[Execution, Callable[[], float]] = {}
         self._times: dict[Execution, list[float]] = {}
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def measure(self, execution: Execution) -> None:
         """Compile it, and take some steps; whatever fails is no candidate."""
         if self.spent > self._seconds and self.measured():
-            self.skip(execution, "no time was left")
+            self.skip(execution, _NO_TIME)
             return
         self._tell(str(execution))
         start = time.perf_counter()
@@ -199,7 +214,7 @@ class _Search:
                 times.append(self._timed(trial.run))
             times = times or [first]
         except Exception as error:  # such as an operation that cannot be batched, or too little memory
-            self._error = self._error or error
+            self.error = self.error or error
             self.skip(execution, f"fails: {type(error).__name__}")
             return
         self._runs[execution], self._times[execution] = trial.run, times
@@ -228,15 +243,16 @@ class _Search:
 
     def best(self, strategy: str | None = None) -> Candidate:
         found = [one for one in self.measured() if strategy in (None, one.execution.strategy)] or self.measured()
-        if not found and self._error is not None:
-            raise self._error
-        if not found:
-            least = min(self.found.values(), key=lambda one: one.temporaries or 0)
+        over = [one for one in self.found.values() if one.ms is None and one.temporaries is not None]
+        if not found and self._budget is not None and over:
+            least = min(over, key=lambda one: one.temporaries or 0)
             raise ValueError(
-                f"Trainer: no execution fits into memory_budget={in_words(self._budget or 0)}: the least found is "
+                f"Trainer: no execution fits into memory_budget={in_words(self._budget)}: the least found is "
                 f"{in_words(least.temporaries or 0)}, for {least.execution}; raise the budget, or make "
                 "the batch smaller."
             )
+        if not found and self.error is not None:
+            raise self.error
         return min(found, key=lambda one: one.ms or 0.0)
 
     def _timed(self, run: Callable[[], float]) -> float:
@@ -249,8 +265,24 @@ def fingerprint(jaxpr: Jaxpr, *about: Any) -> str:
     """What tells one program on one machine from another, as text."""
     device = jax.devices()[0]
     program = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
-    machine = (jax.__version__, device.platform, device.device_kind, os.cpu_count(), os.environ.get("XLA_FLAGS", ""))
+    machine = (
+        *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, _processor(), _cores()),
+        *(os.environ.get("XLA_FLAGS", ""), jax.config.values["jax_enable_x64"]),
+    )
     return hashlib.sha256(repr((_FORMAT, program, machine, about)).encode()).hexdigest()
+
+
+def _processor() -> str:
+    """The model of the processor, where the system says it: a device of any is called "cpu"."""
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def recall(key: str, directory: Path | None) -> Tuning | None:
@@ -267,10 +299,13 @@ def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
     _remembered[key] = tuning
     if directory is None:
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    unfinished = directory / f".{key}.{uuid.uuid4().hex}"
-    unfinished.write_text(json.dumps(asdict(tuning)))
-    unfinished.replace(directory / f"{key}.json")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        unfinished = directory / f".{key}.{uuid.uuid4().hex}"
+        unfinished.write_text(json.dumps(asdict(tuning)))
+        unfinished.replace(directory / f"{key}.json")
+    except OSError as error:
+        warnings.warn(f"Trainer: tune_cache={str(directory)!r} cannot be written: {error}.", stacklevel=2)
 
 
 def _read(path: Path) -> Tuning | None:
@@ -280,6 +315,6 @@ def _read(path: Path) -> Tuning | None:
         candidates = tuple(
             Candidate(**{**one, "execution": Execution(*one["execution"])}) for one in found["candidates"]
         )
-        return Tuning(Execution(*found["chosen"]), candidates, found["where"], found["seconds"])
+        return Tuning(Execution(*found["chosen"]), candidates, found["where"], found["seconds"], found["allowed"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

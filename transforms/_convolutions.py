@@ -24,14 +24,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ._jaxpr import aval, bodies, evaluate, interpret
+from ._jaxpr import CALLS, aval, bodies, evaluate, interpret
 
 # A window of more positions than this stays as it is: each is one slice in the program.
 _MOST_SLICES = 64
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-_WITH_BODIES = frozenset({"scan", "while", "cond", "checkpoint", "remat2"})
+_RUN_AGAIN = frozenset({"checkpoint", "remat2"})
+_WITH_BODIES = frozenset({"scan", "while", "cond"}) | _RUN_AGAIN
 _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
@@ -78,9 +78,9 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
-    if name in _CALLS:
+    if name in CALLS and name not in _RUN_AGAIN:
         # The axes stay in their order through a call: activation functions are one.
-        body = eqn.params[_CALLS[name]]
+        body = eqn.params[CALLS[name]]
         return interpret(body.jaxpr, body.consts, values, _visit)
     if name in _WITH_BODIES and any(map(has_convolution, bodies(eqn))):
         eqn = eqn.replace(params={key: _rewritten_bodies(value) for key, value in eqn.params.items()})
@@ -298,7 +298,7 @@ def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], ja
         [eqn.params[name][i] for i in order]
         for name in ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
     )
-    if math.prod(window) > _MOST_SLICES or 0 in x.shape:
+    if math.prod(window) > _MOST_SLICES or 0 in (*x.shape, *aval(eqn.outvars[0]).shape):
         return None
     config = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
     if any(map(any, config)):
@@ -356,10 +356,14 @@ def _interleaved(parts: list[jax.Array], axis: int, stride: int, length: int) ->
 
 
 def _least(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def _greatest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
     return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 

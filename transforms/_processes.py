@@ -74,12 +74,10 @@ class Group:
         except BaseException as raised:
             error = raised
         told = self.gather(None if error is None else [type(error).__name__, str(error)])
-        if error is not None:
-            raise error
         for process, failure in zip(self.processes, told, strict=True):
             if failure is not None:
-                name, message = failure
-                raise _error(name, message, process)
+                # The same in all, so that all do the same about it.
+                raise (error if error and process == jax.process_index() else _error(*failure, process)) from error
         return result  # type: ignore[return-value]
 
     def _gather_row(self, row: np.ndarray) -> np.ndarray:

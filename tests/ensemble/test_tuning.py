@@ -7,10 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
+from jax import lax
 
 from plurax.ensemble import Ensemble, Trainer, _tuning
 from plurax.ensemble._strategy import Execution
@@ -70,6 +74,14 @@ class Test_the_search:
         ):
             search(trial, size=64, budget=5)
 
+        def one_fails(execution: Execution) -> Trial:
+            if execution.strategy == "map":
+                raise NotImplementedError("no rule")
+            return trial(execution)
+
+        with pytest.raises(ValueError, match="memory_budget=5 B: the least found is 10 B, for loop"):
+            search(one_fails, size=64, budget=5)
+
     def test_a_copy_for_each_member_is_not_compiled_for_minutes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = iter(range(1000))
         monkeypatch.setattr(_tuning.time, "perf_counter", lambda: float(next(now)))
@@ -126,6 +138,19 @@ class Test_the_search:
 
         with pytest.raises(NotImplementedError, match="no batching rule"):
             search(fail)
+
+    def test_too_little_memory_for_all_leaves_it_to_the_rule(self) -> None:
+        def fail() -> float:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+        assert search(lambda _: Trial(lambda: 100, fail)) is None
+
+    def test_more_time_than_before(self) -> None:
+        trial, _ = made_up(lambda _: 1.0)
+        short, long = search(trial, seconds=0.5), search(trial, seconds=60)
+        assert short.is_cut_short_of(5)
+        assert not short.is_cut_short_of(0.5)
+        assert not long.is_cut_short_of(600)
 
     def test_the_table(self) -> None:
         trial, _ = made_up(lambda one: 0.01 if one == MAP else 0.02, lambda _: 3 * 2**20)
@@ -204,6 +229,33 @@ class Test_a_trainer:
         assert not measured
         assert trainer.explain() is None
 
+    def test_refuses_other_places_to_remember(self, tmp_path, plain, cross_entropy, make_batches) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ValueError, match="tune_cache must be a directory, but '.*file' is a file"):
+            Trainer(cross_entropy, optax.sgd(0.1), tune_cache=tmp_path / "file")
+        with pytest.raises(TypeError, match="tune_cache must be the path of a directory, but got 3 of type int"):
+            Trainer(cross_entropy, optax.sgd(0.1), tune_cache=3)
+        with pytest.warns(UserWarning, match=r"tune_cache='.*file/inside' cannot be written"):
+            self.train(plain, cross_entropy, make_batches(1)[0], tune_cache=tmp_path / "file" / "inside")
+
+    def test_measures_nothing_inside_of_a_trace_of_something_else(
+        self, plain, create, cross_entropy, make_batches, measured
+    ) -> None:
+        trainer, batch = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=1.0), make_batches(1)[0]
+        state = trainer.init(create(plain, 2))
+        jax.jit(lambda i: trainer.step(state, batch)[1]["loss"] + i)(0.0)
+        assert not measured
+
+    def test_what_a_checkpoint_had_gives_way_to_what_is_asked_for(
+        self, plain, create, cross_entropy, make_batches
+    ) -> None:
+        state, batch = Trainer(cross_entropy, optax.sgd(0.1)).init(create(plain, 8)), make_batches(1)[0]
+        batched = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap", memory_budget="1MiB")
+        assert batched.advance(state, batch, Execution("loop"))[2] == Execution("vmap")
+        bounded = Trainer(cross_entropy, optax.sgd(0.1), memory_budget="2KiB")
+        assert bounded.advance(state, batch, Execution("vmap"))[2] != Execution("vmap")
+        assert bounded.advance(state, batch, Execution("vmap", 1))[2] == Execution("vmap", 1)
+
     def test_explains_itself(self, plain, cross_entropy, make_batches, capsys) -> None:
         trainer = self.train(plain, cross_entropy, make_batches(1)[0])
         found = trainer.explain()
@@ -265,3 +317,57 @@ class Test_a_trainer:
         assert jax.jit(trainer.step).lower(state, batch).compile().memory_analysis().temp_size_in_bytes <= 26 * 2**10
         with pytest.raises(ValueError, match=r"no (execution|chunk) fits into memory_budget=16 B: the least found is"):
             self.train(plain, cross_entropy, batch, 16, **{**options, "memory_budget": 16})
+
+
+def linen_network() -> tuple[Any, list[Any]]:
+    class Network(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = linen.relu(linen.Conv(4, (3, 2), strides=(2, 1))(x))
+            return linen.Dense(3)(linen.avg_pool(x, (2, 2), (2, 2)).reshape(len(x), -1))
+
+    network, x = Network(), np.zeros((1, 6, 5, 2), np.float32)
+    return network.apply, [network.init(jax.random.key(i), x) for i in range(3)]
+
+
+def equinox_network() -> tuple[Any, list[Any]]:
+    def member(key: jax.Array) -> Any:
+        keys = jax.random.split(key)
+        pool = eqx.nn.MaxPool2d(2, 2)
+        return eqx.nn.Sequential(
+            [
+                eqx.nn.Conv2d(2, 4, (3, 2), dilation=(2, 1), groups=2, key=keys[0]),
+                eqx.nn.Lambda(jax.nn.gelu),
+                pool,
+                eqx.nn.Lambda(jnp.ravel),
+                eqx.nn.Linear(4 * 1 * 2, 3, key=keys[1]),
+            ]
+        )
+
+    def apply(model: Any, x: jax.Array) -> jax.Array:
+        return jax.vmap(model)(x.transpose(0, 3, 1, 2))
+
+    return apply, [member(jax.random.key(i)) for i in range(3)]
+
+
+def plain_network() -> tuple[Any, list[Any]]:
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        x = lax.conv_general_dilated(x, params["kernel"], (1, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NCHW"))
+        return jnp.tanh(x).mean((2, 3)) @ params["out"]
+
+    draw = lambda i, *shape: jnp.asarray(np.random.default_rng(i).normal(size=shape), jnp.float32)
+    return apply, [{"kernel": draw(i, 3, 3, 2, 4), "out": draw(i, 4, 3)} for i in range(3)]
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "map", "unroll", "loop"])
+@pytest.mark.parametrize("make", [linen_network, equinox_network, plain_network])
+def test_products_are_exact_for_models_of_every_kind(make, strategy, cross_entropy, assert_same) -> None:
+    apply, variables = make()
+    ens = Ensemble.from_apply(apply, variables)
+    generator = np.random.default_rng(0)
+    batch = generator.normal(size=(5, 6, 5, 2)).astype(np.float32), np.arange(5) % 3
+    trainer = Trainer(cross_entropy, optax.sgd(0.1))
+    state, _, _ = trainer.advance(trainer.init(ens), batch, Execution("loop"))
+    found, _, execution = trainer.advance(trainer.init(ens), batch, Execution(strategy, products=True))
+    assert execution.products
+    assert_same(found, state, tolerance=1e-5)
