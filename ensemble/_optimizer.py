@@ -85,8 +85,8 @@ class MemberOptimizer:
             return self._inject(**self._shared, **values).init(params)
 
         more = len(jax.tree.leaves(trainable)[0]) - size
-        values = {name: np.pad(values, (0, more), "edge") for name, values in self.per_member.items()}
-        return jax.vmap(init_member)(trainable, values)
+        padded = {name: np.pad(values, (0, more), "edge") for name, values in self.per_member.items()}
+        return jax.vmap(init_member)(trainable, padded)
 
     def update(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """One member's new parameters and state; `extra` is for optimisers that ask for it, such as `optax.lbfgs`."""

@@ -60,8 +60,9 @@ class Trainer:
       mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are spread, and perhaps an axis
         "data", over which every array of the batch is split along its first axis that is not the members'. No device
         sees another's members. With "data" the loss must be a mean over the examples: the losses and gradients of the
-        parts are averaged, and so are other scalars that the loss reports. A mesh may span several processes; then
-        each hands in the same batches. "loop" is executed as "unroll".
+        parts are averaged, and so are other scalars that the loss reports; what the first batch shows to be no mean is
+        refused. A mesh may span several processes; then each hands in the same batches. "loop" is executed as
+        "unroll".
       tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
         a CPU where the step contains a convolution, else "vmap".
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.

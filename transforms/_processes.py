@@ -77,7 +77,9 @@ class Group:
         for process, failure in zip(self.processes, told, strict=True):
             if failure is not None:
                 # The same in all, so that all do the same about it.
-                raise (error if error and process == jax.process_index() else _error(*failure, process)) from error
+                name, message = failure
+                mine = error is not None and process == jax.process_index()
+                raise error if error is not None and mine else _error(name, message, process)
         return result  # type: ignore[return-value]
 
     def _gather_row(self, row: np.ndarray) -> np.ndarray:

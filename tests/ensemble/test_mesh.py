@@ -196,6 +196,57 @@ def random_numbers() -> None:
     assert_close(keys, [x for x in jax.tree.leaves(expected.ensemble.rest) if x.dtype == keys[0].dtype])
 
 
+def keys_in_the_batch() -> None:
+    """One key for each example is that example's, wherever it is; a single one is another for each part."""
+
+    def noisy(m: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
+        return jnp.mean((m(x) + jax.vmap(lambda k: jax.random.normal(k, (2,)))(keys)) ** 2)
+
+    batch = ROWS, jax.random.split(jax.random.key(0), 8)
+    expected = train(linear, noisy, batch)[1]
+    assert_close(train(linear, noisy, batch, mesh_of(2, 4))[1].ensemble, expected.ensemble)
+
+    def drawn(m: Any, x: jax.Array, key: jax.Array) -> Any:
+        return jnp.mean(m(x) ** 2), {"mine": jax.random.normal(key)}
+
+    one = train(linear, drawn, (ROWS, jax.random.key(0)), mesh_of(2, 4))[2]["mine"][0]
+    parts = [jax.random.normal(jax.random.fold_in(jax.random.key(0), i)) for i in range(4)]
+    np.testing.assert_allclose(one, np.mean(parts), rtol=1e-5)
+
+
+def padded() -> None:
+    """Five members on four devices: rates of their own, and looks inside and outside of traces."""
+    rates = [0.1, 0.2, 0.3, 0.05, 0.4]
+    states = []
+    for mesh in (None, mesh_of(4)):
+        trainer = Trainer(square, optax.sgd, hyperparams={"learning_rate": rates}, strategy="vmap", mesh=mesh)
+        state = trainer.init(Ensemble.create(linear, 5, seed=0))
+        for _ in range(2):
+            state, _ = trainer.step(state, (ROWS, TARGETS))
+            jax.jit(lambda x, state=state: state.ensemble(x))(ROWS)
+            assert len(state.ensemble) == 5
+        assert_close(jax.jit(lambda state: state.ensemble(ROWS))(state), state.ensemble(ROWS))
+        state, _ = trainer.step(jax.tree.map(lambda x: x, state), (ROWS, TARGETS))  # made anew, without padding
+        states.append(state)
+    assert_close(states[1], states[0])
+
+
+def calls() -> None:
+    """Axes counted from behind, and arrays that are on one device."""
+    whole = Ensemble.create(linear, 4, seed=0)
+    spread = Trainer(square, optax.sgd(0.1), mesh=mesh_of(4)).init(whole).ensemble
+    inputs = np.sin(np.arange(24.0, dtype=np.float32)).reshape(2, 4, 3)
+    assert_close(spread(inputs, in_axes=-2), whole(inputs, in_axes=1))
+    assert_close(spread(jax.device_put(ROWS, jax.devices()[0])), whole(ROWS))
+
+
+def a_data_axis_of_one() -> None:
+    make = partial(MLP, axis_name="data")
+    for seconds in (0, 0.1):
+        state = train(make, square, (ROWS, TARGETS), mesh_of(4, 1), strategy="auto", tune_seconds=seconds)[1]
+        assert_close(state.ensemble.trainable, alone("mlp")[0].ensemble.trainable)
+
+
 def refusals() -> None:
     data = mesh_of(2, 2)
     with pytest.raises(
@@ -216,6 +267,33 @@ def refusals() -> None:
             ValueError, match="the loss reports `loss`, .* of a whole batch, but .* as the mean over its 2 parts"
         ):
             train(linear, loss, (ROWS, TARGETS), data)
+    not_a_mean = "of a whole batch, but .* as the mean over its 2 parts"
+    key = jax.random.key(0)
+    for loss, batch in (
+        (lambda m, x, y: jnp.sum(m(x) ** 2) * 1e-3 + jnp.mean(m(x) * y), (ROWS, TARGETS)),
+        (lambda m, x, k: jnp.sum(m(x) * jax.random.bernoulli(k, 0.5, (len(x), 2))), (ROWS, key)),
+    ):
+        with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
+            train(linear, loss, batch, data)
+    with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
+        train(partial(MLP, axis_name="data", rate=0.5), lambda m, x, y: jnp.sum(m(x) * y), (ROWS, TARGETS), data)
+    for value in (lambda x: len(x), lambda x: jnp.float32(len(x)), lambda x: x.sum(), lambda x: jnp.sqrt(x.var())):
+        with pytest.raises(ValueError, match=f"the loss reports `mine`, .* {not_a_mean}"):
+            train(linear, lambda m, x, y: (square(m, x, y)[0], {"mine": value(x)}), (ROWS, TARGETS), data)  # noqa: B023
+    counting = Ensemble.from_apply(lambda v, x: x @ v["w"], [{"w": jnp.ones((3, 2)), "seen": jnp.zeros((), int)}] * 2)
+
+    def counts(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        model.variables = {**model.variables, "seen": model.variables["seen"] + len(x)}
+        return jnp.mean((model(x) - y) ** 2)
+
+    trainer = Trainer(counts, optax.sgd(0.1), strategy="vmap", mesh=data)
+    with pytest.raises(ValueError, match=f"the loss leaves `seen` in the model, 8 {not_a_mean}"):
+        trainer.step(trainer.init(counting), (ROWS, TARGETS))
+    traced = Trainer(lambda m, x, y: jnp.sum(m(x)), optax.sgd(0.1), strategy="vmap", mesh=data)
+    state = traced.init(Ensemble.create(linear, 2, seed=0))
+    jax.jit(traced.step)(state, (ROWS, TARGETS))
+    with pytest.raises(ValueError, match="the loss reports `loss`"):  # in a trace there was nothing to compare
+        traced.step(state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match='grad_fn does not go with a mesh axis "data" of more than one device'):
         Trainer(square, optax.sgd(0.1), mesh=data, grad_fn=jax.value_and_grad)
     with pytest.raises(ValueError, match=r"the optimizer evaluates the loss again \(value_fn, as optax.lbfgs does\)"):
@@ -282,7 +360,19 @@ def chosen() -> None:
     assert_close(state.ensemble.trainable, expected.ensemble.trainable)
 
 
-WAYS = (held_by_each, a_batch_for_each, random_numbers, refusals, other_meshes, files, chosen)
+WAYS = (
+    held_by_each,
+    a_batch_for_each,
+    random_numbers,
+    keys_in_the_batch,
+    padded,
+    calls,
+    a_data_axis_of_one,
+    refusals,
+    other_meshes,
+    files,
+    chosen,
+)
 LAYOUTS = [
     ((4,), "vmap", "cnn"),
     ((8,), "map", "cnn"),

@@ -105,7 +105,13 @@ def run(root: Path) -> dict[str, Any]:
         state = trainer.init(members(5))
         for batch in BATCHES:
             state, metrics = trainer.step(state, batch)
+            assert len(state.ensemble) == 5  # looking changes nothing
         assert metrics["loss"].shape == (5,)
+        remade = jax.tree.map(lambda x: x, state)
+        assert trainer.step(remade, BATCHES[0])[1]["loss"].shape == (5,)
+        total = Trainer(lambda *args: 8 * loss(*args) + jnp.sum(args[1]), optax.sgd(0.1), strategy="vmap", mesh=across)
+        with pytest.raises(ValueError, match="the loss reports `loss`"):
+            total.step(total.init(members(2)), BATCHES[0])
         save(root / "padded", state)
         again = load(root / "padded", trainer.init(members(5)))
         for mine, theirs in zip(held(again.rows()), held(state.rows()), strict=True):
