@@ -49,14 +49,18 @@ class Executor:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """A step, executed in a given way."""
         structure, size = state.structure_and_size()
-        if execution.strategy != "loop":
-            with self._context(execution):
-                arrays, step, metrics = self._programs[donate](
-                    structure, execution, size, Static.of(axes), *self._inputs(execution, state, arguments, axes)
-                )
-                layout = self._layout_of(execution)
-                if layout is not None and layout.padded(size) != size:
-                    metrics = cut(metrics, size)
+        layout = self._layout_of(execution)
+        if execution.strategy != "loop" and layout is None:
+            program = self._programs[donate]
+            arrays, step, metrics = program(
+                structure, execution, size, Static.of(axes), state.arrays(), state.step, arguments
+            )
+            return TrainState.of_arrays(structure, arrays, step), metrics
+        if execution.strategy != "loop" and layout is not None:
+            with layout.context():
+                inputs = self._inputs(execution, state, arguments, axes)
+                arrays, step, metrics = self._programs[donate](structure, execution, size, Static.of(axes), *inputs)
+                metrics = metrics if layout.padded(size) == size else cut(metrics, size)
             return TrainState.of_padded(structure, arrays, size, step), metrics
         arguments = _on_device(arguments)
         # No index where there is nothing to take by it.

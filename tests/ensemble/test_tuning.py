@@ -139,6 +139,13 @@ class Test_the_search:
         with pytest.raises(NotImplementedError, match="no batching rule"):
             search(fail)
 
+    def test_of_two_as_quick_the_smaller(self) -> None:
+        trial, _ = made_up(
+            lambda one: {VMAP: 0.0100, MAP: 0.0102, LOOP: 0.011}.get(one, 0.02), lambda one: 100 * len(str(one))
+        )
+        found = search(trial)
+        assert found.chosen == MAP
+
     def test_too_little_memory_for_all_leaves_it_to_the_rule(self) -> None:
         def fail() -> float:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
