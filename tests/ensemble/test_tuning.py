@@ -64,7 +64,7 @@ class Test_the_search:
 
     def test_what_does_not_fit_is_dropped(self) -> None:
         need = lambda one: {"vmap": 100 * (one.chunk_size or 64), "loop": 10}.get(one.strategy, 5000)
-        trial, steps = made_up(lambda one: 0.01 if one.strategy == "vmap" else 0.02, need)
+        trial, steps = made_up(lambda one: {16: 0.01, 4: 0.015}.get(one.chunk_size or 0, 0.02), need)
         found = search(trial, size=64, budget=2000)
         assert found.chosen == Execution("vmap", 16)
         assert set(steps) == {LOOP, Execution("vmap", 16), Execution("vmap", 4)}
