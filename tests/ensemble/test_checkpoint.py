@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save
-from plurax.transforms._checkpoint import Damaged
+from plurax.transforms import _arrays
+from plurax.transforms._checkpoint import Damaged, _checksum
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,34 @@ def test_a_member_is_loaded_by_its_bytes_only(tmp_path):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(members[3]))
     assert whole > 7 * size
     assert 0.8 * size < one < 1.3 * size
+
+
+def test_a_checkpoint_of_version_1_is_read(tmp_path, state, assert_same):
+    """Its arrays were written by orbax, all in one place."""
+    import orbax.checkpoint as ocp
+
+    new, old = tmp_path / "new", tmp_path / "old"
+    save(new, state)
+    manifest = json.loads((new / "plurax.json").read_text())
+    names = [
+        f"members.{i:06d}.{part}.{j:04d}"
+        for part, arrays in manifest["arrays"].items()
+        for i in range(3)
+        for j in range(len(arrays))
+    ]
+    tree = {}
+    for name, array in _arrays.get(new / "arrays" / "0", names).items():
+        _, i, part, j = name.split(".")
+        tree.setdefault("members", {}).setdefault(i, {}).setdefault(part, {})[j] = array
+    old.mkdir()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(old / "arrays", args=ocp.args.PyTreeSave(tree))
+    del manifest["owners"], manifest["checksum"]
+    written = [file for file in old.rglob("*") if file.is_file()]
+    manifest |= {"version": 1, "files": {file.relative_to(old).as_posix(): file.stat().st_size for file in written}}
+    (old / "plurax.json").write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
+    assert_same(load(old, state), state)
+    assert_same(load_member(old, 1, state), state.ensemble[1])
 
 
 def test_saving_again_replaces(tmp_path, ens, assert_same):
