@@ -179,9 +179,9 @@ def tune(
     search.repeat()
     if not search.measured() and isinstance(search.error, jax.errors.JaxRuntimeError):
         return None
-    quickest = search.best()
+    best = search.best()
     # Of those that are as quick, the one that needs the least memory: it suffers least from what else the machine does.
-    equal = [one for one in search.measured() if (one.ms or 0.0) <= _EQUAL * (quickest.ms or 0.0)]
+    equal = [one for one in search.measured() if (one.ms or 0.0) <= _EQUAL * (best.ms or 0.0)]
     chosen = min(equal, key=lambda one: one.temporaries or 0)
     return Tuning(chosen.execution, tuple(search.found.values()), where, search.spent, seconds)
 
