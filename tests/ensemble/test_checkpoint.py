@@ -119,7 +119,7 @@ def test_a_checkpoint_of_version_1_is_read(tmp_path, state, assert_same):
         for i in range(3)
         for j in range(len(arrays))
     ]
-    tree = {}
+    tree: dict[str, dict[str, dict[str, dict[str, np.ndarray]]]] = {}
     for name, array in _arrays.get(new / "arrays" / "0", names).items():
         _, i, part, j = name.split(".")
         tree.setdefault("members", {}).setdefault(i, {}).setdefault(part, {})[j] = array
