@@ -333,6 +333,7 @@ class Trainer:
         elif self._strategy == "vmap":
             kept = earlier is not None and earlier.strategy == "vmap" and self._fits(state, arguments, axes, earlier)
             chosen = earlier if earlier and kept else self._largest_chunk(state, arguments, axes)
+        found = chosen
         if traced:
             chosen = chosen._replace(products=False, devices=1)
         if chosen.strategy == "loop" and (traced or self._layout is not None):
@@ -340,6 +341,8 @@ class Trainer:
             chosen = chosen._replace(strategy="map" if many else "unroll")
         if chosen.devices > len(jax.local_devices()):  # of a checkpoint that another machine has written
             chosen = chosen._replace(devices=1)
+        if chosen != found and not self._fits(state, arguments, axes, chosen):
+            return self._largest_chunk(state, arguments, axes)
         return chosen
 
     def _quickest(

@@ -42,7 +42,8 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(measure(fun))
         return found[-1]
 
-    monkeypatch.setattr(budgets, "temporaries", counted)
+    for user in ("_vmap", "_jacobian"):
+        monkeypatch.setattr(f"plurax.transforms.{user}.temporaries", counted)
     return found
 
 
