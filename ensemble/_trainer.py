@@ -300,7 +300,7 @@ class Trainer:
             'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
             "is 0, the loss has side effects, or the mesh spans several processes."
         )
-        print(self._tuning or nothing)  # noqa: T201
+        print(self._tuning or nothing)  # noqa: T201 (to print is what it is for)
         return self._tuning
 
     def settings(self, execution: Execution | None = None) -> Settings:

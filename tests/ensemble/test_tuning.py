@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -47,9 +48,12 @@ class Test_the_search:
         trial, _ = made_up(lambda execution: 0.01 if execution == best else 0.02)
         assert search(trial).chosen == best
 
+    def of_products(self, quicker: bool, execution: Execution) -> float:
+        return 0.01 if execution.products is quicker else 0.02
+
     def test_convolutions_are_products_where_that_is_quicker_for_one_member(self) -> None:
-        for products, times in ((True, (0.02, 0.01)), (False, (0.01, 0.02))):
-            trial, steps = made_up(lambda execution: times[execution.products])  # noqa: B023
+        for products in (True, False):
+            trial, steps = made_up(partial(self.of_products, products))
             found = search(trial, convolutions=True)
             assert found.chosen.products is products
             assert {one.products for one in steps if one.strategy == "vmap"} == {products}

@@ -128,7 +128,8 @@ class Test_programs:
         fun, params, x = lenet_gradient()
         many = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), params)
         mapped = jax.vmap(convolutions_as_products(fun), (0, 0))
-        expected = [fun(jax.tree.map(lambda p: p[i], many), x + i) for i in range(3)]  # noqa: B023
+        members = [params, jax.tree.map(lambda p: 2 * p, params), jax.tree.map(lambda p: -p, params)]
+        expected = [fun(member, x + i) for i, member in enumerate(members)]
         found = mapped(many, jnp.stack([x, x + 1, x + 2]))
         for ours, *theirs in zip(*map(jax.tree.leaves, (found, *expected)), strict=True):
             np.testing.assert_allclose(ours, np.stack(theirs), atol=2e-5, rtol=1e-4)
