@@ -203,25 +203,23 @@ class Layout:
             ]
             batch = jax.tree.unflatten(treedef, padded)
             specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
-            fun = jax.shard_map(
-                mapped(self.padded(size) // self.devices),
-                mesh=self.mesh,
-                in_specs=(P(ENSEMBLE), *specs),
-                out_specs=P(ENSEMBLE),
-                check_vma=False,
-            )
-            return fun(arrays, *batch)
+            return self._on_each(mapped(self.padded(size) // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
 
         return over_all
 
     def over_members(self, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`fun` of stacked members, of which each device takes its own."""
-        return jax.shard_map(fun, mesh=self.mesh, in_specs=P(ENSEMBLE), out_specs=P(ENSEMBLE), check_vma=False)
+        return self._on_each(fun, P(ENSEMBLE))
 
     def over_arrays(self, fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
         """`fun` of stacked members and a list of arrays, of which each device takes its own members and their part."""
         specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in axes]
-        return jax.shard_map(fun, mesh=self.mesh, in_specs=(P(ENSEMBLE), specs), out_specs=P(ENSEMBLE), check_vma=False)
+        return self._on_each(fun, P(ENSEMBLE), specs)
+
+    def _on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+        """`fun` on each device, of what these say that it takes; its outputs are those of its members."""
+        # Without the check of what differs between devices, which refuses loops whose carry begins with zeros.
+        return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
 
 
 def _pad(x: jax.Array, axis: int, more: int) -> jax.Array:

@@ -71,7 +71,7 @@ class TrainState:
 
     @property
     def held(self) -> Apart | Padded | None:
-        """Its arrays in another form than `arrays`, if nobody has looked yet."""
+        """Its arrays in another form than `arrays`: padded, or apart until somebody looks."""
         return vars(self).get("_held")
 
     def arrays(self) -> Arrays:
