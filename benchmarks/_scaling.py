@@ -29,10 +29,12 @@ from flax import nnx
 from plurax.ensemble import Ensemble, Trainer
 
 
-def ours(ensemble: Ensemble, x: Any, y: Any, **options: Any) -> tuple[Trainer, Callable[[], Any]]:
-    """A trainer and its next step; "auto" has measured."""
+def ours(
+    ensemble: Ensemble, x: Any, y: Any, *, donate: bool = False, **options: Any
+) -> tuple[Trainer, Callable[[], Any]]:
+    """A trainer and its next step, perhaps one that takes over the memory, as in `fit`; "auto" has measured."""
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), **options)
-    call = chained(lambda state: trainer.step(state, (x, y)), trainer.init(ensemble))
+    call = chained(lambda state: trainer.advance(state, (x, y), donate=donate)[:2], trainer.init(ensemble))
     if options.get("strategy", "auto") == "auto":
         jax.block_until_ready(call())
     return trainer, call
@@ -58,22 +60,25 @@ def data(shape: tuple[int, ...], batch: int, *leading: int) -> tuple[Any, Any]:
 def over_members(
     kind: type, shape: tuple[int, ...], sizes: tuple[int, ...], batch: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Time for each member against how many there are: what auto takes, and a loop by hand."""
+    """Time for each member against how many there are: a step, one as in `fit`, and a loop by hand."""
     x, y = data(shape, batch)
     candidates, chosen = {}, {}
     for size in sizes:
         ensemble = Ensemble.create(kind, size, seed=0)
-        trainer, candidates[f"ours {size}"] = ours(ensemble, x, y)
+        for name, donate in (("ours", False), ("fit", True)):
+            trainer, candidates[f"{name} {size}"] = ours(ensemble, x, y, donate=donate)
+            chosen[name, size] = str(trainer.explain().chosen)
         candidates[f"loop {size}"] = loop_by_hand(ensemble, x, y)
-        chosen[size] = str(trainer.explain().chosen)
     times = interleaved(candidates, rounds=rounds, seconds=0.05)
     return [
         {
             "members": size,
-            "auto, ms for each member": f"{times[f'ours {size}']['median_ms'] / size:.3f}",
+            "step, ms for each member": f"{times[f'ours {size}']['median_ms'] / size:.3f}",
+            "in fit, ms for each": f"{times[f'fit {size}']['median_ms'] / size:.3f}",
             "loop by hand, ms for each": f"{times[f'loop {size}']['median_ms'] / size:.3f}",
-            "auto against the loop": f"{ratio(times, f'ours {size}', f'loop {size}'):.2f}",
-            "chosen": chosen[size],
+            "step against the loop": f"{ratio(times, f'ours {size}', f'loop {size}'):.2f}",
+            "in fit against the loop": f"{ratio(times, f'fit {size}', f'loop {size}'):.2f}",
+            "chosen": f"{chosen['ours', size]}; in fit {chosen['fit', size]}",
         }
         for size in sizes
     ]
@@ -206,7 +211,11 @@ def draw(name: str, over: dict[str, list[dict[str, Any]]], tunings: dict[str, An
     axes = np.atleast_1d(axes)
     for (kind, rows), colour in zip(over.items(), ("C0", "C1"), strict=False):
         sizes = [row["members"] for row in rows]
-        for key, style in (("auto, ms for each member", "o-"), ("loop by hand, ms for each", "s--")):
+        for key, style in (
+            ("step, ms for each member", "o-"),
+            ("in fit, ms for each", "^:"),
+            ("loop by hand, ms for each", "s--"),
+        ):
             axes[0].plot(
                 sizes, [float(row[key]) for row in rows], style, color=colour, label=f"{kind}, {key.split(',')[0]}"
             )

@@ -38,7 +38,8 @@ class Executor:
         self.layout = layout
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [
-            jax.jit(self._step_of_all, static_argnums=(0, 1, 2, 3), donate_argnums=donated) for donated in ((), (4,))
+            jax.jit(partial(self._step_of_all, in_place), static_argnums=(0, 1, 2, 3), donate_argnums=(4,) * in_place)
+            for in_place in (False, True)
         ]
         self._member_programs = [
             jax.jit(self._step_of_member, static_argnums=(0, 1, 2), donate_argnums=donated) for donated in ((), (3,))
@@ -147,6 +148,7 @@ class Executor:
 
     def _step_of_all(
         self,
+        in_place: bool,
         structure: Structure,
         execution: Execution,
         size: int,
@@ -159,7 +161,7 @@ class Executor:
         of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
 
         def mapped(size: int) -> Callable[..., Any]:
-            return over_members(of_member, execution, (0, *axes.value), size)
+            return over_members(of_member, execution, (0, *axes.value), size, in_place=in_place)
 
         over_all = mapped(size) if layout is None else layout.over_devices(mapped, axes.value, size)
         arrays, metrics = over_all(arrays, *batch)

@@ -356,7 +356,7 @@ class Trainer:
     ) -> Execution:
         """What "auto" stands for, found once for each kind of model and batch."""
         structure, size = state.structure_and_size()
-        kind = state.kind, Static.of(axes), kind_of(arguments)
+        kind = donate, state.kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             jaxpr = self._executor.member_program(state, arguments, axes)
             # In a trace there is no time. Several processes would measure different times, and part ways. Side effects
@@ -373,7 +373,7 @@ class Trainer:
             devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
             spread = None if isinstance(state.held, Apart) else Layout.around(state.rows())
             where = on_mesh, None if spread is None else spread.devices
-            key = fingerprint(jaxpr, size, axes, self._budget, where, devices)
+            key = fingerprint(jaxpr, size, axes, self._budget, where, devices, donate)
             tuning = recall(key, self._tune_cache)
             if tuning is None or tuning.is_cut_short_of(self._tune_seconds):
                 tuning = tune(

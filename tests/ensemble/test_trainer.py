@@ -128,6 +128,61 @@ def test_a_batch_that_is_no_tuple_is_one_argument(plain, create):
     assert set(metrics) == {"loss"}
 
 
+@pytest.mark.parametrize("options", [{"strategy": "map"}, {"strategy": "vmap", "chunk_size": 3}])
+class Test_steps_that_take_over_the_memory:
+    """`fit` hands the state over; loops then replace some members' part of it at a time."""
+
+    def test_compute_the_same(self, options, stateful, create, assert_same):
+        def loss(model, x, y, scale):
+            error = scale * (model(x) - y)
+            return jnp.mean(error**2), {"worst": jnp.abs(error).max(), "signs": error[0] > 0}
+
+        generator = np.random.default_rng(3)
+        batches = [
+            (generator.normal(size=(6, 7, 4)), generator.normal(size=(7, 6, 3)), {"by": np.float32(0.5)})
+            for _ in range(3)
+        ]
+        batches = [jax.tree.map(np.float32, batch) for batch in batches]
+        trainer = Trainer(
+            lambda model, x, y, scale: loss(model, x, y, scale["by"]),
+            optax.adam,
+            hyperparams={"learning_rate": list(np.linspace(0.01, 0.07, 7))},
+            in_axes=(-2, 0, None),
+            **options,
+        )
+        state = slow = trainer.init(create(stateful, 7))
+        rows = []
+        for batch in batches:
+            slow, metrics = trainer.step(slow, batch)
+            rows.append(metrics)
+        fast, history = trainer.fit(state, batches, progress=False)
+        assert_same(fast, slow, tolerance=1e-5)
+        np.testing.assert_allclose([row["loss"] for row in history], np.ravel([m["loss"] for m in rows]), rtol=1e-5)
+        _, metrics, _ = trainer.advance(state.copy(), batches[0], donate=True)
+        assert_same(metrics, rows[0], tolerance=1e-5)
+
+    def test_hold_the_state_once(self, options):
+        ensemble = Ensemble.create(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 40, seed=0)
+        trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam(0.1), **options)
+        state, batch = trainer.init(ensemble), (jnp.ones((2, 64)),)
+        execution = trainer.advance(state, batch)[2]
+        for donate in (False, True):
+            trial = trainer._executor.trial(state, batch, (None,), donate, execution)
+            assert trial.compile() < sum(x.nbytes for x in jax.tree.leaves(state)) / 3
+
+    def test_whose_arrays_change_their_dtype(self, options, assert_same):
+        def narrow(updates, state, params=None):
+            return updates, jax.tree.map(lambda x: x.astype(jnp.float16), state)
+
+        optimizer = optax.chain(optax.trace(0.9), optax.GradientTransformation(lambda p: p, narrow), optax.sgd(0.1))
+        ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 4, seed=0)
+        trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optimizer, **options)
+        state, batch = trainer.init(ensemble), jnp.ones((2, 4))
+        after, _ = trainer.step(state, batch)
+        assert_same(trainer.fit(state, [batch], progress=False)[0], after, tolerance=1e-5)
+        assert np.float16 in [x.dtype for x in jax.tree.leaves(after.opt_state)]
+
+
 def test_chunks_of_members_change_nothing(stateful, create, cross_entropy, make_batches, assert_same):
     ens = create(stateful, 3)
     states = []
