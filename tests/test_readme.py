@@ -11,6 +11,9 @@ from plurax.ensemble import Ensemble
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
+# One worker trains what several tests look at.
+pytestmark = pytest.mark.xdist_group("the README")
+
 
 @pytest.fixture(scope="module")
 def namespace() -> dict[str, Any]:

@@ -10,6 +10,9 @@ from plurax.ensemble import Ensemble, Trainer, load_member, save
 
 RATES = [1e-2, 1e-3, 2e-3, 3e-3]
 
+# One worker trains what several tests look at.
+pytestmark = pytest.mark.xdist_group("LeNets")
+
 
 class LeNet5(nnx.Module):
     def __init__(self, rngs):
