@@ -222,7 +222,7 @@ def draw(name: str, over: dict[str, list[dict[str, Any]]], tunings: dict[str, An
     axes[0].set(xscale="log", yscale="log", xlabel="members", ylabel="ms for each member", title="One training step")
     axes[0].set_xticks(sizes, [str(size) for size in sizes])
     axes[0].minorticks_off()
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=7, ncols=2, loc="center", bbox_to_anchor=(0.5, 0.4))
     for axis, (title, tuning) in zip(axes[1:], tunings.items(), strict=True):
         measured = sorted((one for one in tuning.candidates if one.ms is not None), key=lambda one: -one.ms)
         names = [str(one.execution).replace("convolutions as products", "products") for one in measured]

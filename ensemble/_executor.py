@@ -134,15 +134,19 @@ class Executor:
             analysis: Any = lowered.compile().memory_analysis()
             return analysis.temp_size_in_bytes
 
-        def run() -> float:
+        def run(times: int, together: int) -> list[float]:
             mine = self._held_for(execution, state)
             if donate:
                 mine = mine.copy()
             jax.block_until_ready((mine.contents(), batch))
-            start = time.perf_counter()
-            after, metrics = self.execute(execution, mine, batch, axes, donate)
-            jax.block_until_ready((after.contents(), metrics))
-            return time.perf_counter() - start
+            found = list[float]()
+            for steps in (1, *[together] * times):
+                start = time.perf_counter()
+                for _ in range(steps):
+                    mine, metrics = self.execute(execution, mine, batch, axes, donate)
+                jax.block_until_ready((mine.contents(), metrics))
+                found.append((time.perf_counter() - start) / steps)
+            return found
 
         return Trial(compile_step, run)
 

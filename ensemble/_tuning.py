@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import statistics
 import time
 import uuid
 import warnings
@@ -32,9 +31,12 @@ _LONGEST_COMPILE = 20.0
 # What takes this many times as long as the best is not measured again.
 _OUT_OF_REACH = 1.3
 _ROUNDS = 15
+# A turn takes steps for so many seconds, one after another as in training, and times so many of them at most; what is
+# shorter than the last of these is timed together with those that follow.
+_TURN, _MOST_TIMES, _SHORT = 0.05, 10, 0.001
 # What takes at most so many times as long as the quickest is as quick.
 _EQUAL = 1.03
-# How many steps count at first, as long as they take no more than this share of the time.
+# How many turns count at first, as long as they take no more than this share of the time.
 _FIRST, _SHARES = 4, 16
 
 _NO_TIME = "no time was left"
@@ -48,7 +50,7 @@ class Candidate:
 
     Attributes:
       execution: the way.
-      ms: the median time of a step; None if it was not measured.
+      ms: the lower quartile of the times of a step; None if it was not measured.
       temporaries: bytes of the compiled program beside its arguments and results; of one member for a loop.
       compile_s: how long tracing and compiling took.
       note: why it was not measured, or not again.
@@ -110,11 +112,12 @@ class Trial:
 
     Attributes:
       compile: compiles it, and returns the bytes of its temporaries.
-      run: takes one step from a fresh copy of the state, and returns how many seconds the step took.
+      run: takes steps, one after another, from a fresh copy of the state: a single one, and then so many times so many.
+        Returns how many seconds a step took each time.
     """
 
     compile: Callable[[], int]
-    run: Callable[[], float]
+    run: Callable[[int, int], list[float]]
 
 
 def tune(
@@ -195,7 +198,7 @@ class _Search:
         self.found: dict[Execution, Candidate] = {}
         self.spent = 0.0
         self._trial, self._seconds, self._budget, self._tell = trial, seconds, budget, tell
-        self._runs: dict[Execution, Callable[[], float]] = {}
+        self._runs: dict[Execution, Callable[[int, int], list[float]]] = {}
         self._times: dict[Execution, list[float]] = {}
         self.error: Exception | None = None
 
@@ -215,16 +218,18 @@ class _Search:
                 self.found[execution] = replace(one, note="over the memory budget")
                 return
             # The first allocates, loads and compiles small things; it counts only where there is no time for others.
-            first, times = self._timed(trial.run), list[float]()
-            while len(times) < _FIRST and self.spent < self._seconds and sum(times) < self._seconds / _SHARES:
-                times.append(self._timed(trial.run))
-            times = times or [first]
+            first, times = self._timed(trial.run, 0, 0), list[float]()
+            before, turns = self.spent, 0
+            while turns < _FIRST and self.spent < self._seconds and self.spent - before < self._seconds / _SHARES:
+                times += self._turn(trial.run, min([*first, *times]))
+                turns += 1
+            times = times or first
         except Exception as error:  # such as an operation that cannot be batched, or too little memory
             self.error = self.error or error
             self.skip(execution, f"fails: {type(error).__name__}")
             return
         self._runs[execution], self._times[execution] = trial.run, times
-        self.found[execution] = replace(one, ms=statistics.median(times) * 1e3)
+        self.found[execution] = replace(one, ms=_typical(times) * 1e3)
 
     def skip(self, execution: Execution, why: str) -> None:
         self.found[execution] = Candidate(execution, note=why)
@@ -237,8 +242,8 @@ class _Search:
                 if self.spent + min(times) > self._seconds:
                     return
                 if min(times) <= limit:
-                    times.append(self._timed(self._runs[execution]))
-                    self.found[execution] = replace(self.found[execution], ms=statistics.median(times) * 1e3)
+                    times += self._turn(self._runs[execution], min(times))
+                    self.found[execution] = replace(self.found[execution], ms=_typical(times) * 1e3)
 
     def measured(self) -> list[Candidate]:
         return [one for one in self.found.values() if one.ms is not None]
@@ -261,10 +266,26 @@ class _Search:
             raise self.error
         return min(found, key=lambda one: one.ms or 0.0)
 
-    def _timed(self, run: Callable[[], float]) -> float:
-        seconds = run()
-        self.spent += seconds
-        return seconds
+    def _turn(self, run: Callable[[int, int], list[float]], once: float) -> list[float]:
+        """How many seconds a step takes, each time of as many as fit into a turn and into the time that is left."""
+        together = max(1, int(_SHORT / once))
+        left = min(_TURN, self._seconds - self.spent) - once
+        # A step that is longer than a turn is alone, and counts.
+        return self._timed(run, max(0, min(_MOST_TIMES, int(left / (together * once)))), together)
+
+    def _timed(self, run: Callable[[int, int], list[float]], times: int, together: int) -> list[float]:
+        found = run(times, together)
+        self.spent += found[0] + together * sum(found[1:])
+        return found[1:] or found
+
+
+def _typical(times: list[float]) -> float:
+    """The lower quartile: what is in the way makes a step slower, and never quicker.
+
+    That is other work on the machine, or, where steps keep the state that they are given, the system that takes freed
+    memory away and gives it back: it comes and goes, and takes half of a short step.
+    """
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 def fingerprint(jaxpr: Jaxpr, *about: Any) -> str:

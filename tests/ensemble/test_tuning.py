@@ -29,9 +29,9 @@ def made_up(seconds: Callable[[Execution], float], bytes_: Callable[[Execution],
     steps: dict[Execution, int] = {}
 
     def trial(execution: Execution) -> Trial:
-        def run() -> float:
-            steps[execution] = steps.get(execution, 0) + 1
-            return seconds(execution)
+        def run(times: int, together: int) -> list[float]:
+            steps[execution] = steps.get(execution, 0) + 1 + times * together
+            return [seconds(execution)] * (1 + times)
 
         return Trial(lambda: bytes_(execution), run)
 
@@ -151,7 +151,7 @@ class Test_the_search:
         assert found.chosen == MAP
 
     def test_too_little_memory_for_all_leaves_it_to_the_rule(self) -> None:
-        def fail() -> float:
+        def fail(*_: int) -> list[float]:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
         assert search(lambda _: Trial(lambda: 100, fail)) is None
