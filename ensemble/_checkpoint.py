@@ -17,6 +17,7 @@ from ..transforms._checkpoint import Checkpoint, members_of, outline, rebuild, w
 from ..transforms._model import is_model, split
 from ..transforms._processes import Group
 from ._ensemble import Ensemble
+from ._standing import Standing
 from ._state import TrainState
 
 
@@ -140,37 +141,62 @@ def write_state(
     saved: TrainState | Ensemble,
     about: Mapping[str, Any] | None = None,
     history: Mapping[str, np.ndarray] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint: `about` goes into its manifest, `history` beside its arrays."""
+    """Write a checkpoint: `about` goes into its manifest, `history` beside its arrays, `more` among those."""
     about = dict(about or {})
     if isinstance(saved, Ensemble):
         trainable, rest, size = saved.trainable, saved.rest, len(saved)
     else:
-        (trainable, rest, opt_state), (_, size) = saved.rows(), saved.structure_and_size()
+        (trainable, rest, opt_state, standing), (_, size) = saved.rows(), saved.structure_and_size()
         about["step"] = int(saved.step)
     parts: dict[str, Any] = {"ensemble": (trainable, rest)}
     outlines = {"ensemble": _outline_members(trainable, rest)}
     if isinstance(saved, TrainState):
-        parts["opt_state"] = opt_state
-        outlines["opt_state"] = outline(opt_state, drop_axis=True)
+        for part, tree in (("opt_state", opt_state), ("standing", standing)):
+            parts[part], outlines[part] = tree, outline(tree, drop_axis=True)
+    for part, tree in (more or {}).items():
+        parts[part], outlines[part] = tree, outline(tree, drop_axis=True)
     write(api, path, parts, size, outlines=outlines, about=about, history=history)
 
 
 def read_state(checkpoint: Checkpoint, like: TrainState) -> TrainState:
     """The training state, as `like`."""
+    return read_run(checkpoint, like, {})[0]
+
+
+def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+    """The training state, as `like`, and what the checkpoint has of `more`."""
     if "opt_state" not in checkpoint.manifest["arrays"]:
         raise ValueError(
             f"{checkpoint.api}: the checkpoint at {checkpoint.path} holds an ensemble, but no training state; load it "
             "with an Ensemble as like."
         )
-    (trainable, rest, opt_state), (structure, size) = like.rows(), like.structure_and_size()
-    order = {
-        "ensemble": checkpoint.order("ensemble", _outline_members(trainable, rest), size),
-        "opt_state": checkpoint.order("opt_state", outline(opt_state, drop_axis=True)),
-    }
-    read = _read(checkpoint, {"ensemble": (trainable, rest), "opt_state": opt_state}, order)
-    arrays = (*read["ensemble"], read["opt_state"])
-    return TrainState.of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
+    (trainable, rest, opt_state, standing), (structure, size) = like.rows(), like.structure_and_size()
+    likes = {"ensemble": (trainable, rest), "opt_state": opt_state}
+    order = {"ensemble": checkpoint.order("ensemble", _outline_members(trainable, rest), size)}
+    held = checkpoint.manifest["arrays"]
+    if "standing" in held or standing.hyperparams or standing.schedules:
+        likes["standing"] = standing
+    likes |= {part: tree for part, tree in more.items() if part in held}
+    for part, tree in likes.items():
+        if part != "ensemble":
+            order[part] = checkpoint.order(part, outline(tree, drop_axis=True))
+    read = _read(checkpoint, likes, order)
+    if "standing" not in read:
+        read["standing"] = _all_train(standing, checkpoint.manifest["step"], size)
+    arrays = (*read["ensemble"], read["opt_state"], read["standing"])
+    state = TrainState.of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
+    return state, {part: read[part] for part in more if part in read}
+
+
+def _all_train(like: Standing, step: int, size: int) -> Standing:
+    """The standing of members that train, for checkpoints that were written before there was one."""
+
+    def all_of(leaf: Any, value: int) -> Any:
+        return rebuild(leaf, str(leaf.dtype), dict.fromkeys(range(size), np.asarray(value, leaf.dtype)), size)
+
+    return jax.tree.map(lambda x: all_of(x, 0), like)._replace(step=all_of(like.step, step))
 
 
 def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:

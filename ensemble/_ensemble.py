@@ -105,6 +105,7 @@ class Ensemble:
           make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
           size: how many members, at least 1.
           seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
+            Or an array of keys (size,): member i is `make(nnx.Rngs(seed[i]))`, so that some may begin alike.
           mesh: a `jax.sharding.Mesh` with an axis "ensemble": each of its devices makes its own members, and no other
             (but along an axis "data") holds them. It may span several processes.
 
@@ -112,8 +113,8 @@ class Ensemble:
           An ensemble of `size` models.
 
         Raises:
-          TypeError: `make` is not callable or returns no model; `size` is no int; `seed` is neither int nor key; `mesh`
-            is no mesh.
+          TypeError: `make` is not callable or returns no model; `size` is no int; `seed` is neither an int nor a key,
+            nor `size` keys; `mesh` is no mesh.
           ValueError: `size` is below 1, or does not divide over the devices of the mesh; the models have no arrays.
 
         Cost:
@@ -133,11 +134,11 @@ class Ensemble:
             raise TypeError(f"Ensemble.create: size must be an int, but got {describe(size)}.")
         if size < 1:
             raise ValueError(f"Ensemble.create: size must be at least 1, but got {size}.")
-        key = _key(seed)
+        key = _key(seed, size)
         structures: list[Structure] = []
 
         def make_one(i: jax.Array) -> tuple[Any, Any]:
-            member = make(nnx.Rngs(jax.random.fold_in(key, i)))
+            member = make(nnx.Rngs(key[i] if key.ndim else jax.random.fold_in(key, i)))
             if not is_model(member):
                 raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
             parts = split(member)
@@ -446,11 +447,13 @@ def _strong(tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
-def _key(seed: Any) -> jax.Array:
-    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key) and seed.shape == ():
-        return seed
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+def _key(seed: Any, size: int) -> jax.Array:
+    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        if seed.shape in ((), (size,)):
+            return seed
+    elif isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         return jax.random.key(seed)
     raise TypeError(
-        f"Ensemble.create: seed must be an int or a key such as jax.random.key(0), but got {describe(seed)}."
+        f"Ensemble.create: seed must be an int, a key such as jax.random.key(0), or {size} keys, but got "
+        f"{describe(seed)}."
     )

@@ -1,33 +1,32 @@
-"""`Trainer.fit`: a step for each batch, with a history and checkpoints to go on from."""
+"""`Trainer.fit`: a step for each batch, with a history, checkpoints to go on from, and members that come and go."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
+from ..transforms._arguments import describe
+from ..transforms._axes import broadcast_axes
 from ..transforms._checkpoint import Checkpoint
-from ..transforms._history import History, Recorder
+from ..transforms._history import History, Recorder, numbers
 from ..transforms._loop import check_options, iterate, run, skip, total_steps
 from ..transforms._processes import Group
 from ..transforms._store import Store
-from ._checkpoint import read_state, write_state
+from ._checkpoint import read_run, write_state
 from ._mesh import everywhere
 from ._state import TrainState
 from ._strategy import Execution
+from ._watch import EarlyStopping, Restarts, Watch, members_in_words
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
-
-# A state, and how the steps to it were executed.
-Reached = tuple[TrainState, Execution | None]
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,26 @@ class Settings:
     devices: int
 
 
+class Callback(Protocol):
+    """What `Trainer.fit` tells of a step: any function of these arguments.
+
+    Example:
+      >>> from plurax.ensemble import Callback
+      >>> def worst(step, metrics):
+      ...     print(f"step {step}: {metrics['loss'].max():.3f}")
+      >>> callbacks: list[Callback] = [worst]  # for Trainer.fit
+    """
+
+    def __call__(self, step: int, metrics: Mapping[str, np.ndarray]) -> Any:
+        """Take the metrics of a recorded step.
+
+        Args:
+          step: its number, from 1.
+          metrics: by name, for each member: shape (size,). NaN for a member that had stopped before, and for all
+            where they are of integers and somebody had: then they are float32.
+        """
+
+
 @dataclass(frozen=True)
 class Resumed:
     """What a run goes on from."""
@@ -58,6 +77,7 @@ class Resumed:
     state: TrainState
     history: dict[str, np.ndarray]
     execution: Execution
+    watched: dict[str, Any]
 
 
 def fit(
@@ -71,17 +91,22 @@ def fit(
     checkpoint_every: int | None,
     checkpoint_keep: int,
     history_every: int,
+    early_stopping: EarlyStopping | None,
+    restarts: Restarts | None,
+    callbacks: Sequence[Callback],
 ) -> tuple[TrainState, History]:
     """See `Trainer.fit`."""
     if not isinstance(state, TrainState):
         raise TypeError(f"Trainer.fit: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
     check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
+    _check_watched(trainer, early_stopping, restarts, callbacks)
     source = iterate("Trainer.fit", batches)
     start = int(state.step)
     target = None if steps is None else start + steps
     group = Group.of(state.contents())
+    watch = Watch(early_stopping, restarts, state.structure_and_size()[1])
     store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
-    resumed = None if store is None else store.newest(partial(_resume, state, trainer.settings()))
+    resumed = None if store is None else store.newest(partial(_resume, state, trainer.settings(), watch))
     if resumed is not None and int(resumed.state.step) < start:
         resumed = None
     if resumed is not None and int(resumed.state.step) > start:
@@ -93,30 +118,104 @@ def fit(
             )
         skip("Trainer.fit", source, int(state.step) - start)
 
-    execution = None if resumed is None else resumed.execution
     recorder = Recorder(history_every, None if resumed is None else resumed.history)
-    (state, _), step, interrupted = run(
-        (state.copy(), execution),
+    execution = None if resumed is None else resumed.execution
+    aloud = progress and group.is_first
+    own = _Run(trainer, watch, recorder, store, callbacks, execution, aloud, int(state.step))
+    first = watch.begin(state.copy(), {} if resumed is None else resumed.watched)
+    last, step, interrupted = run(
+        first,
         source,
-        partial(_advance, trainer, _tell if progress and group.is_first else _be_silent),
+        own.advance,
         step=int(state.step),
         target=target,
-        record=recorder.add,
-        say=lambda _, metrics: _loss_range(metrics["loss"]),
-        save=None if store is None else partial(_save, trainer, store, recorder),
+        record=own.record,
+        say=lambda _, reported: _loss_range(reported.metrics),
+        save=None if store is None else own.save,
         checkpoint_every=checkpoint_every,
         # One bar, and no process stops where others go on.
-        progress=progress and group.is_first,
+        progress=aloud,
         interruptible=group.is_alone,
         done=int(state.step) - start,
         total=total_steps(batches, steps),
+        finished=lambda: watch.finished,
     )
     if target is not None and step < target and not interrupted:
+        why = "all members have stopped" if watch.finished else "the batches ended"
         warnings.warn(
-            f"Trainer.fit: the batches ended after step {step}, {target - step} steps before the {steps} asked for.",
+            f"Trainer.fit: {why} after step {step}, {target - step} steps before the {steps} asked for.",
             stacklevel=3,
         )
-    return state, recorder.rows()
+    return watch.whole(last), recorder.rows(trainer.columns)
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What there is of a step: of the members in the run, and which those are."""
+
+    metrics: dict[str, Any]
+    lineup: np.ndarray
+    evaluated: bool
+
+
+@dataclass
+class _Run:
+    """The steps of one run of a trainer."""
+
+    trainer: Trainer
+    watch: Watch
+    recorder: Recorder
+    store: Store | None
+    callbacks: Sequence[Callback]
+    execution: Execution | None
+    aloud: bool
+    taken: int
+
+    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Reported]:
+        """A step, and what is done with members after it."""
+        watch = self.watch
+        if len(watch.lineup) < watch.size:
+            arguments, axes = self.trainer.arguments(batch, watch.size)
+            batch = watch.batch(arguments, broadcast_axes(axes, arguments))
+        tell = _tell if self.aloud else _be_silent
+        after, metrics, self.execution = self.trainer.advance(state, batch, self.execution, donate=True, tell=tell)
+        self.taken += 1
+        lineup = watch.lineup
+        after, found, said = watch.after(self.taken, after)
+        for line in said if self.aloud else ():
+            tqdm.write(line, file=sys.stderr)
+        return after, Reported({**everywhere(metrics), **found}, lineup, bool(found))
+
+    def record(self, step: int, reported: Reported) -> None:
+        """Record a step that is computed."""
+        lineup, size = reported.lineup, self.watch.size
+        metrics = dict(reported.metrics)
+        stopped = np.asarray(metrics.pop("stopped"))
+        if (stopped < 0).any():
+            named = members_in_words(lineup[stopped < 0])
+            warnings.warn(
+                f"Trainer.fit: {named} stopped at step {step}, since the loss, the gradients or the new parameters "
+                "were not finite; everything of it stays as it was before.",
+                stacklevel=6,  # where fit was called: this is in it, in the loop, in what waits for a step
+            )
+        self.watch.notice(stopped)
+        trained = np.zeros(size, bool)
+        trained[lineup] = stopped <= 0
+        if len(lineup) < size:
+            metrics = {name: _spread(numbers(x), lineup, size) if np.ndim(x) == 1 else x for name, x in metrics.items()}
+        if self.recorder.add(step, metrics, trained, always=reported.evaluated) and self.callbacks:
+            told = {name: _or_nan(numbers(x), trained) for name, x in metrics.items() if np.ndim(x) == 1}
+            for callback in self.callbacks:
+                callback(step, told)
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint."""
+        assert self.store is not None
+        step, whole = int(state.step), self.watch.whole(state)
+        about, more = vars(self.trainer.settings(self.execution)), self.watch.parts(step, whole)
+        self.store.write(
+            step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
+        )
 
 
 def _tell(what: str) -> None:
@@ -127,25 +226,40 @@ def _be_silent(_: str) -> None:
     """Say nothing."""
 
 
-def _advance(
-    trainer: Trainer, tell: Callable[[str], None], before: Reached, batch: Any
-) -> tuple[Reached, dict[str, jax.Array]]:
-    state, metrics, execution = trainer.advance(before[0], batch, before[1], donate=True, tell=tell)
-    return (state, execution), everywhere(metrics)
+def _spread(values: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
+    """Values of some members among those of all, which are zero."""
+    spread = np.zeros(size, values.dtype)
+    spread[places] = values
+    return spread
 
 
-def _save(trainer: Trainer, store: Store, recorder: Recorder, reached: Reached) -> None:
-    state, execution = reached
-    about = vars(trainer.settings(execution))
-    store.write(int(state.step), lambda path: write_state("Trainer.fit", path, state, about, recorder.arrays()))
+def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    if known.all():
+        return values
+    return np.where(known, values, np.nan).astype(np.result_type(values.dtype, np.float32))
 
 
-def _resume(like: TrainState, settings: Settings, checkpoint: Checkpoint) -> Resumed:
+def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Checkpoint) -> Resumed:
     """What a checkpoint has to go on from; refuses one of another run."""
     about = checkpoint.manifest
     _check_settings(checkpoint, settings)
-    state, history = read_state(checkpoint, like), checkpoint.history()
-    return Resumed(state, history, Execution(*(about[x] for x in Execution._fields if x in about)))
+    (state, watched), history = read_run(checkpoint, like, watch.likes(like)), checkpoint.history()
+    return Resumed(state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched)
+
+
+def _check_watched(trainer: Trainer, early: Any, restarts: Any, callbacks: Any) -> None:
+    """Refuse what is none of these."""
+    if early is not None and not isinstance(early, EarlyStopping):
+        raise TypeError(f"Trainer.fit: early_stopping must be an EarlyStopping, but got {describe(early)}.")
+    if restarts is not None and not isinstance(restarts, Restarts):
+        raise TypeError(f"Trainer.fit: restarts must be a Restarts, but got {describe(restarts)}.")
+    if restarts is not None and not trainer.freezes:
+        raise ValueError('Trainer.fit: restarts need nonfinite="freeze": no other member is ever put back.')
+    if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
+        raise TypeError(
+            "Trainer.fit: callbacks must be a list of functions of a step and its metrics, but got "
+            f"{describe(callbacks)}."
+        )
 
 
 def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
@@ -165,8 +279,8 @@ def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
             )
 
 
-def _loss_range(loss: Any) -> str:
-    loss = np.asarray(loss)
+def _loss_range(metrics: Mapping[str, Any]) -> str:
+    loss = np.asarray(metrics["loss"])[np.asarray(metrics["stopped"]) <= 0]
     finite = loss[np.isfinite(loss)]
     lost = loss.size - finite.size
     spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"

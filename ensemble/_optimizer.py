@@ -25,12 +25,14 @@ class MemberOptimizer:
       per_member: the hyperparameters with one value for each member.
       name: what the factory is called; None for a ready transformation.
       numbers: the hyperparameters that are numbers, as JSON has them.
+      schedules: of the hyperparameters with one for each member those that are functions of the step.
     """
 
     def __init__(self, optimizer: Any, hyperparams: Mapping[str, Any] | None) -> None:
         self.per_member: dict[str, np.ndarray] = {}
         self.name: str | None = None
         self.numbers: dict[str, Any] = {}
+        self.schedules: dict[str, Schedules] = {}
         if isinstance(optimizer, optax.GradientTransformation):
             if hyperparams is not None:
                 raise ValueError(
@@ -51,12 +53,15 @@ class MemberOptimizer:
             )
         shared: dict[str, Any] = {}
         for name, value in (hyperparams or {}).items():
-            if _is_per_member(value):
-                self.per_member[name] = _values(name, value)
+            if is_per_member(value) and any(map(callable, value)):
+                self.schedules[name] = Schedules(name, value)
+                self.per_member[name] = self.schedules[name].first
+            elif is_per_member(value):
+                self.per_member[name] = values_of(name, value)
                 self.numbers[name] = self.per_member[name].astype(float).tolist()
             else:
                 shared[name] = value
-                if isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+                if is_number(value):
                     self.numbers[name] = float(value)
         self.name = getattr(optimizer, "__name__", type(optimizer).__name__)
         names = _check_names(optimizer, {**shared, **self.per_member})
@@ -73,11 +78,7 @@ class MemberOptimizer:
     def init(self, trainable: Any, size: int) -> Any:
         """The state for `size` members whose stacked parameters are `trainable`, with the last again and again."""
         for name, values in self.per_member.items():
-            if len(values) != size:
-                raise ValueError(
-                    f"Trainer: hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members; "
-                    "give one for each, or a single number for all."
-                )
+            check_size(name, values, size)
         if not self.per_member:
             return jax.vmap(self._transform.init)(trainable)
 
@@ -88,19 +89,80 @@ class MemberOptimizer:
         padded = {name: np.pad(values, (0, more), "edge") for name, values in self.per_member.items()}
         return jax.vmap(init_member)(trainable, padded)
 
-    def update(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """One member's new parameters and state; `extra` is for optimisers that ask for it, such as `optax.lbfgs`."""
+    def update(
+        self, gradients: Any, state: Any, params: Any, schedules: Mapping[str, jax.Array], **extra: Any
+    ) -> tuple[Any, Any]:
+        """One member's new parameters and state.
+
+        Args:
+          gradients: those of the loss.
+          state: that of the optimiser.
+          params: the parameters.
+          schedules: by the name of a hyperparameter, which of its schedules is the member's.
+          **extra: for optimisers that ask for it, such as `optax.lbfgs`.
+        """
+        if schedules:
+            now = {
+                name: self.schedules[name](which, state.count).astype(state.hyperparams[name].dtype)
+                for name, which in schedules.items()
+            }
+            state = state._replace(hyperparams={**state.hyperparams, **now})
         updates, state = self._transform.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
 
-def _is_per_member(value: Any) -> bool:
+def check_size(name: str, values: np.ndarray, size: int) -> np.ndarray:
+    """The values; refuses others than one for each member."""
+    if len(values) != size:
+        raise ValueError(
+            f"Trainer: hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members; "
+            "give one for each, or a single number for all."
+        )
+    return values
+
+
+class Schedules:
+    """A hyperparameter that is a function of the step, with one function, or a number, for each member.
+
+    Args:
+      name: of the hyperparameter.
+      values: a sequence of functions as optax's schedules, and of numbers.
+
+    Attributes:
+      which: for each member the index of its function.
+      first: for each member its value at the first step.
+    """
+
+    def __init__(self, name: str, values: Sequence[Any]) -> None:
+        if not all(callable(x) or is_number(x) for x in values):
+            raise TypeError(
+                f"Trainer: hyperparams[{name!r}] must have a number or a schedule for each member, but got {values!r}."
+            )
+        self._functions = list(dict.fromkeys(values))
+        self.which = np.array([self._functions.index(x) for x in values], np.int32)
+        self.first = np.array([float(self._constant(x)(0)) for x in values])
+
+    def __call__(self, which: jax.Array, step: jax.Array) -> jax.Array:
+        """The value of one member at a step."""
+        branches = [lambda step, f=f: jnp.asarray(self._constant(f)(step), float) for f in self._functions]
+        return jax.lax.switch(which, branches, step)
+
+    @staticmethod
+    def _constant(x: Any) -> Callable[[Any], Any]:
+        return x if callable(x) else lambda _: x
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+
+
+def is_per_member(value: Any) -> bool:
     if isinstance(value, (np.ndarray, jax.Array)):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _values(name: str, value: Any) -> np.ndarray:
+def values_of(name: str, value: Any) -> np.ndarray:
     """A copy, so that a change of the caller's array is none of the optimiser's."""
     try:
         array = np.array(value)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ..transforms._arguments import describe
-from .metrics import _at_least_float32, _entropy, _first
+from ._probabilities import at_least_float32, first
+from ._uncertainty import entropy_of, information_of
 
 
 class Prediction(NamedTuple):
@@ -79,12 +80,10 @@ def _classify(logits: Any) -> Prediction:
 
 @jax.jit
 def _of_logits(logits: jax.Array) -> Prediction:
-    members = jax.nn.softmax(_at_least_float32(logits), axis=-1)
+    members = jax.nn.softmax(at_least_float32(logits), axis=-1)
     mean = members.mean(axis=0)
-    total = _entropy(mean)
-    # Rounding can leave it a little below zero where all members agree.
-    disagreement = jnp.maximum(total - _entropy(members).mean(axis=0), 0)
-    return Prediction(mean, members.var(axis=0), total, disagreement, members)
+    total = entropy_of(mean)
+    return Prediction(mean, members.var(axis=0), total, information_of(members, total), members)
 
 
 def _regress(outputs: Any) -> Prediction:
@@ -100,7 +99,7 @@ def _regress(outputs: Any) -> Prediction:
                 f"Ensemble.predict: the members' means have shape {members.shape[1:]}, but their variances "
                 f"{variances.shape[1:]}; return one variance for each mean."
             )
-        if found := _first(_is_negative, variances):
+        if found := first(_is_negative, variances):
             (member, *index), value = found
             raise ValueError(
                 f"Ensemble.predict: the members' variances must not be negative, but member {member} returned {value} "
@@ -117,10 +116,10 @@ def _regress(outputs: Any) -> Prediction:
 
 @jax.jit
 def _of_values(members: jax.Array, variances: jax.Array | None) -> Prediction:
-    members = _at_least_float32(members)
+    members = at_least_float32(members)
     variance = members.var(axis=0)
     if variances is not None:
-        variances = _at_least_float32(variances)
+        variances = at_least_float32(variances)
         variance += jnp.where(_is_negative(variances), jnp.nan, variances).mean(axis=0)
     return Prediction(members.mean(axis=0), variance, None, None, members)
 

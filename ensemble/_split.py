@@ -36,15 +36,15 @@ def check_split(
     assert layout is not None
     layout.check_batch("Trainer.step", arguments, axes)
     specs = layout.batch_specs(arguments, axes)
-    (trainable, rest, _), *batch = executor.member_shapes(state, arguments, axes)
+    arrays, *batch = executor.member_shapes(state, arguments, axes)
 
-    def left(trainable: Any, rest: Any, batch: Any) -> Any:
-        metrics, _, after = step.loss_and_gradients(structure, trainable, rest, batch, True)
+    def left(arrays: Any, batch: Any) -> Any:
+        metrics, _, after = step.loss_and_gradients(structure, arrays, batch, True)
         return after.rest, metrics
 
     trace = jax.make_jaxpr(left, axis_env=[(DATA, layout.shards)], return_shape=True)
-    closed, out = trace(trainable, rest, batch)
-    inputs = [False] * len(jax.tree.leaves((trainable, rest))) + [DATA in spec for spec in specs]
+    closed, out = trace(arrays, batch)
+    inputs = [False] * len(jax.tree.leaves(arrays)) + [DATA in spec for spec in specs]
     for (path, x), differ in zip(jax.tree.leaves_with_path(out), differs(closed.jaxpr, inputs), strict=True):
         if differ and path[0].idx == 0:
             raise ValueError(
@@ -74,7 +74,7 @@ def _check_mean(
     structure, _ = state.structure_and_size()
     with layout.context():
         first = _first((state.spread(layout), *layout.place_batch(arguments, axes)), Static.of((0, *axes)))
-        (trainable, rest, _), *batch = jax.tree.map(layout.place_shared, everywhere(first))
+        (trainable, rest, _, standing), *batch = jax.tree.map(layout.place_shared, everywhere(first))
     leaves, treedef = jax.tree.flatten(batch)
     split = [DATA in spec for spec in specs]
 
@@ -83,7 +83,8 @@ def _check_mean(
 
         def of_part(trainable: Any, rest: Any, *leaves: Any) -> Any:
             model = structure.merge(trainable, rest)
-            metrics = metrics_of(step.loss(model, *jax.tree.unflatten(treedef, leaves)))
+            loss = step.loss.of(standing.hyperparams)
+            metrics = metrics_of(loss(model, *jax.tree.unflatten(treedef, leaves)))
             return metrics, split_model(model).rest
 
         cut = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]

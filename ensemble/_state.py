@@ -16,12 +16,13 @@ from ..transforms._compat import Tracer
 from ..transforms._model import Structure
 from ._ensemble import Ensemble
 from ._mesh import Layout
+from ._standing import Standing
 
-# The arrays of one member, or of all of them stacked: trainable, rest, optimiser state.
-Arrays = tuple[Any, Any, Any]
+# The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
+Arrays = tuple[Any, Any, Any, Standing]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step", "standing"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class TrainState:
     """What training changes, as a pytree; `Trainer.init` makes it.
@@ -30,6 +31,7 @@ class TrainState:
       ensemble: the `Ensemble`.
       opt_state: the optax state, with the members along axis 0 of every array.
       step: how many steps were taken, an int32 scalar.
+      standing: which members train, and which have stopped: a `Standing`.
 
     Example:
       >>> import optax
@@ -44,12 +46,13 @@ class TrainState:
     ensemble: Ensemble
     opt_state: Any
     step: jax.Array
+    standing: Standing
 
     @classmethod
     def of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
         """A state of stacked arrays."""
-        trainable, rest, opt_state = arrays
-        return cls(Ensemble(structure, trainable, rest), opt_state, step)
+        trainable, rest, opt_state, standing = arrays
+        return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
 
     @classmethod
     def of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
@@ -76,7 +79,7 @@ class TrainState:
 
     def arrays(self) -> Arrays:
         """Its arrays, stacked."""
-        return self.ensemble.trainable, self.ensemble.rest, self.opt_state
+        return self.ensemble.trainable, self.ensemble.rest, self.opt_state, self.standing
 
     def rows(self) -> Arrays:
         """Its arrays, stacked; perhaps with more members than the ensemble has behind them."""
@@ -137,7 +140,7 @@ class TrainState:
     def __getattr__(self, name: str) -> Any:
         # Python asks here for what it did not find: the stacked arrays of a state that holds them in another form.
         held = vars(self).get("_held")
-        if name not in ("ensemble", "opt_state") or held is None:
+        if name not in ("ensemble", "opt_state", "standing") or held is None:
             raise AttributeError(f"TrainState has no attribute {name!r}.")
         vars(self).update(vars(TrainState.of_arrays(held.structure, held.stacked(), self.step)))
         if isinstance(held, Apart):  # the padded ones are where a step takes them from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ from ..transforms import value_and_grad
 from ..transforms._arguments import describe
 from ..transforms._model import Parts, Structure, named_arrays, to_pure
 from ..transforms._model import split as split_model
+from ._loss import MemberLoss
 from ._mesh import DATA, own_keys
 from ._optimizer import MemberOptimizer
+from ._standing import Stop, finite, still_finite
 from ._state import Arrays
 
 
@@ -22,17 +25,20 @@ class MemberStep:
     """One training step of one member.
 
     Args:
-      loss: of a model and a batch.
+      loss: of a model and a batch, and the member's hyperparameters.
       grad_fn: what gives its value and gradients, or None.
       optimizer: what makes new parameters of them.
+      freeze: whether a member stops whose loss, gradients or new parameters are not finite.
     """
 
     def __init__(
-        self, loss: Callable[..., Any], grad_fn: Callable[..., Any] | None, optimizer: MemberOptimizer
+        self, loss: MemberLoss, grad_fn: Callable[..., Any] | None, optimizer: MemberOptimizer, freeze: bool
     ) -> None:
         self.loss = loss
+        self.freeze = freeze
         self.optimizer = optimizer
-        self._gradients = _value_and_grad(loss) if grad_fn is None else grad_fn(loss)
+        self._make_gradients = _value_and_grad if grad_fn is None else grad_fn
+        self._gradients = None if loss.per_member else self._make_gradients(loss.of({}))
 
     def __call__(
         self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
@@ -41,8 +47,8 @@ class MemberStep:
 
         With `split`, of a batch that is split over the axis `data`: the mean over it.
         """
-        trainable, rest, opt_state = arrays
-        metrics, gradients, after = self.loss_and_gradients(structure, trainable, rest, batch, split)
+        trainable, rest, opt_state, standing = arrays
+        metrics, gradients, after = self.loss_and_gradients(structure, arrays, batch, split)
         if split:
             metrics, gradients = _averaged((metrics, gradients))
 
@@ -52,21 +58,35 @@ class MemberStep:
                     "Trainer: the optimizer evaluates the loss again (value_fn, as optax.lbfgs does), in a loop of its "
                     f'own, where devices would wait for each other; use a mesh without the axis "{DATA}".'
                 )
-            return metrics_of(self.loss(structure.merge(trainable, rest), *batch))["loss"]
+            loss = self.loss.of(standing.hyperparams)
+            return metrics_of(loss(structure.merge(trainable, rest), *batch))["loss"]
 
-        trainable, opt_state = self.optimizer.update(
-            gradients, opt_state, after.trainable, value=metrics["loss"], grad=gradients, value_fn=loss_at
-        )
-        return (trainable, after.rest, opt_state), metrics
+        extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at}
+        new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
+        fails = jnp.array(False)
+        if self.freeze:
+            sound = finite((metrics["loss"], gradients)) & still_finite(new[0], trainable)
+            fails = standing.trains & ~sound
+        takes = standing.trains & ~fails
+        kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
+        # Below zero at the step that stops it.
+        stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)
+        trainable, opt_state, rest = kept
+        return (trainable, rest, opt_state, standing.after(fails)), {**metrics, "stopped": stopped}
 
     def loss_and_gradients(
-        self, structure: Structure, trainable: Any, rest: Any, batch: Any, split: bool
+        self, structure: Structure, arrays: Arrays, batch: Any, split: bool
     ) -> tuple[dict[str, Any], Any, Parts]:
         """The metrics, the gradients and what the loss leaves of the model."""
+        trainable, rest, _, standing = arrays
+        gradients_of = self._gradients or self._make_gradients(self.loss.of(standing.hyperparams))
         drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
         model = structure.merge(trainable, drawn)
-        value, gradients = _checked_pair(self._gradients(model, *batch))
+        value, gradients = _checked_pair(gradients_of(model, *batch))
         metrics = metrics_of(value)
+        for name in metrics:
+            if name in self.loss.per_member or name in self.optimizer.per_member:
+                raise ValueError(_taken(name))
         gradients = _checked_gradients(gradients, trainable)
         after = split_model(model)
         _check_structure(Parts(structure, trainable, rest), after)
@@ -75,6 +95,11 @@ class MemberStep:
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
             after = Parts(after.structure, after.trainable, kept)
         return metrics, gradients, after
+
+
+def _taken_or_kept(takes: jax.Array, new: Any, old: Any) -> Any:
+    # In the dtype of the new: an optimiser may choose another for its state.
+    return jnp.where(takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
 
 
 def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,12 +132,14 @@ def metrics_of(value: Any) -> dict[str, Any]:
         )
     if not isinstance(aux, Mapping):
         raise TypeError(f"Trainer: beside its scalar, loss must return a dict, but it returned {describe(aux)}.")
-    for name in ("loss", "step", "member"):
+    for name in ("loss", "step", "member", "members", "stopped", "validation"):
         if name in aux:
-            raise ValueError(
-                f'Trainer: loss reports something called "{name}", a name that the history uses; rename it.'
-            )
+            raise ValueError(_taken(name))
     return {"loss": loss, **aux}
+
+
+def _taken(name: str) -> str:
+    return f'Trainer: loss reports something called "{name}", a name that the history uses; rename it.'
 
 
 def _checked_gradients(gradients: Any, trainable: Any) -> Any:

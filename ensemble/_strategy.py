@@ -125,7 +125,7 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
             new, beside = lax.cond(i >= 0, partial(of_part, chunk), nothing, *args)
             if size % chunk:  # some of the last part were in the one before
                 done = start + jnp.arange(chunk) < i * chunk
-                new = jax.tree.map(lambda x, y: jnp.where(_like(done, x), x, y), args[0], new)
+                new = jax.tree.map(lambda x, y: jnp.where(like(done, x), x, y), args[0], new)
             return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), mine, new), beside
 
         def nothing(part: Any, *_: Any) -> tuple[Any, Any]:
@@ -140,7 +140,7 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
     return mapped
 
 
-def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
+def like(mask: jax.Array, x: jax.Array) -> jax.Array:
     """One flag for each member, to be chosen by."""
     return mask.reshape(-1, *[1] * (x.ndim - 1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,18 @@ from ..transforms._compat import Tracer
 from ..transforms._convolutions import has_convolution
 from ._ensemble import Ensemble
 from ._executor import Executor
-from ._fit import History, Settings, fit
+from ._fit import Callback, History, Settings, fit
+from ._loss import MemberLoss
 from ._mesh import Layout
-from ._optimizer import MemberOptimizer
+from ._optimizer import MemberOptimizer, check_size
 from ._split import check_split
+from ._standing import Standing
 from ._state import Apart, TrainState, kind_of
 from ._static import Static
 from ._step import MemberStep
 from ._strategy import STRATEGIES, Execution, in_turn
 from ._tuning import Tuning, fingerprint, recall, remember, tune
+from ._watch import EarlyStopping, Restarts
 
 # Where a loop is written out, at most so many copies of a member's step; else it is a loop of the compiler's.
 _MOST_COPIES = 16
@@ -42,8 +45,10 @@ class Trainer:
       loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member,
         an ordinary module. What it changes of its own state is carried along.
       optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` that all members share.
-      hyperparams: arguments of the factory: a list or 1-D array holds one value per member, anything else is shared.
-        The values per member live in the state (`state.opt_state.hyperparams`), where `init` puts them.
+      hyperparams: arguments of the factory, and keyword-only arguments of the loss: a list or 1-D array holds one value
+        per member, anything else is shared. Schedules (functions of the step) may stand in a list for the factory. The
+        values per member live in the state (`state.opt_state.hyperparams`, `state.standing.hyperparams`), where `init`
+        puts them. `grid` makes lists for all combinations.
       in_axes: for the batch: None (all members share it), 0 (member i takes slice i of every array), or a tuple with
         one entry for each element of the batch.
       grad_fn: replaces `plurax.transforms.value_and_grad`: `grad_fn(loss)(model, *batch)` returns `(value, gradients)`,
@@ -66,6 +71,9 @@ class Trainer:
       tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
         a CPU where the step contains a convolution, else "vmap".
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
+      nonfinite: what becomes of a member when its loss, its gradients or its new parameters are not finite. "freeze":
+        it stays as it was before that step, and no longer trains; `state.standing` tells, and `fit` warns. "ignore": it
+        goes on, which is for optimisers that take care of that (`optax.apply_if_finite`, scaled losses).
 
     Raises:
       TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is no
@@ -104,6 +112,7 @@ class Trainer:
         mesh: Any = None,
         tune_seconds: float = 5.0,
         tune_cache: str | os.PathLike[str] | None = None,
+        nonfinite: str = "freeze",
     ) -> None:
         if not callable(loss):
             raise TypeError(f"Trainer: loss must be a function of a model and a batch, but got {describe(loss)}.")
@@ -137,8 +146,11 @@ class Trainer:
         self._in_axes = in_axes
         self._strategy = strategy
         self._chunk_size = chunk_size
-        self._optimizer = MemberOptimizer(optimizer, hyperparams)
-        self._step = MemberStep(loss, grad_fn, self._optimizer)
+        member_loss = MemberLoss(loss, hyperparams, optimizer)
+        self._optimizer = MemberOptimizer(optimizer, member_loss.others)
+        if nonfinite not in ("freeze", "ignore"):
+            raise ValueError(f'Trainer: nonfinite must be "freeze" or "ignore", but got {nonfinite!r}.')
+        self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         self._executor = Executor(self._step, self._layout)
         self._tune_seconds = tune_seconds
         self._tune_cache = None if tune_cache is None else Path(tune_cache).resolve()
@@ -168,15 +180,19 @@ class Trainer:
                 "variables, or a `trainable` rule that matches."
             )
         size, step = len(ensemble), np.zeros((), np.int32)
+        schedules = {name: x.which for name, x in self._optimizer.schedules.items()}
+        of_loss = {name: check_size(name, x, size) for name, x in self._step.loss.per_member.items()}
+        standing = Standing.first(size, of_loss, schedules)
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
-            return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step)))
+            return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
         layout = self._layout
         with layout.context():
             # Placed first, so that what is made of them is made where it belongs.
             arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest), size))
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
-            return TrainState.of_padded(ensemble.structure, (*arrays, init(arrays[0])), size, layout.place_shared(step))
+            arrays = *arrays, init(arrays[0]), layout.place(standing, size)
+            return TrainState.of_padded(ensemble.structure, arrays, size, layout.place_shared(step))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of every member.
@@ -187,7 +203,7 @@ class Trainer:
 
         Returns:
           The new state, and the metrics: "loss" of shape (size,), and what the loss reports, with the members along
-          axis 0.
+          axis 0. Those of members that have stopped too: they are evaluated, but stay as they are.
 
         Raises:
           ValueError: the batch does not fit `in_axes`; gradients of another structure than the parameters; a member
@@ -198,7 +214,8 @@ class Trainer:
           Under "loop" the new state is stacked when somebody looks at it, not before.
         """
         _check_state("Trainer.step", state)
-        return self.advance(state, batch)[:2]
+        after, metrics, _ = self.advance(state, batch)
+        return after, {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
         self,
@@ -211,6 +228,9 @@ class Trainer:
         checkpoint_every: int | None = None,
         checkpoint_keep: int = 2,
         history_every: int = 1,
+        early_stopping: EarlyStopping | None = None,
+        restarts: Restarts | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> tuple[TrainState, History]:
         """Take a step for each batch, with a progress bar, a history, and checkpoints to go on from.
 
@@ -226,12 +246,18 @@ class Trainer:
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: how many checkpoints to keep, the newest.
           history_every: steps between rows of the history.
+          early_stopping: when members stop, each on its own; an `EarlyStopping`. The run ends when all have. What was
+            evaluated is in the history as "validation".
+          restarts: whether, and how often, members are put back that were frozen because something was not finite; a
+            `Restarts`.
+          callbacks: functions of a step's number and its metrics, called for each step of the history: see `Callback`.
 
         Returns:
           The state after the last step, and the history: a list of dicts, one for each recorded step and member, with
-          "step", "member", "loss" and what else the loss reports. Ctrl-C ends training cleanly after the current step
-          with the same results; a second one interrupts it. With `checkpoint_dir` the history has the earlier steps of
-          the run too.
+          "step", "member", the hyperparameters that differ between members, "loss" and what else the loss reports. A
+          member that has stopped has no rows from there on. Ctrl-C ends training cleanly after the current step with
+          the same results; a second one interrupts it. With `checkpoint_dir` the history has the earlier steps of the
+          run too.
 
         Raises:
           TypeError, ValueError: as for `step`; `steps` or another count is no int or too small; a checkpoint of another
@@ -252,6 +278,9 @@ class Trainer:
             checkpoint_every=checkpoint_every,
             checkpoint_keep=checkpoint_keep,
             history_every=history_every,
+            early_stopping=early_stopping,
+            restarts=restarts,
+            callbacks=callbacks,
         )
 
     def advance(
@@ -272,13 +301,7 @@ class Trainer:
           donate: whether the step takes over the memory of `state`.
           tell: is told what is measured, which may take a while.
         """
-        _, size = state.structure_and_size()
-        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
-        # The model comes first, so that the loss's own names are those of the errors.
-        mapped_size(
-            "Trainer.step", self._step.loss, (None, *arguments), {}, (None, *axes), None, size, "the number of members"
-        )
+        arguments, axes = self.arguments(batch, state.structure_and_size()[1])
         if self._layout is not None and self._layout.shards > 1:
             kind = state.kind, Static.of(axes), kind_of(arguments)
             if kind not in self._split and check_split(self._step, self._executor, state, arguments, axes):
@@ -289,6 +312,26 @@ class Trainer:
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
         after, metrics = self._executor.execute(execution, state, arguments, axes, donate)
         return after.after(state), metrics, execution
+
+    def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
+        """The arguments of the loss after the model, and how each is mapped over `size` members; refuses others."""
+        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
+        # The model comes first, so that the loss's own names are those of the errors.
+        what = "the number of members"
+        mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
+        return arguments, tuple(axes)
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The hyperparameters that are numbers with one for each member, as the history has them."""
+        numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
+        return {name: values for name, values in numbers.items() if isinstance(values, list)}
+
+    @property
+    def freezes(self) -> bool:
+        """Whether a member stops where something is not finite."""
+        return self._step.freeze
 
     def explain(self) -> Tuning | None:
         """Print what "auto" has measured last, and what it chose.
@@ -306,7 +349,8 @@ class Trainer:
     def settings(self, execution: Execution | None = None) -> Settings:
         """What the steps are computed with."""
         execution = execution or Execution(self._strategy, self._chunk_size)
-        return Settings(self._optimizer.name, self._optimizer.numbers, **execution._asdict())
+        numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
+        return Settings(self._optimizer.name, numbers, **execution._asdict())
 
     def _choose(
         self,

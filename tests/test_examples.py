@@ -26,6 +26,9 @@ OTHERS = {
     "examples/per_sample_gradients.py",
     "examples/dp_sgd_digits.py",
     "examples/multi_host.py",
+    "examples/agents.py",
+    "examples/sweep_digits.py",
+    "examples/uncertainty_digits.py",
 }  # which write files
 SMALL = {
     "examples/vmap_tour.py": (),
@@ -61,6 +64,19 @@ def test_two_processes_train_what_one_reads(tmp_path):
     shown = run("examples/multi_host.py", "--members", "4", "--steps", "30", "--out", str(tmp_path))
     assert "process 1 of 2, 2 of 4 devices: trained and wrote members [2, 3]" in shown
     assert "member 3 alone agrees" in shown
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("agents", ("--agents", "3", "--iterations", "3"), "3 agents side by side"),
+        ("sweep_digits", ("--rates", "3", "--seeds", "2", "--steps", "40"), "The best 5 of them together: NLL"),
+        ("uncertainty_digits", ("--members", "3", "--steps", "60"), "Temperature of the ensemble"),
+    ],
+)
+def test_pictures_of(script, options, said, tmp_path):
+    assert said in run(f"examples/{script}.py", *options, "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_none_is_forgotten():

@@ -69,6 +69,16 @@ def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, .
     return positions
 
 
+def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> None:
+    """Refuse what is no int, or too small a one; an optional count may be None."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{api}: {name} must be an int, but got {describe(value)}.")
+    if value < least:
+        raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")
+
+
 def resolve_argnums(api: str, fun: Any, positions: tuple[int, ...], args: Sequence[Any]) -> tuple[int, ...]:
     """`positions` with negative ones counted from the end, checked against a call with `args`."""
     count = len(args)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 History = list[dict[str, Any]]
 
+# Under this name, which no metric has, stands which members have a record.
+_MEMBERS = "members"
+
 
 class Recorder:
-    """Records the metrics that are one number for each member.
+    """Records the metrics that are one number for each member; not all members need to have one.
 
     Args:
       every: steps between two records.
@@ -32,12 +34,25 @@ class Recorder:
                 for record, values in zip(arrays[f"records of {name}"], arrays[f"values of {name}"], strict=True):
                     self._metrics[record][name] = values
 
-    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Record the metrics of a step, where it is one to be recorded."""
-        if step % self._every:
-            return
+    def add(
+        self, step: int, metrics: Mapping[str, Any], members: np.ndarray | None = None, *, always: bool = False
+    ) -> bool:
+        """Record the metrics of a step, where it is one to be recorded; says whether it is.
+
+        Args:
+          step: its number.
+          metrics: what there is of it; recorded is what has one number for each member.
+          members: whether each member has any, or None where all have.
+          always: whether it is recorded whatever its number.
+        """
+        if step % self._every and not always:
+            return False
         self._steps.append(step)
-        self._metrics.append({name: _numbers(value) for name, value in metrics.items() if _is_recorded(value)})
+        record = {name: numbers(value) for name, value in metrics.items() if _is_recorded(value)}
+        if members is not None and not members.all():
+            record[_MEMBERS] = members
+        self._metrics.append(record)
+        return True
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What was recorded: "step", and for each metric the records that have it and their values by member."""
@@ -48,20 +63,23 @@ class Recorder:
             arrays[f"values of {name}"] = np.stack([self._metrics[record][name] for record in having])
         return arrays
 
-    def rows(self) -> History:
-        """One dict for each record and member."""
+    def rows(self, about: Mapping[str, Sequence[Any]] | None = None) -> History:
+        """One dict for each record and member, with what there is to say `about` each member."""
+        about = about or {}
         return [
-            {"step": step, "member": i, **{name: values[i].item() for name, values in metrics.items()}}
+            {"step": step, "member": i, **{name: x[i] for name, x in about.items()}}
+            | {name: x[i].item() for name, x in metrics.items() if name != _MEMBERS}
             for step, metrics in zip(self._steps, self._metrics, strict=True)
             for i in range(len(next(iter(metrics.values()), ())))
+            if _MEMBERS not in metrics or metrics[_MEMBERS][i]
         ]
 
 
-def _is_recorded(value: jax.Array) -> bool:
+def _is_recorded(value: Any) -> bool:
     return value.ndim == 1 and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
 
 
-def _numbers(value: jax.Array) -> np.ndarray:
+def numbers(value: Any) -> np.ndarray:
     """As NumPy's own dtypes, which files have: bfloat16 and its like become float32, which holds their values."""
     array = np.asarray(value)
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)

@@ -6,13 +6,14 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any, TypeVar
 
 import jax
 from tqdm import tqdm
 
-from ._arguments import describe
+from ._arguments import check_count, describe
 
 State = TypeVar("State")
 Metrics = TypeVar("Metrics")
@@ -28,7 +29,7 @@ def run(
     *,
     step: int,
     target: int | None,
-    record: Callable[[int, Metrics], None],
+    record: Callable[[int, Metrics], Any],
     say: Callable[[int, Metrics], str],
     save: Callable[[State], None] | None,
     checkpoint_every: int | None,
@@ -36,6 +37,7 @@ def run(
     interruptible: bool = True,
     done: int,
     total: int | None,
+    finished: Callable[[], bool] = lambda: False,
 ) -> tuple[State, int, bool]:
     """Take steps until the target, the end of the batches or Ctrl-C.
 
@@ -54,6 +56,7 @@ def run(
       interruptible: whether Ctrl-C ends the loop after the step; else it interrupts it.
       done: how many steps of the bar were taken before.
       total: how many steps the bar has, if known.
+      finished: says before each step whether there is no more to do.
 
     Returns:
       The last state, how many steps it has taken, and whether Ctrl-C ended the loop.
@@ -73,7 +76,7 @@ def run(
                 bar.set_postfix_str(say(settled, metrics), refresh=False)
                 bar.update()
 
-        while step != target and not interrupt.requested:
+        while step != target and not interrupt.requested and not finished():
             try:
                 batch = next(source)
             except StopIteration:
@@ -137,19 +140,21 @@ def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
 
 def skip(api: str, source: Iterator[Any], count: int) -> None:
     """Take the batches that a checkpoint has used; refuses to go on where there are fewer."""
-    for skipped in range(count):
-        try:
-            next(source)
-        except StopIteration:
-            raise ValueError(
-                f"{api}: the checkpoint has used {count} batches, but there are only {skipped}; pass the same "
-                "batches again from their start."
-            ) from None
+    # Some need not make what is passed over.
+    skipped = source.skip(count) if hasattr(source, "skip") else sum(1 for _ in islice(source, count))
+    if skipped < count:
+        raise ValueError(
+            f"{api}: the checkpoint has used {count} batches, but there are only {skipped}; pass the same batches "
+            "again from their start."
+        )
 
 
 def total_steps(batches: Any, steps: int | None) -> int | None:
     """How many steps there will be, if known."""
-    length = len(batches) if hasattr(batches, "__len__") else None
+    try:
+        length = len(batches)
+    except TypeError:  # an iterator, or batches without end
+        length = None
     known = [count for count in (steps, length) if count is not None]
     return min(known) if known else None
 
@@ -158,19 +163,9 @@ def check_options(
     api: str, steps: Any, checkpoint_dir: Any, checkpoint_every: Any, checkpoint_keep: Any, history_every: Any
 ) -> None:
     """Refuse options of a `fit` that say nothing."""
-    _check_count(api, "steps", steps, 0, optional=True)
-    _check_count(api, "checkpoint_every", checkpoint_every, 1, optional=True)
-    _check_count(api, "checkpoint_keep", checkpoint_keep, 1)
-    _check_count(api, "history_every", history_every, 1)
+    check_count(api, "steps", steps, 0, optional=True)
+    check_count(api, "checkpoint_every", checkpoint_every, 1, optional=True)
+    check_count(api, "checkpoint_keep", checkpoint_keep, 1)
+    check_count(api, "history_every", history_every, 1)
     if checkpoint_every is not None and checkpoint_dir is None:
         raise ValueError(f"{api}: checkpoint_every needs a checkpoint_dir to write to.")
-
-
-def _check_count(api: str, name: str, value: Any, least: int, *, optional: bool = False) -> None:
-    """Refuse what is no int, or too small a one; an optional count may be None."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"{api}: {name} must be an int, but got {describe(value)}.")
-    if value < least:
-        raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")

@@ -516,9 +516,9 @@ class Test_refusals:
         with pytest.raises(error, match="size must be"):
             Ensemble.create(plain, size, seed=0)
 
-    @pytest.mark.parametrize("seed", [1.5, None, "a", True, jnp.ones(2), jax.random.split(jax.random.key(0))])
+    @pytest.mark.parametrize("seed", [1.5, None, "a", True, jnp.ones(2), jax.random.split(jax.random.key(0), 3)])
     def test_a_seed_that_is_none(self, plain, seed):
-        with pytest.raises(TypeError, match="seed must be an int or a key"):
+        with pytest.raises(TypeError, match="seed must be an int, a key such as .*, or 2 keys, but got"):
             Ensemble.create(plain, 2, seed=seed)
 
     def test_make_that_makes_no_model(self):

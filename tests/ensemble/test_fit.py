@@ -44,8 +44,8 @@ def test_fit_is_a_step_for_each_batch(trainer, ens, make_batches, assert_same):
 def test_the_history_is_a_tidy_table(trainer, ens, make_batches):
     _, history = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
     table = pd.DataFrame(history)
-    assert set(table) == {"step", "member", "loss", "accuracy"}
-    assert table.shape == (12, 4)
+    assert set(table) == {"step", "member", "learning_rate", "loss", "accuracy"}
+    assert table.shape == (12, 5)
     assert list(table.step.unique()) == [1, 2, 3, 4]
     assert list(table[table.step == 2].member) == [0, 1, 2]
     state = trainer.init(ens)
@@ -103,7 +103,8 @@ def test_progress_shows_the_range_of_the_loss(trainer, ens, make_batches, capsys
 
 def test_progress_says_how_many_are_not_finite(trainer, ens, make_batches, capsys):
     batches = [(x * np.float32("inf"), y) for x, y in make_batches(1)]
-    trainer.fit(trainer.init(ens), batches)
+    with pytest.warns(UserWarning, match="members 0, 1, 2 stopped at step 1"):
+        trainer.fit(trainer.init(ens), batches)
     assert "3 not finite" in capsys.readouterr().err
 
 

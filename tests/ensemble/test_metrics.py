@@ -9,7 +9,7 @@ from sklearn.metrics import accuracy_score, log_loss
 
 from plurax.ensemble import metrics
 
-SCORES = (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece)
+SCORES = (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece, metrics.adaptive_ece)
 OF_PROBABILITIES = SCORES[1:]
 HALVES = (jnp.float16, jnp.bfloat16)
 
@@ -57,9 +57,9 @@ def test_ece_is_that_of_a_loop_over_bins(seed, bins):
 def test_perfect_and_hopeless_forecasts():
     labels = jnp.array([0, 1, 2])
     perfect, hopeless = jnp.eye(3), jnp.roll(jnp.eye(3), 1, axis=0)
-    assert [float(score(perfect, labels)) for score in SCORES] == [1, 0, 0, 0]
-    accuracy, nll, brier, ece = (float(score(hopeless, labels)) for score in SCORES)
-    assert (accuracy, brier, ece) == (0, 2, 1)
+    assert [float(score(perfect, labels)) for score in SCORES] == [1, 0, 0, 0, 0]
+    accuracy, nll, brier, *errors = (float(score(hopeless, labels)) for score in SCORES)
+    assert (accuracy, brier, *errors) == (0, 2, 1, 1)
     assert 80 < nll < np.inf
 
 
@@ -204,7 +204,7 @@ def test_half_precision_is_scored_in_float32(score, dtype, probabilities, labels
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_scores_more_examples_than_it_counts(dtype):
     probabilities = np.tile(np.array([[0.75, 0.25], [0.625, 0.375]], dtype), (100_000, 1))
-    scores = [score(probabilities, np.tile([0, 1], 100_000)) for score in SCORES]
+    scores = [score(probabilities, np.tile([0, 1], 100_000)) for score in SCORES[:4]]
     nll, brier, ece = -np.log(0.75 * 0.375) / 2, 0.25**2 + 0.625**2, (0.25 + 0.625) / 2
     np.testing.assert_allclose(scores, [0.5, nll, brier, ece], rtol=1e-5)
 

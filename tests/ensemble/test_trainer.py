@@ -159,6 +159,7 @@ class Test_steps_that_take_over_the_memory:
         assert_same(fast, slow, tolerance=1e-5)
         np.testing.assert_allclose([row["loss"] for row in history], np.ravel([m["loss"] for m in rows]), rtol=1e-5)
         _, metrics, _ = trainer.advance(state.copy(), batches[0], donate=True)
+        metrics.pop("stopped")
         assert_same(metrics, rows[0], tolerance=1e-5)
 
     def test_hold_the_state_once(self, options):
@@ -535,9 +536,7 @@ class Test_refusals:
         with pytest.raises(ValueError, match="hyperparams need an optax factory"):
             self.make(optax.adam(0.1), hyperparams={"learning_rate": 0.1})
 
-    @pytest.mark.parametrize(
-        "value", [["a", "b"], [[0.1, 0.2]], [optax.constant_schedule(0.1)] * 2, [True, False], [], [[1], [2, 3]]]
-    )
+    @pytest.mark.parametrize("value", [["a", "b"], [[0.1, 0.2]], [True, False], [], [[1], [2, 3]]])
     def test_hyperparameters_that_are_no_numbers(self, value):
         with pytest.raises(TypeError, match=r"hyperparams\['learning_rate'\] must be a number or a list"):
             self.make(optax.adam, hyperparams={"learning_rate": value})

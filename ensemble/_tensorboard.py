@@ -1,0 +1,74 @@
+"""`TensorBoard`: the metrics of a run as curves, one run of TensorBoard for each member."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+
+class TensorBoard:
+    """A callback of `Trainer.fit` that writes the scalars of each member for TensorBoard.
+
+    Every member has a directory of its own, `member_03` and so on, so that one chart shows a metric of all of them, and
+    members can be chosen.
+
+    Args:
+      directory: where to write; made where it is missing.
+
+    Raises:
+      ModuleNotFoundError: the extra `tensorboard` is missing.
+
+    Cost:
+      About 20 µs for each metric and member. What is written is flushed every two minutes, and at the end: use it in a
+      `with` statement, or call `close`.
+
+    Example:
+      >>> import tempfile, optax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, TensorBoard, Trainer
+      >>> trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1))
+      >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 1, rngs=rngs), 2, seed=0))
+      >>> with tempfile.TemporaryDirectory() as directory, TensorBoard(directory) as board:
+      ...     state, history = trainer.fit(state, [jnp.ones((4, 3))] * 3, progress=False, callbacks=[board])
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "TensorBoard needs tensorboardX; install it with: pip install 'plurax[tensorboard]'"
+            ) from error
+        self._make = SummaryWriter
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._writers: list[Any] = []
+
+    def __call__(self, step: int, metrics: Mapping[str, np.ndarray]) -> None:
+        """Write the metrics of a step; nothing for members that have stopped."""
+        size = max((len(values) for values in metrics.values()), default=0)
+        while len(self._writers) < size:
+            self._writers.append(self._make(str(self._directory / f"member_{len(self._writers):02d}")))
+        for name, values in metrics.items():
+            for writer, value in zip(self._writers, values, strict=True):
+                if not np.isnan(value):
+                    writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        """Write what is not written yet, and close the files."""
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,318 @@
+"""Probabilities that mean what they say: temperatures, and sets of classes that hold the label as often as promised."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import ArrayLike
+
+from ._probabilities import at_least_float32, check_numbers, check_probabilities, check_scored, outside
+
+__all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
+
+# The logarithm of a temperature, in units of the size of the logits, lies between minus and plus this.
+_WIDEST = 10.0
+_STEPS = 100
+
+
+def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = False) -> jax.Array:
+    """The temperature by which logits are to be divided, so that their probabilities are calibrated.
+
+    It is that of the smallest mean negative log-likelihood on these data, which should not be those trained on.
+
+    Args:
+      logits: floating (..., batch, classes), at least 2 classes.
+      labels: classes as integers (batch,).
+      pooled: False fits one temperature for each member, as it predicts alone. True fits one for all members together,
+        (members, batch, classes), as their mean probability predicts.
+
+    Returns:
+      Shape (...), or () where pooled, above 0; float32 or float64. NaN where logits are not finite, or a traced label
+      is no class. Where every example is predicted right, smaller is always better: then it is so small that it makes
+      no difference.
+
+    Raises:
+      TypeError: labels are no integers, or logits not floating.
+      ValueError: shapes that do not fit, or a label that is not traced is no class.
+
+    Cost:
+      At most 100 steps of L-BFGS (optax's) on the logarithm of the temperature, in one compiled program.
+
+    Source:
+      Guo et al. 2017, "On Calibration of Modern Neural Networks"; pooled: Rahaman and Thiery 2021, "Uncertainty
+      Quantification and Deep Ensembles".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.calibration import fit_temperature
+      >>> logits = jnp.array([[4.0, 0.0]] * 4)  # sure by 55 to 1, but right in three of four
+      >>> print(f"{fit_temperature(logits, jnp.array([0, 0, 0, 1])):.3f}")  # 4 / log 3
+      3.641
+    """
+    logits, labels = check_scored("fit_temperature", logits, labels, bounded=False)
+    if pooled and jnp.ndim(logits) != 3:
+        raise ValueError(
+            f"fit_temperature: pooled logits must have shape (members, batch, classes), but got {jnp.shape(logits)}."
+        )
+    return _temperature(logits, labels, pooled)
+
+
+def conformal_threshold(
+    probabilities: ArrayLike, labels: ArrayLike, *, error: float, score: str = "probability"
+) -> jax.Array:
+    """What `conformal_sets` needs to hold the label of a new example with a probability of at least 1 - `error`.
+
+    That holds on average over data to calibrate with and new examples, if all of them could come in any order: for any
+    model, right or wrong, and any number of data. It does not hold for each class, nor on shifted data.
+
+    Args:
+      probabilities: floating (..., batch, classes), of data that were not trained on.
+      labels: classes as integers (batch,).
+      error: above 0 and below 1.
+      score: "probability": one less the probability of the label, which gives the smallest sets on average; or
+        "cumulative": the probabilities of all classes that are not less probable, which gives larger sets where the
+        model is in doubt.
+
+    Returns:
+      Shape (...): the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinite where that is more
+      than there are, so that sets hold all classes. NaN where the scores of `metrics` are.
+
+    Raises:
+      TypeError, ValueError: as for `plurax.ensemble.metrics.nll`; `error` is out of range, or an unknown score.
+
+    Source:
+      Sadinle et al. 2019, "Least Ambiguous Set-Valued Classifiers with Bounded Error Levels"; Romano et al. 2020,
+      "Classification with Valid and Adaptive Coverage" (cumulative, without its random part).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.calibration import conformal_sets, conformal_threshold
+      >>> p = jnp.array([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6], [0.2, 0.8]])
+      >>> threshold = conformal_threshold(p, jnp.array([0, 0, 1, 1]), error=0.25)
+      >>> conformal_sets(jnp.array([[0.95, 0.05], [0.55, 0.45]]), threshold)
+      Array([[ True, False],
+             [False, False]], dtype=bool)
+    """
+    _check_error("conformal_threshold", error)
+    _check_score("conformal_threshold", score)
+    return _threshold(*check_scored("conformal_threshold", probabilities, labels), error, score)
+
+
+def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str = "probability") -> jax.Array:
+    """The classes that each example may have.
+
+    Args:
+      probabilities: floating (..., batch, classes).
+      threshold: from `conformal_threshold`, of shape (...).
+      score: as there.
+
+    Returns:
+      bool (..., batch, classes). A set may be empty under "probability". Where a probability is NaN, or traced and no
+      probability, and where the threshold is NaN, it has all classes.
+
+    Raises:
+      TypeError, ValueError: as for `plurax.ensemble.metrics.entropy`; thresholds that do not fit, or an unknown score.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.calibration import conformal_sets
+      >>> conformal_sets(jnp.array([[0.7, 0.25, 0.05]]), 0.8)
+      Array([[ True,  True, False]], dtype=bool)
+    """
+    _check_score("conformal_sets", score)
+    probabilities = check_probabilities("conformal_sets", probabilities, "(..., batch, classes)", 2)
+    if jnp.shape(threshold) != jnp.shape(probabilities)[:-2]:
+        raise ValueError(
+            f"conformal_sets: threshold must have shape {jnp.shape(probabilities)[:-2]}, as probabilities before their "
+            f"last two axes, but got {jnp.shape(threshold)}."
+        )
+    return _sets(probabilities, jnp.asarray(threshold), score)
+
+
+def conformal_radius(
+    predictions: ArrayLike, targets: ArrayLike, *, error: float, scales: ArrayLike | None = None
+) -> jax.Array:
+    """The radius of `conformal_intervals` that hold a new target with a probability of at least 1 - `error`.
+
+    Args:
+      predictions: real (..., batch), of data that were not trained on.
+      targets: real (batch,).
+      error: above 0 and below 1.
+      scales: of each prediction, such as its standard deviation, above 0: (..., batch). Intervals are as wide as these.
+
+    Returns:
+      Shape (...): the k-th smallest distance (in scales) of prediction and target, as for `conformal_threshold`.
+
+    Raises:
+      TypeError: no real numbers.
+      ValueError: shapes that do not fit, a scale that is not traced and not above 0, or `error` out of range.
+
+    Source:
+      Lei et al. 2018, "Distribution-Free Predictive Inference for Regression".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.calibration import conformal_radius
+      >>> conformal_radius(jnp.zeros(4), jnp.array([1.0, -2.0, 3.0, 4.0]), error=0.25)
+      Array(4., dtype=float32)
+    """
+    _check_error("conformal_radius", error)
+    predictions = check_numbers("conformal_radius", "predictions", predictions, "(..., batch)", 1)
+    targets = check_numbers("conformal_radius", "targets", targets, "(batch,)", 1)
+    scales = _check_scales("conformal_radius", scales, predictions)
+    if jnp.shape(targets) != jnp.shape(predictions)[-1:]:
+        raise ValueError(
+            f"conformal_radius: predictions must have shape (..., batch) and targets (batch,), but got "
+            f"{jnp.shape(predictions)} and {jnp.shape(targets)}."
+        )
+    wide = [at_least_float32(x) for x in (targets, predictions, scales)]
+    return _kth(jnp.abs(wide[0] - wide[1]) / jnp.where(wide[2] > 0, wide[2], jnp.nan), error)
+
+
+def conformal_intervals(
+    predictions: ArrayLike, radius: ArrayLike, *, scales: ArrayLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The lower and the upper ends of intervals around predictions.
+
+    Args:
+      predictions: real (..., batch).
+      radius: from `conformal_radius`, of shape (...).
+      scales: as there, of these predictions.
+
+    Returns:
+      Two arrays (..., batch).
+
+    Raises:
+      TypeError, ValueError: as for `conformal_radius`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.calibration import conformal_intervals
+      >>> conformal_intervals(jnp.array([1.0, 2.0]), 0.5)
+      (Array([0.5, 1.5], dtype=float32), Array([1.5, 2.5], dtype=float32))
+    """
+    predictions = check_numbers("conformal_intervals", "predictions", predictions, "(..., batch)", 1)
+    scales = _check_scales("conformal_intervals", scales, predictions)
+    if jnp.shape(radius) != jnp.shape(predictions)[:-1]:
+        raise ValueError(
+            f"conformal_intervals: radius must have shape {jnp.shape(predictions)[:-1]}, as predictions before their "
+            f"last axis, but got {jnp.shape(radius)}."
+        )
+    reach = jnp.asarray(radius)[..., None] * at_least_float32(scales)
+    return at_least_float32(predictions) - reach, at_least_float32(predictions) + reach
+
+
+@partial(jax.jit, static_argnums=2)
+def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Array:
+    logits = at_least_float32(logits)
+    valid = (labels >= 0) & (labels < logits.shape[-1])
+
+    def surprise(log_p: jax.Array) -> jax.Array:
+        index = jnp.broadcast_to(labels, log_p.shape[:-1])[..., None]
+        return -jnp.take_along_axis(log_p, index, axis=-1)[..., 0].mean(axis=-1)
+
+    def of_one(logits: jax.Array) -> jax.Array:
+        # Against what is most probable, so that nothing overflows; in units of their size, so that 1 is a good guess.
+        below = logits - logits.max(axis=-1, keepdims=True)
+        unit = jnp.maximum(-below.mean(), jnp.finfo(below.dtype).tiny)
+
+        def loss(log_temperature: jax.Array) -> jax.Array:
+            log_p = jax.nn.log_softmax(below / unit * jnp.exp(-log_temperature), axis=-1)
+            if pooled:
+                log_p = jax.nn.logsumexp(log_p, axis=0) - math.log(logits.shape[0])
+            return surprise(log_p)
+
+        return unit * jnp.exp(_minimum(loss, jnp.zeros((), logits.dtype)))
+
+    for _ in range(0 if pooled else logits.ndim - 2):
+        of_one = jax.vmap(of_one)
+    # The labels are the same for all of them, and so is what is wrong with them.
+    sound = jnp.isfinite(logits).all(axis=None if pooled else (-2, -1)) & valid.all() & (labels.shape[0] > 0)
+    return jnp.where(sound, of_one(jnp.where(jnp.isfinite(logits), logits, 0)), jnp.nan)
+
+
+def _minimum(loss: Any, start: jax.Array) -> jax.Array:
+    """Where a smooth function of one number has its minimum, within bounds."""
+    optimizer = optax.lbfgs()
+    value_and_grad = optax.value_and_grad_from_state(loss)
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, state, _, i = carry
+        value, gradient = value_and_grad(x, state=state)
+        update, state = optimizer.update(gradient, state, x, value=value, grad=gradient, value_fn=loss)
+        new = jnp.clip(optax.apply_updates(x, update), -_WIDEST, _WIDEST)
+        moved = jnp.abs(new - x)
+        return new, state, moved, i + 1
+
+    def goes_on(carry: tuple[Any, ...]) -> jax.Array:
+        x, _, moved, i = carry
+        return (moved > 4 * jnp.finfo(x.dtype).eps * (1 + jnp.abs(x))) & (i < _STEPS)
+
+    first = (start, optimizer.init(start), jnp.array(jnp.inf, start.dtype), jnp.int32(0))
+    return lax.while_loop(goes_on, step, first)[0]
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _threshold(p: jax.Array, labels: jax.Array, error: float, score: str) -> jax.Array:
+    p = at_least_float32(p)
+    valid = (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1) & ~outside(p).any(axis=-1)
+    scores = _scores(p, score)
+    index = jnp.broadcast_to(labels, p.shape[:-1])[..., None]
+    of_label = jnp.take_along_axis(scores, index, axis=-1)[..., 0]
+    return _kth(jnp.where(valid, of_label, jnp.nan), error)
+
+
+@partial(jax.jit, static_argnums=2)
+def _sets(p: jax.Array, threshold: jax.Array, score: str) -> jax.Array:
+    p = at_least_float32(p)
+    wrong = jnp.isnan(p).any(axis=-1, keepdims=True) | outside(p).any(axis=-1, keepdims=True)
+    threshold = threshold[..., None, None]
+    return (_scores(p, score) <= threshold) | wrong | jnp.isnan(threshold)
+
+
+def _scores(p: jax.Array, score: str) -> jax.Array:
+    """What each class would score as the label: (..., batch, classes)."""
+    if score == "probability":
+        return 1 - p
+    order = jnp.argsort(-p, axis=-1, stable=True)
+    summed = jnp.cumsum(jnp.take_along_axis(p, order, axis=-1), axis=-1)
+    return jnp.take_along_axis(summed, jnp.argsort(order, axis=-1), axis=-1)
+
+
+@partial(jax.jit, static_argnums=1)
+def _kth(scores: jax.Array, error: float) -> jax.Array:
+    """The k-th smallest along the last axis; NaN where one is."""
+    batch = scores.shape[-1]
+    # One that exceeds k by no more than rounding is k.
+    k = math.ceil((batch + 1) * (1 - error) - 1e-9)
+    found = jnp.sort(scores, axis=-1)[..., k - 1] if k <= batch else jnp.inf
+    return jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, found)
+
+
+def _check_error(name: str, error: Any) -> None:
+    if isinstance(error, bool) or not isinstance(error, (int, float, np.floating)) or not 0 < error < 1:
+        raise ValueError(f"{name}: error must be above 0 and below 1, but got {error!r}.")
+
+
+def _check_score(name: str, score: Any) -> None:
+    if score not in ("probability", "cumulative"):
+        raise ValueError(f'{name}: score must be "probability" or "cumulative", but got {score!r}.')
+
+
+def _check_scales(name: str, scales: Any, predictions: Any) -> Any:
+    if scales is None:
+        return jnp.ones_like(predictions)
+    scales = check_numbers(name, "scales", scales, "(..., batch)", 1, above=0.0)
+    if jnp.shape(scales) != jnp.shape(predictions):
+        raise ValueError(
+            f"{name}: scales must have the shape of the predictions, {jnp.shape(predictions)}, but got "
+            f"{jnp.shape(scales)}."
+        )
+    return scales

@@ -1,0 +1,125 @@
+"""Batches drawn by a key, of one copy of the data."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Batches, Ensemble, Trainer
+
+KEY = jax.random.key(7)
+DATA = {"x": np.arange(46.0, dtype=np.float32).reshape(23, 2), "y": np.arange(23)}
+
+
+def test_shared_epochs_show_each_example_once():
+    batches = Batches(DATA, 5, key=KEY, epochs=3)
+    found = list(batches)
+    assert len(found) == len(batches) == 12
+    assert found[0]["x"].shape == (5, 2)
+    epochs = [np.concatenate([b["y"] for b in found[4 * e : 4 * e + 4]]) for e in range(3)]
+    for seen in epochs:
+        assert len(set(seen.tolist())) == 20
+    assert not np.array_equal(epochs[0], epochs[1])
+    assert len(set(np.concatenate(epochs).tolist())) == 23
+    np.testing.assert_array_equal(found[3]["x"][:, 0], 2 * found[3]["y"])
+    for one, again in zip(found, batches, strict=True):  # from the start
+        np.testing.assert_array_equal(one["y"], again["y"])
+
+
+@pytest.mark.parametrize(("draw", "fraction"), [("all", 1.0), ("bootstrap", 1.0), ("bootstrap", 1.7), ("subset", 0.6)])
+def test_members_have_their_own_examples_and_orders(draw, fraction):
+    batches = Batches(DATA, 4, key=KEY, members=3, draw=draw, fraction=fraction, epochs=2)
+    found = list(batches)
+    assert found[0]["x"].shape == (3, 4, 2)
+    count = 23 if draw == "all" else round(23 * fraction)
+    assert len(found) == 2 * (count // 4)
+    for i in range(3):
+        mine = np.arange(23) if batches.indices is None else np.asarray(batches.indices[i])
+        assert len(mine) == count
+        if draw == "subset":
+            assert len(set(mine.tolist())) == count
+        for epoch in range(2):
+            seen = np.concatenate([b["y"][i] for b in found[epoch * (count // 4) :][: count // 4]])
+            # Each as often as the member has it, but for what is left over.
+            left = np.bincount(mine, minlength=23) - np.bincount(seen, minlength=23)
+            assert left.min() >= 0
+            assert left.sum() == count % 4
+    assert not np.array_equal(found[0]["y"][0], found[0]["y"][1])
+
+
+def test_what_a_member_sees_does_not_depend_on_how_many_there_are():
+    for draw in ("all", "bootstrap", "subset"):
+        few, many = (next(iter(Batches(DATA, 4, key=KEY, members=n, draw=draw, fraction=1.0))) for n in (2, 5))
+        np.testing.assert_array_equal(few["y"], many["y"][:2])
+
+
+def test_bootstraps_draw_uniformly():
+    batches = Batches(np.zeros(50), 1, key=KEY, members=400, draw="bootstrap")
+    counts = np.bincount(np.ravel(batches.indices), minlength=50)
+    assert np.abs(counts - 400).max() < 6 * np.sqrt(400)
+    distinct = np.mean([len(np.unique(row)) / 50 for row in np.asarray(batches.indices)])
+    assert abs(distinct - (1 - (1 - 1 / 50) ** 50)) < 0.01  # 0.636
+
+
+def test_batches_that_are_skipped_are_not_made(monkeypatch):
+    batches = Batches(DATA, 5, key=KEY, members=2, epochs=4)
+    expected = list(batches)[9:]
+    made, at = [], batches.at
+
+    def counted(*args):
+        made.append(args)
+        return at(*args)
+
+    monkeypatch.setattr(batches, "at", counted)
+    iterator = iter(batches)
+    assert iterator.skip(9) == 9
+    assert not made
+    for one, other in zip(iterator, expected, strict=True):
+        np.testing.assert_array_equal(one["y"], other["y"])
+    assert iterator.skip(3) == 0
+
+
+def test_the_data_is_there_once():
+    data = jnp.asarray(DATA["x"])
+    batches = Batches(data, 5, key=KEY, members=4, draw="bootstrap")
+    assert batches._data is data
+
+
+def test_members_train_on_their_own_and_go_on(tmp_path, assert_same):
+    trainer = Trainer(
+        lambda model, b: jnp.mean((model(b["x"])[:, 0] - b["y"]) ** 2), optax.adam(0.01), in_axes=0, strategy="vmap"
+    )
+    start = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(2, 1, rngs=rngs), 3, seed=0))
+    batches = Batches(DATA, 5, key=KEY, members=3, draw="bootstrap", epochs=3)
+    whole, _ = trainer.fit(start, batches, progress=False)
+    trainer.fit(start, batches, steps=7, progress=False, checkpoint_dir=tmp_path)
+    again, _ = trainer.fit(start, batches, progress=False, checkpoint_dir=tmp_path)
+    assert_same(again, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but got 0"),
+        ({"batch_size": 2.0}, TypeError, "batch_size must be an int, but got"),
+        ({"batch_size": 24}, ValueError, "batch_size is 24, but there are only 23 examples to draw from"),
+        ({"members": 0}, ValueError, "members must be at least 1, but got 0"),
+        ({"epochs": -1}, ValueError, "epochs must be at least 1, but got -1"),
+        ({"key": 0}, TypeError, r"key must be a key such as jax.random.key\(0\), but got"),
+        ({"draw": "some"}, ValueError, 'draw must be "all", "bootstrap" or "subset", but got \'some\''),
+        ({"draw": "bootstrap"}, ValueError, "is for each member; say how many there are with members="),
+        ({"draw": "subset", "members": 2, "fraction": 1.5}, ValueError, "a subset has at most all examples"),
+        ({"members": 2, "fraction": 0.5}, ValueError, 'fraction=0.5 needs draw="bootstrap" or "subset"'),
+        ({"fraction": 0}, ValueError, "fraction must be a number above 0, but got 0"),
+        ({"data": 3}, TypeError, "data must be arrays with the examples along axis 0"),
+        ({"data": {"x": np.zeros((3, 1)), "y": np.zeros(2)}}, ValueError, "`x` has 3 examples, but `y` has 2"),
+    ],
+)
+def test_refusals(options, error, message):
+    arguments = {"data": DATA, "batch_size": 2, "key": KEY, **options}
+    with pytest.raises(error, match=message):
+        Batches(arguments.pop("data"), arguments.pop("batch_size"), **arguments)
+    with pytest.raises(TypeError, match="without epochs= there is no end"):
+        len(Batches(DATA, 2, key=KEY))

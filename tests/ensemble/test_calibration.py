@@ -1,0 +1,199 @@
+"""Temperatures and conformal sets, against SciPy and the coverage that they promise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.special
+
+from plurax.ensemble import calibration, metrics
+from plurax.ensemble.calibration import (
+    conformal_intervals,
+    conformal_radius,
+    conformal_sets,
+    conformal_threshold,
+    fit_temperature,
+)
+
+
+def data(batch=300, members=4, classes=5, seed=0):
+    """Logits that are sure by factors that differ between members, and labels."""
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, classes, batch)
+    logits = generator.normal(size=(members, batch, classes)) + 1.2 * np.eye(classes)[labels]
+    return (logits * np.geomspace(0.3, 12, members)[:, None, None]).astype(np.float32), labels
+
+
+def nll_at(logits, labels, temperature, pooled):
+    p = scipy.special.softmax(logits.astype(np.float64) / temperature, axis=-1)
+    p = p.mean(axis=0) if pooled else p
+    return -np.log(np.maximum(p[np.arange(len(labels)), labels], 1e-300)).mean()
+
+
+def best_temperature(logits, labels, pooled=False):
+    found = scipy.optimize.minimize_scalar(
+        lambda t: nll_at(logits, labels, np.exp(t), pooled), bounds=(-5, 5), method="bounded", options={"xatol": 1e-9}
+    )
+    return np.exp(found.x)
+
+
+class Test_temperature:
+    def test_is_that_of_scipy_for_each_member(self):
+        logits, labels = data()
+        found = fit_temperature(logits, labels)
+        assert found.shape == (4,)
+        np.testing.assert_allclose(found, [best_temperature(x, labels) for x in logits], rtol=2e-3)
+        for x, t in zip(logits, found, strict=True):
+            least = nll_at(x, labels, best_temperature(x, labels), False)
+            assert nll_at(x, labels, float(t), False) <= least + 1e-6
+            assert least <= nll_at(x, labels, 1.0, False)
+
+    def test_pooled_is_that_of_the_mean(self):
+        logits, labels = data()
+        found = fit_temperature(logits, labels, pooled=True)
+        assert found.shape == ()
+        assert nll_at(logits, labels, float(found), True) <= (
+            nll_at(logits, labels, best_temperature(logits, labels, pooled=True), True) + 1e-5
+        )
+
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+    def test_of_other_scales(self, scale):
+        logits, labels = data(members=1)
+        found = fit_temperature(logits[0] * scale, labels)
+        assert float(found) == pytest.approx(float(fit_temperature(logits[0], labels)) * scale, rel=5e-3)
+
+    def test_in_programs_and_dtypes(self):
+        logits, labels = data()
+        whole = fit_temperature(logits, labels)
+        np.testing.assert_allclose(jax.jit(fit_temperature)(logits, labels), whole, rtol=1e-3)
+        np.testing.assert_allclose(jax.vmap(fit_temperature, (0, None))(logits, jnp.asarray(labels)), whole, rtol=1e-3)
+        assert fit_temperature(logits.astype(np.float16), labels).dtype == np.float32
+        with jax.enable_x64(True):
+            precise = fit_temperature(logits.astype(np.float64), labels)
+            assert precise.dtype == np.float64
+            np.testing.assert_allclose(precise, [best_temperature(x, labels) for x in logits], rtol=1e-6)
+
+    def test_where_nothing_can_be_said(self):
+        logits, labels = data()
+        ill = logits.copy()
+        ill[2, 5, 1] = np.nan
+        np.testing.assert_array_equal(np.isnan(fit_temperature(ill, labels)), [False, False, True, False])
+        assert np.isnan(fit_temperature(ill, labels, pooled=True))
+        traced = jax.jit(fit_temperature)(logits, np.where(np.arange(300) == 3, 9, labels))
+        np.testing.assert_array_equal(np.isnan(traced), True)
+        sure = fit_temperature(jnp.array([[3.0, 0.0]] * 3), jnp.array([0, 0, 0]))
+        assert 0 < float(sure) < 0.2
+
+    def test_refusals(self):
+        logits, labels = data()
+        with pytest.raises(ValueError, match=r"pooled logits must have shape \(members, batch, classes\), but got"):
+            fit_temperature(logits[0], labels, pooled=True)
+        with pytest.raises(TypeError, match="labels must be an array of integers"):
+            fit_temperature(logits, labels.astype(float))
+        with pytest.raises(ValueError, match=r"labels\[0\] is 7"):
+            fit_temperature(logits, np.full(300, 7))
+
+
+class Test_sets:
+    @pytest.mark.parametrize("score", ["probability", "cumulative"])
+    @pytest.mark.parametrize(("error", "batch"), [(0.1, 99), (0.25, 30)])
+    def test_hold_the_label_as_often_as_promised(self, score, error, batch):
+        """Over many draws of data to calibrate with; the model is wrong on purpose."""
+        repeats, new, classes = 3000, 20, 4
+        generator = np.random.default_rng(1)
+        labels = generator.integers(0, classes, (repeats, batch + new))
+        logits = generator.normal(size=(repeats, batch + new, classes)) + np.eye(classes)[labels]
+        p = np.asarray(jax.nn.softmax(jnp.asarray(3 * logits, jnp.float32), axis=-1))
+
+        def covered(p, labels):
+            threshold = conformal_threshold(p[:batch], labels[:batch], error=error, score=score)
+            sets = conformal_sets(p[batch:], threshold, score=score)
+            return jnp.take_along_axis(sets, labels[batch:, None], axis=1).mean(), sets.sum(axis=1).mean()
+
+        found, sizes = jax.jit(jax.vmap(covered))(p, labels)
+        exact = np.ceil((batch + 1) * (1 - error)) / (batch + 1)  # scores without ties
+        spread = np.std(found) / np.sqrt(repeats)
+        assert abs(np.mean(found) - exact) < 5 * spread + (0.02 if score == "cumulative" else 0)
+        assert np.mean(found) > 1 - error - 5 * spread
+        assert 1 < np.mean(sizes) < classes
+
+    def test_of_members_and_by_hand(self):
+        generator = np.random.default_rng(2)
+        p = generator.dirichlet(np.ones(3), size=(2, 12)).astype(np.float32)
+        labels = generator.integers(0, 3, 12)
+        threshold = conformal_threshold(p, labels, error=0.3)
+        k = int(np.ceil(13 * 0.7))
+        for i in range(2):
+            scores = np.sort(1 - p[i][np.arange(12), labels])
+            assert float(threshold[i]) == pytest.approx(scores[k - 1])
+        sets = conformal_sets(p, threshold)
+        np.testing.assert_array_equal(sets, 1 - p <= np.asarray(threshold)[:, None, None])
+        by_sums = conformal_sets(p, conformal_threshold(p, labels, error=0.3, score="cumulative"), score="cumulative")
+        # Whatever is in such a set, all that is more probable is too.
+        order = np.argsort(-p, axis=-1)
+        inside = np.take_along_axis(np.asarray(by_sums), order, axis=-1)
+        assert (np.diff(inside.astype(int), axis=-1) <= 0).all()
+
+    def test_of_too_few_data_hold_everything(self):
+        p = np.float32([[0.9, 0.1]] * 5)
+        threshold = conformal_threshold(p, np.zeros(5, int), error=0.1)
+        assert np.isinf(threshold)
+        assert conformal_sets(p, threshold).all()
+
+    def test_of_what_is_no_number_hold_everything(self):
+        p = np.float32([[0.9, 0.1], [np.nan, 0.5], [0.8, 0.2]])
+        np.testing.assert_array_equal(conformal_sets(p, 0.15), [[True, False], [True, True], [False, False]])
+        assert np.isnan(conformal_threshold(p, np.zeros(3, int), error=0.5))
+        assert conformal_sets(p, np.nan).all()
+
+    @pytest.mark.parametrize("error", [0, 1, 1.5, True, "a"])
+    def test_refuse_errors(self, error):
+        with pytest.raises(ValueError, match="error must be above 0 and below 1, but got"):
+            conformal_threshold(jnp.ones((3, 2)) / 2, jnp.zeros(3, int), error=error)
+
+    def test_refuse_scores_and_thresholds(self):
+        p = jnp.ones((3, 2)) / 2
+        with pytest.raises(ValueError, match='score must be "probability" or "cumulative", but got \'aps\''):
+            conformal_threshold(p, jnp.zeros(3, int), error=0.1, score="aps")
+        with pytest.raises(ValueError, match=r"threshold must have shape \(\), .* but got \(3,\)"):
+            conformal_sets(p, jnp.ones(3))
+
+
+class Test_intervals:
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_hold_the_target_as_often_as_promised(self, scaled):
+        repeats, batch, new, error = 3000, 49, 20, 0.2
+        generator = np.random.default_rng(4)
+        scale = generator.uniform(0.2, 3, (repeats, batch + new)).astype(np.float32)
+        mean = generator.normal(size=scale.shape).astype(np.float32)
+        y = (mean + 0.4 + 2 * scale * generator.normal(size=scale.shape)).astype(np.float32)
+
+        def covered(mean, y, scale):
+            first, second = (scale[:batch], scale[batch:]) if scaled else (None, None)
+            radius = conformal_radius(mean[:batch], y[:batch], error=error, scales=first)
+            low, high = conformal_intervals(mean[batch:], radius, scales=second)
+            return ((low <= y[batch:]) & (y[batch:] <= high)).mean()
+
+        found = jax.jit(jax.vmap(covered))(mean, y, scale)
+        exact = np.ceil(50 * 0.8) / 50
+        assert abs(np.mean(found) - exact) < 5 * np.std(found) / np.sqrt(repeats)
+
+    def test_refusals(self):
+        with pytest.raises(ValueError, match=r"predictions must have shape \(..., batch\) and targets \(batch,\)"):
+            conformal_radius(jnp.ones(3), jnp.ones(4), error=0.1)
+        with pytest.raises(ValueError, match=r"scales must have the shape of the predictions, \(3,\), but got \(4,\)"):
+            conformal_radius(jnp.ones(3), jnp.ones(3), error=0.1, scales=jnp.ones(4))
+        with pytest.raises(ValueError, match=r"scales must be above 0, but scales\[2\] is 0"):
+            conformal_radius(jnp.ones(3), jnp.ones(3), error=0.1, scales=jnp.array([1.0, 1, 0]))
+        with pytest.raises(ValueError, match=r"radius must have shape \(\), .* but got \(3,\)"):
+            conformal_intervals(jnp.ones(3), jnp.ones(3))
+
+
+def test_a_temperature_calibrates():
+    logits, labels = data(batch=4000, members=1, seed=9)
+    half = 2000
+    temperature = fit_temperature(logits[0, :half] * 5, labels[:half])
+    before, after = (metrics.ece(jax.nn.softmax(logits[0, half:] * 5 / t), labels[half:]) for t in (1.0, temperature))
+    assert float(after) < 0.3 * float(before)
+    assert set(calibration.__all__) >= {"fit_temperature", "conformal_sets"}

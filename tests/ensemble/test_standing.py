@@ -1,0 +1,192 @@
+"""Members whose numbers are not finite stop, and nobody else notices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble, Restarts, Trainer
+
+STRATEGIES = [("vmap", None), ("vmap", 2), ("map", None), ("unroll", None), ("loop", None)]
+
+
+def poisoned(batches, member, at):
+    """Batches, one for each member, of which one has a NaN for one member."""
+    batches = [tuple(np.array(x) for x in batch) for batch in batches]
+    batches[at][0][member, 0, 0] = np.nan
+    return batches
+
+
+@pytest.mark.parametrize(("strategy", "chunk_size"), STRATEGIES)
+@pytest.mark.parametrize("in_fit", [False, True])
+def test_others_are_the_same_to_the_bit(
+    strategy, chunk_size, in_fit, stateful, create, cross_entropy, make_batches, assert_same
+):
+    trainer = Trainer(cross_entropy, optax.adam(0.01), in_axes=0, strategy=strategy, chunk_size=chunk_size)
+    batches = make_batches(5, 5)
+    runs = {}
+    for name, given in (("sound", batches), ("ill", poisoned(batches, 3, 2)), ("short", batches[:2])):
+        state = trainer.init(create(stateful, 5))
+        if in_fit:
+            if name == "ill":
+                with pytest.warns(UserWarning, match="member 3 stopped at step 3, since the loss, the gradients or"):
+                    runs[name] = trainer.fit(state, given, progress=False)
+            else:
+                runs[name] = trainer.fit(state, given, progress=False)
+        else:
+            for batch in given:
+                state, _ = trainer.step(state, batch)
+            runs[name] = state, []
+    states = {name: state for name, (state, _) in runs.items()}
+    others = np.array([0, 1, 2, 4])
+    rows = {name: jax.tree.map(lambda x: x[others], (s.ensemble, s.opt_state)) for name, s in states.items()}
+    assert_same(rows["ill"], rows["sound"])
+    of_ill = {name: jax.tree.map(lambda x: x[3], (s.ensemble, s.opt_state)) for name, s in states.items()}
+    assert_same(of_ill["ill"], of_ill["short"])
+    np.testing.assert_array_equal(states["ill"].standing.stopped, [0, 0, 0, 1, 0])
+    np.testing.assert_array_equal(states["ill"].standing.step, [5, 5, 5, 3, 5])
+    assert int(states["ill"].step) == 5
+    if in_fit:
+        of_member = [row for row in runs["ill"][1] if row["member"] == 3]
+        assert [row["step"] for row in of_member] == [1, 2, 3]
+        assert np.isnan(of_member[-1]["loss"])
+        assert len(runs["ill"][1]) == 4 * 5 + 3
+
+
+def loss_of(term):
+    def loss(model, x):
+        return term(model.kernel[...].sum()) + 0 * model(x).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "optimizer"),
+    [
+        (loss_of(lambda w: jnp.log(w - w - 1)), optax.sgd(0.1)),
+        (loss_of(lambda w: jnp.exp(1e9 + w)), optax.sgd(0.1)),
+        (loss_of(lambda w: jnp.sqrt(w - w)), optax.sgd(0.1)),  # its gradient alone
+        (loss_of(lambda w: w), optax.chain(optax.scale(1e38), optax.sgd(1e38))),  # the new parameters alone
+    ],
+)
+def test_a_loss_a_gradient_or_a_parameter_that_is_not_finite(loss, optimizer, assert_same):
+    ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0)
+    trainer = Trainer(loss, optimizer)
+    before = trainer.init(ensemble)
+    after, _ = trainer.step(before, jnp.ones((1, 3)))
+    assert_same(after.ensemble, before.ensemble)
+    np.testing.assert_array_equal(after.standing.stopped, [1, 1])
+    after, _ = Trainer(loss, optimizer, nonfinite="ignore").step(before, jnp.ones((1, 3)))
+    np.testing.assert_array_equal(after.standing.stopped, [0, 0])
+
+
+def test_parameters_that_are_not_finite_on_purpose_may_stay():
+    class Masked(nnx.Module):
+        def __init__(self, rngs):
+            self.scale = nnx.Param(jnp.array([1.0, -jnp.inf]))
+
+        def __call__(self, x):
+            return nnx.softmax(self.scale[...]) * x
+
+    trainer = Trainer(lambda model, x: ((model(x) - 3) ** 2)[0], optax.sgd(0.1))
+    state = trainer.init(Ensemble.create(Masked, 2, seed=0))
+    state, _ = trainer.step(state, jnp.ones(2))
+    np.testing.assert_array_equal(state.standing.stopped, [0, 0])
+
+
+def test_a_run_ends_when_nobody_trains():
+    ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0)
+    trainer = Trainer(lambda model, x: jnp.log(x).sum() + 0 * model(x).sum(), optax.sgd(0.1))
+    batches = [jnp.ones((1, 3))] * 2 + [-jnp.ones((1, 3))] * 20
+    with (
+        pytest.warns(UserWarning, match="members 0, 1 stopped at step 3"),
+        pytest.warns(UserWarning, match="all members have stopped after step"),
+    ):
+        state, history = trainer.fit(trainer.init(ensemble), batches, steps=22, progress=False)
+    assert int(state.step) < 8
+    assert [row["step"] for row in history] == [1, 1, 2, 2, 3, 3]
+
+
+class Test_restarts:
+    def make(self, **options):
+        """A member fails while its number is drawn below a bound that only its first key is below."""
+
+        class Fragile(nnx.Module):
+            def __init__(self, rngs):
+                self.linear = nnx.Linear(3, 2, rngs=rngs)
+                self.rngs = rngs.fork()
+
+            def __call__(self, x):
+                return self.linear(x) + jax.random.uniform(self.rngs(), ())
+
+        def loss(model, x, fails):
+            return jnp.mean(model(x) ** 2) + jnp.where(fails, jnp.nan, 0.0)
+
+        trainer = Trainer(loss, optax.adam(0.05), in_axes=(None, 0), **options)
+        return trainer, trainer.init(Ensemble.create(Fragile, 3, seed=0))
+
+    def batches(self, count, failures):
+        x = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+        return [(x, np.array([(i, m) in failures for m in range(3)])) for i in range(1, count + 1)]
+
+    def test_put_a_member_back_with_new_keys(self, leaves, assert_same):
+        trainer, start = self.make()
+        with pytest.warns(UserWarning, match="member 1 stopped at step 6"):
+            state, history = trainer.fit(
+                start, self.batches(12, {(6, 1)}), progress=False, restarts=Restarts(every=4, times=1)
+            )
+        np.testing.assert_array_equal(state.standing.restarts, [0, 1, 0])
+        np.testing.assert_array_equal(state.standing.stopped, [0, 0, 0])
+        steps = [row["step"] for row in history if row["member"] == 1]
+        assert steps == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
+        # Four more steps from where it was after the fourth, with another key.
+        calm, _ = trainer.fit(start, self.batches(12, set()), progress=False)
+        for other in (0, 2):
+            assert_same(*(jax.tree.map(lambda x, i=other: x[i], (s.ensemble, s.opt_state)) for s in (state, calm)))
+        fourth, _ = trainer.fit(start, self.batches(4, set()), progress=False)
+        arrays = jax.tree.map(lambda x: x, fourth.rows())
+        keys = jax.tree.map(
+            lambda x: x.at[1].set(jax.random.fold_in(x[1], 1)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+            arrays[1],
+        )
+        structure, size = fourth.structure_and_size()
+        again = type(fourth).of_padded(structure, (arrays[0], keys, *arrays[2:]), size, fourth.step)
+        expected, _ = trainer.fit(again, self.batches(4, set()), progress=False)
+        mine, its = (jax.tree.map(lambda x: x[1], (s.ensemble, s.opt_state)) for s in (state, expected))
+        assert_same(mine, its)
+
+    def test_end_after_so_many_times(self):
+        trainer, start = self.make()
+        failures = {(i, 2) for i in range(1, 40)}
+        with pytest.warns(UserWarning, match="member 2 stopped"):
+            state, _ = trainer.fit(
+                start, self.batches(16, failures), progress=False, restarts=Restarts(every=3, times=2)
+            )
+        np.testing.assert_array_equal(state.standing.restarts, [0, 0, 2])
+        np.testing.assert_array_equal(state.standing.stopped, [0, 0, 1])
+
+    @pytest.mark.parametrize("cut", [5, 7, 8])
+    @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
+    def test_go_on_in_another_run(self, tmp_path, cut, assert_same):
+        trainer, start = self.make()
+        batches, restarts = self.batches(14, {(6, 1), (7, 0), (10, 2)}), Restarts(every=4, times=1)
+        whole, history = trainer.fit(start, batches, progress=False, restarts=restarts)
+        trainer.fit(start, batches, steps=cut, progress=False, restarts=restarts, checkpoint_dir=tmp_path)
+        state, again = trainer.fit(start, batches, progress=False, restarts=restarts, checkpoint_dir=tmp_path)
+        assert_same(state, whole)
+        np.testing.assert_equal(again, history)
+
+    def test_are_refused(self):
+        trainer, start = self.make(nonfinite="ignore")
+        with pytest.raises(ValueError, match='restarts need nonfinite="freeze": no other member is ever put back'):
+            trainer.fit(start, [], restarts=Restarts())
+        with pytest.raises(TypeError, match="restarts must be a Restarts, but got"):
+            trainer.fit(start, [], restarts=3)
+        with pytest.raises(ValueError, match="Restarts: every must be at least 1, but got 0"):
+            Restarts(every=0)
+        with pytest.raises(TypeError, match="Restarts: times must be an int, but got"):
+            Restarts(times=1.5)
+        with pytest.raises(ValueError, match='nonfinite must be "freeze" or "ignore", but got None'):
+            self.make(nonfinite=None)

@@ -1,0 +1,290 @@
+"""Members that stop early, each on its own, and leave the run; runs that go on where they were killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load
+
+STRATEGIES = [("vmap", None), ("vmap", 3), ("map", None), ("unroll", None), ("loop", None)]
+
+
+class Counter(nnx.Module):
+    """Counts its steps, and learns a little."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.steps = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.steps[...] += 1
+        return self.dropout(self.linear(x))
+
+
+def loss(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def batches(count, members=None):
+    generator = np.random.default_rng(5)
+    lead = () if members is None else (members,)
+    return [tuple(generator.normal(size=(*lead, 4, n)).astype(np.float32) for n in (3, 2)) for _ in range(count)]
+
+
+class Numbered(nnx.Module):
+    """Knows which member it is."""
+
+    def __init__(self, rngs):
+        self.counter = Counter(rngs)
+        self.number = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        return self.counter(x)
+
+
+def numbered(size):
+    members = Ensemble.create(Numbered, size, seed=0).unstack()
+    for i, member in enumerate(members):
+        member.number[...] = jnp.float32(i)
+    return Ensemble.stack(members)
+
+
+def evaluate(turning_points):
+    """Member i is best after `turning_points[i]` steps."""
+
+    def of(ensemble):
+        numbers = jnp.stack([member.number[...] for member in ensemble]).astype(int)
+        steps = jnp.stack([member.counter.steps[...] for member in ensemble])
+        seen.append(tuple(np.asarray(numbers)))
+        return jnp.abs(steps - jnp.asarray(turning_points)[numbers])
+
+    seen: list[tuple[int, ...]] = []
+    return of, seen
+
+
+def arrays_of(state, i):
+    return jax.tree.map(lambda x: x[i], (state.ensemble.trainable, state.ensemble.rest))
+
+
+class Test_early_stopping:
+    turning_points = (4, 30, 8, 2, 30, 6, 12, 30)
+
+    @pytest.mark.parametrize(("strategy", "chunk_size"), STRATEGIES)
+    @pytest.mark.parametrize("in_axes", [None, 0])
+    def test_each_member_stops_on_its_own_and_gets_its_best_back(self, strategy, chunk_size, in_axes, assert_same):
+        trainer = Trainer(loss, optax.adam(0.01), in_axes=in_axes, strategy=strategy, chunk_size=chunk_size)
+        given = batches(24, None if in_axes is None else 8)
+        start = trainer.init(numbered(8))
+        found, seen = evaluate(self.turning_points)
+        stopping = EarlyStopping(evaluate=found, every=2, patience=3)
+        state, history = trainer.fit(start, given, progress=False, early_stopping=stopping)
+        stops = [point + 6 for point in self.turning_points]
+        np.testing.assert_array_equal(state.standing.stopped, [2 if stop <= 24 else 0 for stop in stops])
+        np.testing.assert_array_equal(state.standing.step, [min(stop, 24) for stop in stops])
+        for i, (point, stop) in enumerate(zip(self.turning_points, stops, strict=True)):
+            rows = [row for row in history if row["member"] == i]
+            assert [row["step"] for row in rows] == list(range(1, min(stop, 24) + 1))
+            evaluated = [row["validation"] for row in rows if row["step"] % 2 == 0]
+            assert evaluated == [abs(step - point) for step in range(2, min(stop, 24) + 1, 2)]
+        # Whoever stopped has what it had at its best; the others are as without stopping.
+        calm = {steps: trainer.fit(start, given, steps=steps, progress=False)[0] for steps in {4, 8, 12, 24}}
+        for i, steps in ((0, 4), (2, 8), (6, 12), (1, 24), (4, 24), (7, 24)):
+            assert_same(arrays_of(state, i), arrays_of(calm[steps], i), tolerance=1e-6)
+        # They left: once a quarter or more of those in the run had stopped.
+        sizes = [len(members) for members in seen]
+        assert sizes == sorted(sizes, reverse=True)
+        assert set(sizes) == {8, 6, 4} or set(sizes) == {8, 6, 4, 3}
+        assert set(seen[-1]) >= {1, 4, 7}
+
+    def test_a_run_ends_when_all_have_stopped(self):
+        trainer = Trainer(loss, optax.adam(0.01))
+        found, _ = evaluate((2, 4, 6))
+        stopping = EarlyStopping(evaluate=found, every=2, patience=2)
+        with pytest.warns(UserWarning, match="all members have stopped after step 10, 20 steps before the 30 asked"):
+            state, _ = trainer.fit(
+                trainer.init(numbered(3)), batches(30), steps=30, progress=False, early_stopping=stopping
+            )
+        assert int(state.step) == 10
+        np.testing.assert_array_equal(state.standing.step, [6, 8, 10])
+
+    def test_larger_is_better_and_little_is_nothing(self):
+        values = iter([[1.0, 1.0], [1.05, 0.5], [1.3, np.nan], [1.2, 0.9], [1.35, 2.0], [1.3, 1.0]])
+        stopping = EarlyStopping(
+            evaluate=lambda ensemble: np.array(next(values))[: len(ensemble)],
+            every=1,
+            patience=3,
+            mode="max",
+            min_delta=0.1,
+            restore_best=False,
+        )
+        trainer = Trainer(loss, optax.adam(0.01))
+        state, _ = trainer.fit(trainer.init(numbered(2)), batches(6), progress=False, early_stopping=stopping)
+        np.testing.assert_array_equal(state.standing.step, [6, 4])
+        np.testing.assert_array_equal([m.counter.steps[...] for m in state.ensemble], [6, 4])
+
+    @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
+    @pytest.mark.parametrize("cut", [5, 10, 15, 19])
+    @pytest.mark.parametrize("strategy", ["vmap", "loop"])
+    def test_goes_on_in_another_run(self, tmp_path, cut, strategy, assert_same):
+        trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy=strategy)
+        given = [tuple(np.array(x) for x in batch) for batch in batches(24, 8)]
+        given[12][0][1] = np.nan
+
+        def run(**options):
+            stopping = EarlyStopping(evaluate=evaluate(self.turning_points)[0], every=2, patience=3)
+            return trainer.fit(
+                start, given, progress=False, early_stopping=stopping, restarts=Restarts(every=3, times=1), **options
+            )
+
+        start = trainer.init(numbered(8))
+        whole, history = run()
+        run(steps=cut, checkpoint_dir=tmp_path)
+        state, again = run(checkpoint_dir=tmp_path)
+        assert_same(state, whole)
+        np.testing.assert_equal(again, history)
+        assert_same(load(next(tmp_path.glob("step_00000024")), start), whole)
+
+    def test_a_member_that_is_not_finite_leaves_too(self):
+        trainer = Trainer(loss, optax.adam(0.01), in_axes=0)
+        given = [tuple(np.array(x) for x in batch) for batch in batches(8, 4)]
+        given[2][0][1] = np.nan
+        found, seen = evaluate((30, 30, 30, 30))
+        with pytest.warns(UserWarning, match="member 1 stopped at step 3"):
+            state, _ = trainer.fit(
+                trainer.init(numbered(4)),
+                given,
+                progress=False,
+                early_stopping=EarlyStopping(evaluate=found, every=2, patience=3),
+            )
+        assert seen[-1] == (0, 2, 3)
+        np.testing.assert_array_equal(state.standing.stopped, [0, 1, 0, 0])
+        assert len(state.ensemble) == 4
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"evaluate": 3}, TypeError, "evaluate must be a function of an Ensemble, but got"),
+            ({"every": 0}, ValueError, "every must be at least 1, but got 0"),
+            ({"patience": 1.5}, TypeError, "patience must be an int, but got"),
+            ({"min_delta": -1}, ValueError, "min_delta must be at least 0, but got -1"),
+            ({"min_delta": "a"}, TypeError, "min_delta must be a number, but got"),
+            ({"mode": "best"}, ValueError, 'mode must be "min" or "max", but got \'best\''),
+        ],
+    )
+    def test_refusals(self, options, error, message):
+        with pytest.raises(error, match=message):
+            EarlyStopping(**{"evaluate": len, **options})
+
+    def test_what_evaluates_to_something_else_is_refused(self):
+        trainer = Trainer(loss, optax.adam(0.01))
+        start = trainer.init(numbered(3))
+        for wrong in (lambda _: 1.0, lambda _: np.ones(2), lambda _: np.ones(3, bool), lambda _: np.ones(3, complex)):
+            with pytest.raises(ValueError, match="evaluate must give one number for each of the 3 members in the run"):
+                trainer.fit(start, batches(2), progress=False, early_stopping=EarlyStopping(evaluate=wrong, every=1))
+        with pytest.raises(TypeError, match="early_stopping must be an EarlyStopping, but got"):
+            trainer.fit(start, batches(2), early_stopping=5)
+
+
+class Test_callbacks:
+    def test_are_told_each_recorded_step(self):
+        told = []
+        trainer = Trainer(lambda m, x, y: (loss(m, x, y), {"count": 3}), optax.adam(0.01), in_axes=0)
+        given = [tuple(np.array(x) for x in batch) for batch in batches(6, 3)]
+        given[2][0][1] = np.nan
+        with pytest.warns(UserWarning, match="member 1 stopped at step 3"):
+            _, history = trainer.fit(
+                trainer.init(numbered(3)),
+                given,
+                progress=False,
+                history_every=2,
+                callbacks=[lambda step, metrics: told.append((step, dict(metrics)))],
+            )
+        assert [step for step, _ in told] == [2, 4, 6]
+        for step, metrics in told:
+            of_step = {row["member"]: row for row in history if row["step"] == step}
+            for name in ("loss", "count"):
+                expected = [of_step[i][name] if i in of_step else np.nan for i in range(3)]
+                np.testing.assert_array_equal(metrics[name], np.float32(expected))
+
+    def test_are_refused(self):
+        trainer = Trainer(loss, optax.adam(0.01))
+        for wrong in (print, [3]):
+            with pytest.raises(TypeError, match="callbacks must be a list of functions of a step and its metrics"):
+                trainer.fit(trainer.init(numbered(2)), [], callbacks=wrong)
+
+
+# A run that is killed again and again. One process loads what all of them need, and each of them is a copy of it.
+
+STEPS = 160
+
+
+def one_run(directory, every=2, told=None):
+    """A run with a checkpoint every few steps, in which members fail, are put back, stop and leave."""
+    trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy="vmap")
+    given = [tuple(np.array(x) for x in batch) for batch in batches(STEPS, 6)]
+    given[20][0][2] = given[90][0][4] = np.nan
+
+    found, _ = evaluate((4, 200, 200, 10, 200, 200))
+    return trainer.fit(
+        trainer.init(numbered(6)),
+        given,
+        progress=False,
+        checkpoint_dir=directory,
+        checkpoint_every=every,
+        early_stopping=EarlyStopping(evaluate=found, every=20, patience=3),
+        restarts=Restarts(every=30, times=1),
+        callbacks=[lambda step, metrics: os.write(told, b"a step\n")] if told else [],
+    )
+
+
+def kill_again_and_again(directory, kills):
+    """Start a run, kill it after a random time, and again; prints after which step each was killed."""
+    generator = np.random.default_rng(0)
+    reached = []
+    for _ in range(kills):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            one_run(directory, told=write)
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as lines:
+            lines.readline()  # it has started
+            time.sleep(float(generator.uniform(0, 0.4)))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        reached.append(max((int(path.name[5:]) for path in Path(directory).glob("step_*")), default=0))
+    os.write(1, json.dumps(reached).encode())
+
+
+@pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
+def test_a_run_that_is_killed_twenty_times_is_as_if_it_had_not_been(tmp_path, assert_same):
+    command = [sys.executable, "-W", "ignore", __file__, str(tmp_path / "killed"), "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    reached = json.loads(done.stdout.splitlines()[-1])
+    assert reached == sorted(reached)  # what is named as a checkpoint is a whole one, and none is lost
+    assert len(set(reached)) > 5
+    assert 0 < reached[-1] < STEPS
+    state, history = one_run(tmp_path / "killed", 40)
+    whole, expected = one_run(tmp_path / "whole", 40)
+    assert_same(state, whole)
+    np.testing.assert_equal(history, expected)
+    np.testing.assert_array_equal(whole.standing.stopped, [2, 0, 0, 2, 0, 0])
+    np.testing.assert_array_equal(whole.standing.restarts, [0, 0, 1, 0, 1, 0])
+
+
+if __name__ == "__main__":
+    kill_again_and_again(sys.argv[1], int(sys.argv[2]))
