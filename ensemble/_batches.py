@@ -86,7 +86,8 @@ class Batches:
         each = self._count if draw == "all" else round(fraction * self._count)
         if batch_size > each:
             raise ValueError(f"Batches: batch_size is {batch_size}, but there are only {each} examples to draw from.")
-        self._data = jax.tree.map(jnp.asarray, data)
+        # A copy of what may change.
+        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
         to_draw, self._to_shuffle = jax.random.split(key)
         self.indices: jax.Array | None = None

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..transforms._arguments import describe
 from ..transforms._axes import broadcast_axes
 from ..transforms._checkpoint import Checkpoint
-from ..transforms._history import History, Recorder, numbers
+from ..transforms._history import History, Recorder, is_recorded, numbers
 from ..transforms._loop import check_options, iterate, run, skip, total_steps
 from ..transforms._processes import Group
 from ..transforms._store import Store
@@ -118,11 +118,13 @@ def fit(
             )
         skip("Trainer.fit", source, int(state.step) - start)
 
+    columns = _columns(trainer, state)
     recorder = Recorder(history_every, None if resumed is None else resumed.history)
     execution = None if resumed is None else resumed.execution
     aloud = progress and group.is_first
     own = _Run(trainer, watch, recorder, store, callbacks, execution, aloud, int(state.step))
-    first = watch.begin(state.copy(), {} if resumed is None else resumed.watched)
+    # What belongs to a checkpoint says nothing of a state that is handed in.
+    first = watch.begin(state.copy(), resumed.watched if resumed is not None and resumed.state is state else {})
     last, step, interrupted = run(
         first,
         source,
@@ -146,7 +148,7 @@ def fit(
             f"Trainer.fit: {why} after step {step}, {target - step} steps before the {steps} asked for.",
             stacklevel=3,
         )
-    return watch.whole(last), recorder.rows(trainer.columns)
+    return watch.whole(last), recorder.rows(columns)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class _Run:
     def record(self, step: int, reported: Reported) -> None:
         """Record a step that is computed."""
         lineup, size = reported.lineup, self.watch.size
-        metrics = dict(reported.metrics)
+        metrics = {name: x for name, x in reported.metrics.items() if is_recorded(x)}
         stopped = np.asarray(metrics.pop("stopped"))
         if (stopped < 0).any():
             named = members_in_words(lineup[stopped < 0])
@@ -202,9 +204,9 @@ class _Run:
         trained = np.zeros(size, bool)
         trained[lineup] = stopped <= 0
         if len(lineup) < size:
-            metrics = {name: _spread(numbers(x), lineup, size) if np.ndim(x) == 1 else x for name, x in metrics.items()}
+            metrics = {name: _spread(numbers(x), lineup, size) for name, x in metrics.items()}
         if self.recorder.add(step, metrics, trained, always=reported.evaluated) and self.callbacks:
-            told = {name: _or_nan(numbers(x), trained) for name, x in metrics.items() if np.ndim(x) == 1}
+            told = {name: _or_nan(numbers(x), trained) for name, x in metrics.items()}
             for callback in self.callbacks:
                 callback(step, told)
 
@@ -216,6 +218,14 @@ class _Run:
         self.store.write(
             step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
         )
+
+
+def _columns(trainer: Trainer, state: TrainState) -> dict[str, list[float]]:
+    """The hyperparameters that are numbers with one for each member, as the state has them."""
+    (_, _, opt_state, standing), (_, size) = state.rows(), state.structure_and_size()
+    held = {**getattr(opt_state, "hyperparams", {}), **standing.hyperparams}
+    # As they are written: 0.1 and not the nearest number of float32.
+    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in trainer.columns}
 
 
 def _tell(what: str) -> None:
@@ -236,7 +246,8 @@ def _spread(values: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
 def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
     if known.all():
         return values
-    return np.where(known, values, np.nan).astype(np.result_type(values.dtype, np.float32))
+    wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
+    return np.where(known, wide, np.nan).astype(wide.dtype)
 
 
 def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Checkpoint) -> Resumed:

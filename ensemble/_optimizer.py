@@ -13,6 +13,9 @@ import optax
 
 from ..transforms._arguments import describe
 
+# At these steps schedules are looked at, to tell them apart.
+_SEEN = (0, 1, 10, 100, 1000, 10000)
+
 
 class MemberOptimizer:
     """One optimiser, whose state has the members along axis 0.
@@ -24,7 +27,7 @@ class MemberOptimizer:
     Attributes:
       per_member: the hyperparameters with one value for each member.
       name: what the factory is called; None for a ready transformation.
-      numbers: the hyperparameters that are numbers, as JSON has them.
+      numbers: the hyperparameters that are numbers, as JSON has them; of schedules what tells them apart, as text.
       schedules: of the hyperparameters with one for each member those that are functions of the step.
     """
 
@@ -56,6 +59,7 @@ class MemberOptimizer:
             if is_per_member(value) and any(map(callable, value)):
                 self.schedules[name] = Schedules(name, value)
                 self.per_member[name] = self.schedules[name].first
+                self.numbers[name] = str(self.schedules[name])
             elif is_per_member(value):
                 self.per_member[name] = values_of(name, value)
                 self.numbers[name] = self.per_member[name].astype(float).tolist()
@@ -146,6 +150,11 @@ class Schedules:
         """The value of one member at a step."""
         branches = [lambda step, f=f: jnp.asarray(self._constant(f)(step), float) for f in self._functions]
         return jax.lax.switch(which, branches, step)
+
+    def __str__(self) -> str:
+        """Some values of each member's, by which a run knows them again."""
+        values = [[f"{float(self._constant(f)(step)):.5g}" for step in _SEEN] for f in self._functions]
+        return "schedules " + "; ".join(", ".join(values[i]) for i in self.which)
 
     @staticmethod
     def _constant(x: Any) -> Callable[[Any], Any]:

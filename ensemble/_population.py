@@ -145,12 +145,19 @@ def exploit(
     trainable, rest, opt_state, standing = jax.tree.map(lambda x: x[source], state.arrays())
     numbers = jax.random.bits(to_renew, (size,))
 
-    rest = jax.tree.map(lambda x, y: jnp.where(like(copied, x), x, y), with_other_keys(rest, numbers), rest)
+    rest, opt_state = jax.tree.map(
+        lambda x, y: jnp.where(like(copied, x), x, y), with_other_keys((rest, opt_state), numbers), (rest, opt_state)
+    )
     of_optimizer = dict(getattr(opt_state, "hyperparams", {}))
     of_loss = dict(standing.hyperparams)
     for name, own in zip(perturb or {}, to_perturb, strict=True):
         factors = _checked_factors(name, (perturb or {})[name], {**of_optimizer, **of_loss}, standing.schedules)
         values = of_loss if name in of_loss else of_optimizer
+        if not jnp.issubdtype(values[name].dtype, jnp.inexact):
+            raise TypeError(
+                f"exploit: the hyperparameter {name!r} has integers, of which a factor makes none; give the Trainer "
+                "numbers of floating point."
+            )
         factor = jax.random.choice(own, factors.astype(values[name].dtype), (size,))
         values[name] = jnp.where(copied, values[name] * factor, values[name])
     if of_optimizer:
@@ -224,6 +231,10 @@ def greedy_selection(
             f"greedy_selection: predictions must have the members along axis 0, but got {describe(predictions)}."
         )
     check_count("greedy_selection", "rounds", rounds)
+    known = not isinstance(predictions, Tracer) and not isinstance(jnp.zeros(()), Tracer)
+    if known:
+        score(predictions[0], targets)  # refuses what is no prediction, which it cannot in a program
+    predictions = predictions.astype(jnp.promote_types(predictions.dtype, jnp.float32))
     scored = jax.eval_shape(score, jax.ShapeDtypeStruct(predictions.shape[1:], predictions.dtype), targets)
     if getattr(scored, "shape", None) != ():
         raise ValueError(
@@ -236,6 +247,8 @@ def greedy_selection(
         return total + predictions[best], (best, scores[best])
 
     _, (indices, scores) = lax.scan(choose, jnp.zeros_like(predictions[0]), jnp.arange(rounds))
+    if known and not np.isfinite(np.asarray(scores[0])):
+        raise ValueError("greedy_selection: no member has a finite score; look at score(predictions[i], targets).")
     return Selection(indices, scores)
 
 
@@ -275,6 +288,7 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
         known = np.asarray(weights)
         if not (np.isfinite(known).all() and (known >= 0).all() and known.sum() > 0):
             raise ValueError(f"soup: weights must be finite and not negative, and one above 0, but got {known}.")
+    weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
     shares = weights / weights.sum()
 
     def mean(x: jax.Array) -> jax.Array:

@@ -323,10 +323,10 @@ class Trainer:
         return arguments, tuple(axes)
 
     @property
-    def columns(self) -> dict[str, list[Any]]:
-        """The hyperparameters that are numbers with one for each member, as the history has them."""
+    def columns(self) -> list[str]:
+        """The hyperparameters that are numbers with one for each member, which the history has."""
         numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
-        return {name: values for name, values in numbers.items() if isinstance(values, list)}
+        return [name for name, values in numbers.items() if isinstance(values, list)]
 
     @property
     def freezes(self) -> bool:

@@ -20,7 +20,7 @@ from ..transforms._arguments import check_count, describe
 from ._ensemble import Ensemble
 from ._mesh import Layout, everywhere
 from ._standing import Stop, with_other_keys
-from ._state import TrainState
+from ._state import TrainState, cut
 from ._strategy import like
 
 # Members leave a run together, when at most this share of it goes on: each time a program is compiled for those.
@@ -81,8 +81,8 @@ class EarlyStopping:
 class Restarts:
     """Put members back that were frozen because something was not finite; for `Trainer.fit`.
 
-    Every `every` steps such a member gets the state that it had `every` steps before, with new keys where it holds
-    any, and trains again; the state of the others is kept for the next time.
+    At each step that `every` divides such a member gets the state that it had at the one before (or where the run
+    began), with new keys where it holds any, and trains again; the state of the others is kept for the next time.
 
     Args:
       every: steps between two looks.
@@ -164,9 +164,9 @@ class Watch:
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.lineup)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
-            parts["best"] = self._of_all(state.rows()[:2], self.best)
+            parts["best"] = self._of_all(state.rows()[:2], _alike(self.best, state.rows(), len(self.lineup)))
         if self.restarts is not None and step % self.restarts.every:  # else it is the state
-            parts["snapshot"] = self._of_all(state.rows(), self.snapshot)
+            parts["snapshot"] = self._of_all(state.rows(), _alike(self.snapshot, state.rows(), len(self.lineup)))
         return parts
 
     def likes(self, state: TrainState) -> dict[str, Any]:
@@ -180,6 +180,11 @@ class Watch:
     def after(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any], list[str]]:
         """The state with which a run goes on after a step, what was evaluated, and what to say of it."""
         said: list[str] = []
+        acts = [x.every for x in (self.early, self.restarts) if x is not None and step % x.every == 0]
+        if acts:  # steps may have put the members on other devices
+            rows, size = state.rows(), len(self.lineup)
+            self.best = None if self.best is None else _alike(self.best, rows, size)
+            self.snapshot = None if self.snapshot is None else _alike(self.snapshot, rows, size)
         if self.restarts is not None and step % self.restarts.every == 0:
             state = self._put_back(self.restarts, step, state, said)
         if self.early is None or step % self.early.every:
@@ -196,7 +201,8 @@ class Watch:
         """The state of all members, for that of those in the run."""
         if self.everyone is None:
             return state
-        arrays = self._of_all(self.everyone.rows(), state.rows())
+        rows = self.everyone.rows()
+        arrays = self._of_all(rows, _alike(state.rows(), rows, len(self.lineup)))
         return TrainState.of_padded(state.structure_and_size()[0], arrays, self.size, state.step)
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
@@ -215,7 +221,7 @@ class Watch:
             arrays = _restarted(_along(again, state), state.rows(), self.snapshot, np.int32(step))
             state = _state_of(state, arrays)
             named = members_in_words(self.lineup[again])
-            said.append(f"Step {step}: {named} put back to where it was {restarts.every} steps ago.")
+            said.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
         self.finished = not self._going(*_known(state)).any()
         self.snapshot = jax.tree.map(jnp.copy, state.rows())
         return state
@@ -271,6 +277,16 @@ def take(rows: Any, places: np.ndarray) -> Any:
     """Of stacked arrays those of some members, in that order; on a mesh spread over it, and padded."""
     layout = Layout.around(rows)
     return _take(rows, _padded(places, len(places) if layout is None else layout.padded(len(places))), layout)
+
+
+def _alike(rows: Any, others: Any, size: int) -> Any:
+    """Stacked arrays of `size` members, held where others are: on their devices, and padded as they are."""
+    mine, its = jax.tree.leaves(rows)[0], jax.tree.leaves(others)[0]
+    layout = Layout.around(others)
+    if mine.sharding == its.sharding and (layout is None or len(mine) == layout.padded(size)):
+        return rows
+    rows = rows if len(mine) == size else cut(rows, size)
+    return jax.device_put(rows, its.sharding) if layout is None else layout.place(rows, size)
 
 
 def _checked(values: Any, size: int) -> np.ndarray:
@@ -346,5 +362,5 @@ def _restarted(again: jax.Array, rows: Any, snapshot: Any, step: jax.Array) -> A
         step=jnp.where(again, step, rows[3].step), stopped=jnp.where(again, 0, rows[3].stopped), restarts=times
     )
 
-    before = snapshot[0], with_other_keys(snapshot[1], times), snapshot[2]
+    before = snapshot[0], with_other_keys(snapshot[1], times), with_other_keys(snapshot[2], times)
     return *_chosen(again, before, rows[:3]), standing

@@ -36,7 +36,7 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
     Returns:
       Shape (...), or () where pooled, above 0; float32 or float64. NaN where logits are not finite, or a traced label
       is no class. Where every example is predicted right, smaller is always better: then it is so small that it makes
-      no difference.
+      no difference. Where all logits are equal, nothing matters: then it is 1.
 
     Raises:
       TypeError: labels are no integers, or logits not floating.
@@ -205,7 +205,8 @@ def conformal_intervals(
             f"conformal_intervals: radius must have shape {jnp.shape(predictions)[:-1]}, as predictions before their "
             f"last axis, but got {jnp.shape(radius)}."
         )
-    reach = jnp.asarray(radius)[..., None] * at_least_float32(scales)
+    wide = at_least_float32(scales)
+    reach = jnp.asarray(radius)[..., None] * jnp.where(wide > 0, wide, jnp.nan)
     return at_least_float32(predictions) - reach, at_least_float32(predictions) + reach
 
 
@@ -221,7 +222,7 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
     def of_one(logits: jax.Array) -> jax.Array:
         # Against what is most probable, so that nothing overflows; in units of their size, so that 1 is a good guess.
         below = logits - logits.max(axis=-1, keepdims=True)
-        unit = jnp.maximum(-below.mean(), jnp.finfo(below.dtype).tiny)
+        unit = jnp.where(below.mean() < 0, -below.mean(), 1)
 
         def loss(log_temperature: jax.Array) -> jax.Array:
             log_p = jax.nn.log_softmax(below / unit * jnp.exp(-log_temperature), axis=-1)

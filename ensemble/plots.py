@@ -50,8 +50,12 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, 
     if probabilities.ndim != 2:
         raise ValueError(f"reliability: probabilities must have shape (batch, classes), but got {probabilities.shape}.")
     error = float(ece(probabilities, labels, bins=bins))
-    confidence, right = probabilities.max(axis=-1).astype(float), probabilities.argmax(axis=-1) == labels
-    bin_of = np.searchsorted(np.arange(1, bins) / bins, confidence)
+    if not len(labels) or np.isnan(probabilities.astype(float)).any():
+        raise ValueError("reliability: there are no examples, or some have no probabilities (NaN); leave those out.")
+    probabilities = probabilities.astype(np.promote_types(probabilities.dtype, np.float32))
+    confidence, right = probabilities.max(axis=-1), probabilities.argmax(axis=-1) == labels
+    # As `ece` bins them: against ends of the same dtype.
+    bin_of = np.searchsorted((np.arange(1, bins) / bins).astype(confidence.dtype), confidence)
     counts = np.bincount(bin_of, minlength=bins)
     known = counts > 0
     sums = [np.bincount(bin_of, values, minlength=bins)[known] / counts[known] for values in (confidence, right)]
@@ -132,6 +136,8 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
         raise ValueError(
             f"disagreement: probabilities must have shape (members, batch, classes), but got {jnp.shape(found)}."
         )
+    if np.isnan(np.asarray(found, np.float32)).any():
+        raise ValueError("disagreement: some predictions are NaN; leave those members or examples out.")
     votes = np.asarray(found).argmax(axis=-1)
     shares = (votes[:, None] != votes[None]).mean(axis=-1)
     ax = _axes(ax)

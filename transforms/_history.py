@@ -48,7 +48,7 @@ class Recorder:
         if step % self._every and not always:
             return False
         self._steps.append(step)
-        record = {name: numbers(value) for name, value in metrics.items() if _is_recorded(value)}
+        record = {name: numbers(value) for name, value in metrics.items() if is_recorded(value)}
         if members is not None and not members.all():
             record[_MEMBERS] = members
         self._metrics.append(record)
@@ -75,7 +75,8 @@ class Recorder:
         ]
 
 
-def _is_recorded(value: Any) -> bool:
+def is_recorded(value: Any) -> bool:
+    """Whether a metric has one number for each member."""
     return value.ndim == 1 and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
 
 

@@ -84,6 +84,7 @@ class Test_temperature:
         np.testing.assert_array_equal(np.isnan(traced), True)
         sure = fit_temperature(jnp.array([[3.0, 0.0]] * 3), jnp.array([0, 0, 0]))
         assert 0 < float(sure) < 0.2
+        assert float(fit_temperature(jnp.zeros((4, 3)), jnp.array([0, 1, 2, 0]))) == 1
 
     def test_refusals(self):
         logits, labels = data()

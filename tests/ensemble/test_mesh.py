@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -22,9 +23,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from plurax.ensemble import Ensemble, Trainer, load, save
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
 from plurax.ensemble._mesh import differs
 from plurax.ensemble._static import Static
+from plurax.transforms import vmap
 
 # All in one worker: what they ask is found once.
 pytestmark = pytest.mark.xdist_group("eight devices")
@@ -365,7 +367,57 @@ def chosen() -> None:
     assert_close(state.ensemble.trainable, expected.ensemble.trainable)
 
 
+def leaving() -> None:
+    """Members fail, are put back, stop and leave, over devices that they do not divide over, as on one."""
+    generator = np.random.default_rng(3)
+    batches = [tuple(generator.normal(size=(6, 4, n)).astype(np.float32) for n in (3, 2)) for _ in range(12)]
+    batches[4][0][1] = np.nan
+    ends = jnp.array([3.0, 30, 1, 30, 5, 30])
+
+    class Numbered(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(3, 2, rngs=rngs)
+            self.number, self.steps = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.steps[...] += 1
+            return self.linear(x)
+
+    members = Ensemble.create(Numbered, 6, seed=0).unstack()
+    for i, member in enumerate(members):
+        member.number[...] = jnp.float32(i)
+
+    def distance(ensemble: Any) -> jax.Array:
+        def of_member(member: Any) -> jax.Array:
+            return jnp.abs(member.steps[...] - ends[member.number[...].astype(int)])
+
+        return vmap(of_member)(ensemble)
+
+    found = {}
+    for name, mesh in (("one", None), ("four", mesh_of(4))):
+        trainer = Trainer(
+            lambda m, x, y: jnp.mean((m(x) - y) ** 2), optax.adam(0.01), in_axes=0, strategy="vmap", mesh=mesh
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found[name] = trainer.fit(
+                trainer.init(Ensemble.stack(members)),
+                batches,
+                progress=False,
+                early_stopping=EarlyStopping(evaluate=distance, every=1, patience=3),
+                restarts=Restarts(every=3, times=1),
+            )
+    for state, _ in found.values():
+        assert np.asarray(state.standing.stopped).tolist() == [2, 0, 2, 0, 2, 0]
+        assert np.asarray(state.standing.restarts).tolist() == [0, 1, 0, 0, 0, 0]
+    assert_close(found["four"][0].ensemble, found["one"][0].ensemble, 1e-5)
+    assert_close(found["four"][0].opt_state, found["one"][0].opt_state, 1e-5)
+    keys = [[(row["step"], row["member"]) for row in history] for _, history in found.values()]
+    assert keys[0] == keys[1]
+
+
 WAYS = (
+    leaving,
     held_by_each,
     a_batch_for_each,
     random_numbers,

@@ -31,6 +31,9 @@ def test_reliability_is_the_accuracy_of_each_bin():
     np.testing.assert_allclose(line.get_xydata(), expected, rtol=1e-5)
     with pytest.raises(ValueError, match=r"probabilities must have shape \(batch, classes\), but got \(4, 50, 3\)"):
         plots.reliability(P, LABELS)
+    for p, labels in ((P[0, :0], LABELS[:0]), (P[0] * np.nan, LABELS)):
+        with pytest.raises(ValueError, match="there are no examples, or some have no probabilities"):
+            plots.reliability(p, labels)
 
 
 def test_entropies_are_shares():
@@ -56,6 +59,8 @@ def test_disagreement_is_that_of_pairs():
     assert f"{100 * float(metrics.disagreement(P).mean()):.1f} %" in ax.get_title()
     with pytest.raises(ValueError, match="probabilities must have shape"):
         plots.disagreement(P[0])
+    with pytest.raises(ValueError, match="some predictions are NaN"):
+        plots.disagreement(P * np.nan)
 
 
 def test_learning_curves_have_bands():

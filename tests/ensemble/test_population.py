@@ -125,6 +125,14 @@ class Test_exploit:
         with pytest.raises(error, match=message):
             exploit(state, **{"scores": jnp.ones(5), "key": jax.random.key(0), **options})
 
+    def test_refuses_integers(self):
+        trainer = Trainer(
+            lambda m, x, *, weight: weight * jnp.mean(m(x) ** 2), optax.sgd(0.1), hyperparams={"weight": [1, 10]}
+        )
+        state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0))
+        with pytest.raises(TypeError, match="'weight' has integers, of which a factor makes none"):
+            exploit(state, jnp.ones(2), key=jax.random.key(0), perturb={"weight": (0.8,)})
+
     def test_refuses_schedules_and_populations_of_one(self):
         make = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
         trainer = Trainer(
@@ -183,6 +191,10 @@ class Test_greedy_selection:
             greedy_selection(p, jnp.zeros(3, int), rounds=1, score=3)
         with pytest.raises(ValueError, match="score must give one number for a mean prediction"):
             greedy_selection(p, jnp.zeros(3, int), rounds=1, score=lambda p, y: p)
+        with pytest.raises(ValueError, match="probabilities must be in 0 to 1"):
+            greedy_selection(4 * p, jnp.zeros(3, int), rounds=1)
+        with pytest.raises(ValueError, match="no member has a finite score"):
+            greedy_selection(p, jnp.zeros(3, int), rounds=1, score=lambda p, y: jnp.log(-p.sum()))
         with pytest.raises(ValueError, match="must have the members along axis 0"):
             greedy_selection(jnp.ones((0, 3, 2)), jnp.zeros(3, int), rounds=1)
 

@@ -1,5 +1,7 @@
 """Hyperparameters that differ between members: of the optimiser, of the loss, schedules, and grids of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Ensemble, Trainer, grid, load, save
+from plurax.ensemble import Ensemble, Trainer, exploit, grid, load, save, select
 
 STRATEGIES = ("vmap", "map", "unroll", "loop")
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
@@ -144,6 +146,36 @@ def test_the_history_has_the_values_of_each_member():
     _, history = trainer.fit(trainer.init(Ensemble.create(make, 2, seed=0)), [(X, Y)] * 2, progress=False)
     assert [(row["member"], row["learning_rate"], row["weight"]) for row in history] == [(0, 0.1, 1), (1, 0.2, 2)] * 2
     assert set(history[0]) == {"step", "member", "learning_rate", "weight", "loss"}
+
+
+def test_the_history_goes_by_what_members_have(assert_same):
+    trainer = Trainer(smoothed, optax.sgd, hyperparams={"learning_rate": [0.1, 0.2, 0.3], "weight": 1.0})
+    state = select(trainer.init(Ensemble.create(make, 3, seed=0)), [2, 0, 2, 1])
+    _, history = trainer.fit(state, [(X, Y)], progress=False)
+    assert [row["learning_rate"] for row in history] == [0.3, 0.1, 0.3, 0.2]
+    perturbed, source = exploit(
+        state, jnp.arange(4.0), key=jax.random.key(0), perturb={"learning_rate": (0.5,)}, fraction=0.5
+    )
+    _, history = trainer.fit(perturbed, [(X, Y)], progress=False)
+    expected = [0.3, 0.1, *([0.3, 0.1][i] * 0.5 for i in source.tolist()[2:])]
+    assert [row["learning_rate"] for row in history] == pytest.approx(expected)
+
+
+def test_other_schedules_are_another_run(tmp_path):
+    first, second = optax.cosine_decay_schedule(0.3, 6), optax.cosine_decay_schedule(0.3, 60)
+    start = Ensemble.create(make, 2, seed=0)
+    for schedules, same in (([first, second], True), ([first, second], True), ([second, first], False)):
+        trainer = Trainer(smoothed, optax.sgd, hyperparams={"learning_rate": schedules, "weight": 1.0})
+        run = functools.partial(
+            trainer.fit, trainer.init(start), [(X, Y)] * 3, progress=False, checkpoint_dir=tmp_path / "run"
+        )
+        if same:
+            run()
+        else:
+            with pytest.raises(
+                ValueError, match="was written with learning_rate=schedules 0.3, .* but the trainer has"
+            ):
+                run()
 
 
 class Test_refusals:
