@@ -1,6 +1,6 @@
 """Many models of one architecture as one: stacked, evaluated, trained and taken apart again."""
 
-from . import calibration, metrics
+from . import calibration, metrics, plots
 from ._batches import Batches
 from ._checkpoint import load, load_member, save
 from ._ensemble import Ensemble
@@ -34,6 +34,7 @@ __all__ = [
     "load",
     "load_member",
     "metrics",
+    "plots",
     "save",
     "select",
     "soup",

@@ -84,9 +84,11 @@ class Checkpoint:
     def order(self, part: str, expected: list[dict[str, Any]], size: int | None = None) -> list[int]:
         """Where the expected arrays stand in the checkpoint; refuses other arrays than those it has."""
         if part not in self.manifest["arrays"]:
+            *others, last = self.manifest["arrays"]
+            held = f"{', '.join(others)} and {last}" if others else last
             raise ValueError(
-                f"{self.api}: the checkpoint at {self.path} holds {' and '.join(self.manifest['arrays'])}, and no "
-                f"{part}; it was saved from something else: read it with what wrote it."
+                f"{self.api}: the checkpoint at {self.path} holds {held}, and no {part}; it was saved from something "
+                "else: read it with what wrote it."
             )
         if size is not None and size != self.manifest["size"]:
             raise ValueError(

@@ -232,7 +232,7 @@ def test_checkpoints_of_others_are_refused(tmp_path: Any, dp: DPSGD, state: Any)
         trainer.fit(trainer.init(ensemble), [(X, Y)], progress=False, checkpoint_dir=tmp_path / "runs")
     trainer.fit(trainer.init(ensemble), [(X, Y)], progress=False, checkpoint_dir=tmp_path / "others")
     with pytest.raises(
-        ValueError, match=r"^DPSGD.fit: the checkpoint at .* holds ensemble and opt_state, and no privat"
+        ValueError, match=r"^DPSGD.fit: the checkpoint at .* holds ensemble, opt_state and standing, and no privat"
     ):
         fit(dp, state, checkpoint_dir=tmp_path / "others")
 
