@@ -142,13 +142,18 @@ def fit(
         total=total_steps(batches, steps),
         finished=lambda: watch.finished,
     )
+    last = watch.whole(last)
+    if watch.finished:
+        step = int(last.step)
+    if trainer.freezes and step > int(state.step):
+        _warn_of_the_last(sound_before=watch.sound(state), last=last, watch=watch)
     if target is not None and step < target and not interrupted:
         why = "all members have stopped" if watch.finished else "the batches ended"
         warnings.warn(
             f"Trainer.fit: {why} after step {step}, {target - step} steps before the {steps} asked for.",
             stacklevel=3,
         )
-    return watch.whole(last), recorder.rows(columns)
+    return last, recorder.rows(columns)
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,7 @@ class _Run:
     execution: Execution | None
     aloud: bool
     taken: int
+    saved: int = -1
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Reported]:
         """A step, and what is done with members after it."""
@@ -196,8 +202,8 @@ class _Run:
         if (stopped < 0).any():
             named = members_in_words(lineup[stopped < 0])
             warnings.warn(
-                f"Trainer.fit: {named} stopped at step {step}, since the loss, the gradients or the new parameters "
-                "were not finite; everything of it stays as it was before.",
+                f"Trainer.fit: {named} stopped at step {step}, since the loss or the gradients were not finite; "
+                "everything of it stays as it was before.",
                 stacklevel=6,  # where fit was called: this is in it, in the loop, in what waits for a step
             )
         self.watch.notice(stopped)
@@ -213,10 +219,25 @@ class _Run:
     def save(self, state: TrainState) -> None:
         """Write a checkpoint."""
         assert self.store is not None
-        step, whole = int(state.step), self.watch.whole(state)
+        whole = self.watch.whole(state)
+        step = int(whole.step)
+        if step == self.saved:
+            return
+        self.saved = step
         about, more = vars(self.trainer.settings(self.execution)), self.watch.parts(step, whole)
         self.store.write(
             step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
+        )
+
+
+def _warn_of_the_last(sound_before: np.ndarray, last: TrainState, watch: Watch) -> None:
+    """Warn of members whose parameters the last step has made not finite: no step follows that would notice."""
+    ill = sound_before & ~watch.sound(last)
+    if ill.any():
+        warnings.warn(
+            f"Trainer.fit: the parameters of {members_in_words(np.flatnonzero(ill))} are not finite, though the "
+            "gradients that made them were; is the learning rate?",
+            stacklevel=4,
         )
 
 

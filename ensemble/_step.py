@@ -17,7 +17,7 @@ from ..transforms._model import split as split_model
 from ._loss import MemberLoss
 from ._mesh import DATA, own_keys
 from ._optimizer import MemberOptimizer
-from ._standing import Stop, finite, still_finite
+from ._standing import Stop, finite
 from ._state import Arrays
 
 
@@ -28,7 +28,7 @@ class MemberStep:
       loss: of a model and a batch, and the member's hyperparameters.
       grad_fn: what gives its value and gradients, or None.
       optimizer: what makes new parameters of them.
-      freeze: whether a member stops whose loss, gradients or new parameters are not finite.
+      freeze: whether a member stops whose loss or gradients are not finite.
     """
 
     def __init__(
@@ -61,13 +61,12 @@ class MemberStep:
             loss = self.loss.of(standing.hyperparams)
             return metrics_of(loss(structure.merge(trainable, rest), *batch))["loss"]
 
+        fails = standing.trains & ~finite((metrics["loss"], gradients)) if self.freeze else jnp.array(False)
+        takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at}
         new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
-        fails = jnp.array(False)
-        if self.freeze:
-            sound = finite((metrics["loss"], gradients)) & still_finite(new[0], trainable)
-            fails = standing.trains & ~sound
-        takes = standing.trains & ~fails
+        # Known before the update, so that the choice costs no pass over the arrays. (What the update makes is not
+        # looked at, which would: of parameters that are not finite the next loss tells.)
         kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
         # Below zero at the step that stops it.
         stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)

@@ -71,9 +71,11 @@ class Trainer:
       tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
         a CPU where the step contains a convolution, else "vmap".
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
-      nonfinite: what becomes of a member when its loss, its gradients or its new parameters are not finite. "freeze":
-        it stays as it was before that step, and no longer trains; `state.standing` tells, and `fit` warns. "ignore": it
-        goes on, which is for optimisers that take care of that (`optax.apply_if_finite`, scaled losses).
+      nonfinite: what becomes of a member when its loss or its gradients are not finite, or the sums of the latter
+        overflow. "freeze": it stays as it was before that step, and no longer trains; `state.standing` tells, and `fit`
+        warns. (Where gradients are finite but new parameters are not, as with an infinite learning rate, the next loss
+        tells.) "ignore": it goes on, which is for optimisers that take care of that (`optax.apply_if_finite`, scaled
+        losses).
 
     Raises:
       TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is no

@@ -19,7 +19,7 @@ from jax import lax
 from ..transforms._arguments import check_count, describe
 from ._ensemble import Ensemble
 from ._mesh import Layout, everywhere
-from ._standing import Stop, with_other_keys
+from ._standing import Stop, finite, still_finite, with_other_keys
 from ._state import TrainState, cut
 from ._strategy import like
 
@@ -82,7 +82,8 @@ class Restarts:
     """Put members back that were frozen because something was not finite; for `Trainer.fit`.
 
     At each step that `every` divides such a member gets the state that it had at the one before (or where the run
-    began), with new keys where it holds any, and trains again; the state of the others is kept for the next time.
+    began), with new keys where it holds any, and trains again. The state of the others is kept for the next time, where
+    its numbers are finite.
 
     Args:
       every: steps between two looks.
@@ -121,6 +122,8 @@ class Watch:
       everyone: the state of all, where some have left the run: that of those is final, that of the others is old.
       best: of those in the run, the trainable and the other arrays at the best evaluation of each.
       snapshot: of those in the run, the arrays to which they are put back.
+      start: the step after which the run began.
+      behind: whether some of those are older than the last look.
       values: each member's best value, NaN before there is one.
       waits: for how many evaluations it has not become better.
       finished: whether nobody goes on.
@@ -133,6 +136,8 @@ class Watch:
     everyone: TrainState | None = None
     best: Any = None
     snapshot: Any = None
+    start: int = 0
+    behind: bool = False
     values: np.ndarray = field(init=False)
     waits: np.ndarray = field(init=False)
     finished: bool = False
@@ -144,12 +149,13 @@ class Watch:
 
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         """The state with which a run begins, of that of all members and what `parts` gave with it."""
+        self.start = int(state.step)
         if self.early is not None:
             self.best = saved.get("best", state.rows()[:2])
             if "watch" in saved:
                 self.values, self.waits = (np.array(saved["watch"][name]) for name in ("values", "waits"))
         if self.restarts is not None:
-            self.snapshot = saved.get("snapshot", state.rows())
+            self.snapshot, self.behind = saved.get("snapshot", state.rows()), "snapshot" in saved
         if "watch" in saved:
             going = np.flatnonzero(saved["watch"]["in_the_run"])
             if 0 < len(going) < self.size:
@@ -165,7 +171,7 @@ class Watch:
             in_the_run = np.isin(np.arange(self.size), self.lineup)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
             parts["best"] = self._of_all(state.rows()[:2], _alike(self.best, state.rows(), len(self.lineup)))
-        if self.restarts is not None and step % self.restarts.every:  # else it is the state
+        if self.restarts is not None and (self.behind or step % self.restarts.every):  # else it is the state
             parts["snapshot"] = self._of_all(state.rows(), _alike(self.snapshot, state.rows(), len(self.lineup)))
         return parts
 
@@ -199,11 +205,23 @@ class Watch:
 
     def whole(self, state: TrainState) -> TrainState:
         """The state of all members, for that of those in the run."""
-        if self.everyone is None:
-            return state
-        rows = self.everyone.rows()
-        arrays = self._of_all(rows, _alike(state.rows(), rows, len(self.lineup)))
-        return TrainState.of_padded(state.structure_and_size()[0], arrays, self.size, state.step)
+        if self.everyone is not None:
+            rows = self.everyone.rows()
+            arrays = self._of_all(rows, _alike(state.rows(), rows, len(self.lineup)))
+            state = TrainState.of_padded(state.structure_and_size()[0], arrays, self.size, state.step)
+        if self.finished and (late := int(state.step) - self.last_step(state)):
+            structure, size = state.structure_and_size()
+            state = TrainState.of_padded(structure, state.rows(), size, state.step - np.int32(late))
+        return state
+
+    def last_step(self, state: TrainState) -> int:
+        """The last step in which somebody trained. That nobody does is noticed later, after steps without effect."""
+        steps = np.asarray(everywhere(state.rows()[3].step))[: self.size]
+        return max(int(steps.max()), self.start)
+
+    def sound(self, state: TrainState) -> np.ndarray:
+        """For each of all members whether its parameters are finite."""
+        return np.asarray(everywhere(_finite(state.rows()[0])))[: self.size]
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
         """Of a batch, of which some arrays have a part for each member, those of the members in the run."""
@@ -223,7 +241,9 @@ class Watch:
             named = members_in_words(self.lineup[again])
             said.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
         self.finished = not self._going(*_known(state)).any()
-        self.snapshot = jax.tree.map(jnp.copy, state.rows())
+        sound = _sound(state.rows()[:3], self.snapshot[:3])
+        self.behind = not np.asarray(everywhere(sound)).all()
+        self.snapshot = _chosen(sound, state.rows(), self.snapshot)
         return state
 
     def _judge(
@@ -344,6 +364,15 @@ def _held(rows: Any, layout: Layout | None) -> Any:
 @jax.jit
 def _chosen(mask: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(like(mask, x), x, y), new, old)
+
+
+_finite = jax.jit(jax.vmap(finite))
+
+
+@jax.jit
+def _sound(new: Any, old: Any) -> jax.Array:
+    """For each member whether its numbers are finite where earlier ones were."""
+    return jax.vmap(still_finite)(new, old)
 
 
 @jax.jit

@@ -1,5 +1,7 @@
 """Members whose numbers are not finite stop, and nobody else notices."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Restarts, Trainer
+from plurax.ensemble._standing import finite, still_finite
 
 STRATEGIES = [("vmap", None), ("vmap", 2), ("map", None), ("unroll", None), ("loop", None)]
 
@@ -31,7 +34,7 @@ def test_others_are_the_same_to_the_bit(
         state = trainer.init(create(stateful, 5))
         if in_fit:
             if name == "ill":
-                with pytest.warns(UserWarning, match="member 3 stopped at step 3, since the loss, the gradients or"):
+                with pytest.warns(UserWarning, match="member 3 stopped at step 3, since the loss or the gradients"):
                     runs[name] = trainer.fit(state, given, progress=False)
             else:
                 runs[name] = trainer.fit(state, given, progress=False)
@@ -68,10 +71,10 @@ def loss_of(term):
         (loss_of(lambda w: jnp.log(w - w - 1)), optax.sgd(0.1)),
         (loss_of(lambda w: jnp.exp(1e9 + w)), optax.sgd(0.1)),
         (loss_of(lambda w: jnp.sqrt(w - w)), optax.sgd(0.1)),  # its gradient alone
-        (loss_of(lambda w: w), optax.chain(optax.scale(1e38), optax.sgd(1e38))),  # the new parameters alone
+        (loss_of(lambda w: 1e38 * w), optax.sgd(1e-36)),  # finite, but the sum of it is not
     ],
 )
-def test_a_loss_a_gradient_or_a_parameter_that_is_not_finite(loss, optimizer, assert_same):
+def test_a_loss_or_a_gradient_that_is_not_finite(loss, optimizer, assert_same):
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0)
     trainer = Trainer(loss, optimizer)
     before = trainer.init(ensemble)
@@ -80,6 +83,45 @@ def test_a_loss_a_gradient_or_a_parameter_that_is_not_finite(loss, optimizer, as
     np.testing.assert_array_equal(after.standing.stopped, [1, 1])
     after, _ = Trainer(loss, optimizer, nonfinite="ignore").step(before, jnp.ones((1, 3)))
     np.testing.assert_array_equal(after.standing.stopped, [0, 0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_one_number_that_is_not_finite_is_found(dtype, value):
+    tree = {"a": jnp.full((30, 7), 6e4, dtype), "b": jnp.ones((), dtype), "c": jnp.arange(3), "d": jnp.zeros((0, 2))}
+    assert jax.jit(finite)(tree)
+    assert not jax.jit(finite)({**tree, "a": tree["a"].at[29, 3].set(value)})
+    assert not jax.jit(finite)({**tree, "a": tree["a"].at[29, 3].set(value).at[2, 1].set(-value)})
+    assert still_finite(tree, tree)
+    masked = {**tree, "a": tree["a"].at[29, 3].set(value)}
+    assert jax.jit(still_finite)(masked, masked)
+    assert not jax.jit(still_finite)(masked, tree)
+
+
+def ends_with_parameters_that_are_not_finite():
+    """A run of a member that is sound, and of one whose update at the fourth step is infinite, its gradient not."""
+    trainer = Trainer(lambda model, scale: scale * model(jnp.ones((1, 3))).sum(), optax.sgd(100.0), in_axes=0)
+    state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0))
+    batches = [np.float32([1e-3, 1e-3])] * 12
+    batches[3] = np.float32([1e-3, 3e37])
+    return trainer, state, batches
+
+
+def test_parameters_that_are_not_finite_show_in_the_next_loss():
+    trainer, state, batches = ends_with_parameters_that_are_not_finite()
+    with (
+        pytest.warns(UserWarning, match="member 1 stopped at step 5, since the loss or the gradients were not finite"),
+        pytest.warns(UserWarning, match="the parameters of member 1 are not finite"),
+    ):
+        state, _ = trainer.fit(state, batches, progress=False)
+    np.testing.assert_array_equal(state.standing.stopped, [0, 1])
+
+
+def test_parameters_that_the_last_step_spoils_are_reported():
+    trainer, state, batches = ends_with_parameters_that_are_not_finite()
+    with pytest.warns(UserWarning, match="the parameters of member 1 are not finite, though the gradients that made"):
+        state, _ = trainer.fit(state, batches[:4], progress=False)
+    np.testing.assert_array_equal(state.standing.stopped, [0, 0])
 
 
 def test_parameters_that_are_not_finite_on_purpose_may_stay():
@@ -96,17 +138,26 @@ def test_parameters_that_are_not_finite_on_purpose_may_stay():
     np.testing.assert_array_equal(state.standing.stopped, [0, 0])
 
 
-def test_a_run_ends_when_nobody_trains():
+@pytest.mark.parametrize("every", [None, 1, 2, 3])
+def test_a_run_ends_when_nobody_trains(every, tmp_path):
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0)
     trainer = Trainer(lambda model, x: jnp.log(x).sum() + 0 * model(x).sum(), optax.sgd(0.1))
     batches = [jnp.ones((1, 3))] * 2 + [-jnp.ones((1, 3))] * 20
+    start = trainer.init(ensemble)
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": every} if every else {}
     with (
         pytest.warns(UserWarning, match="members 0, 1 stopped at step 3"),
-        pytest.warns(UserWarning, match="all members have stopped after step"),
+        pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 asked"),
     ):
-        state, history = trainer.fit(trainer.init(ensemble), batches, steps=22, progress=False)
-    assert int(state.step) < 8
+        state, history = trainer.fit(start, batches, steps=22, progress=False, **options)
+    assert int(state.step) == 3
     assert [row["step"] for row in history] == [1, 1, 2, 2, 3, 3]
+    if every:
+        assert max(path.name for path in tmp_path.iterdir()) == "step_00000003"
+        with pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 asked"):
+            again, told = trainer.fit(start, batches, steps=22, progress=False, **options)
+        assert int(again.step) == 3
+        np.testing.assert_equal(told, history)
 
 
 class Test_restarts:
@@ -166,6 +217,24 @@ class Test_restarts:
             )
         np.testing.assert_array_equal(state.standing.restarts, [0, 0, 2])
         np.testing.assert_array_equal(state.standing.stopped, [0, 0, 1])
+
+    @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
+    @pytest.mark.parametrize("every", [2, 4])
+    @pytest.mark.parametrize("cut", [None, 4, 7])
+    def test_go_back_to_numbers_that_are_finite(self, every, cut, tmp_path, assert_same):
+        # What the fourth step leaves of member 1 is not finite, which nobody knows at the look after it.
+        trainer, start, batches = ends_with_parameters_that_are_not_finite()
+        options = {"progress": False, "restarts": Restarts(every=every, times=1)}
+        if cut:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trainer.fit(start, batches, steps=cut, checkpoint_dir=tmp_path, **options)
+            options["checkpoint_dir"] = tmp_path
+        state, _ = trainer.fit(start, batches, **options)
+        np.testing.assert_array_equal(state.standing.restarts, [0, 1])
+        assert np.isfinite(state.ensemble.trainable["kernel"]).all()
+        whole, _ = trainer.fit(start, batches, progress=False, restarts=options["restarts"])
+        assert_same(state, whole)
 
     @pytest.mark.parametrize("cut", [5, 7, 8])
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
