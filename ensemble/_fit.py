@@ -149,10 +149,11 @@ def fit(
         _warn_of_the_last(sound_before=watch.sound(state), last=last, watch=watch)
     if target is not None and step < target and not interrupted:
         why = "all members have stopped" if watch.finished else "the batches ended"
-        warnings.warn(
-            f"Trainer.fit: {why} after step {step}, {target - step} steps before the {steps} asked for.",
-            stacklevel=3,
-        )
+        ends = f"{why} after step {step}, {target - step} steps before the {steps} asked for."
+        if not (watch.finished and early_stopping is not None):
+            warnings.warn(f"Trainer.fit: {ends}", stacklevel=3)
+        elif aloud:  # which is what it was asked for
+            tqdm.write(ends.capitalize(), file=sys.stderr)
     return last, recorder.rows(columns)
 
 

@@ -239,12 +239,14 @@ class Trainer:
         Args:
           state: where to start; it stays usable.
           batches: an iterable of batches. It is never rewound, and no batch is taken from it that is not used.
-          steps: how many further steps to take; None goes on until the batches end. Ending earlier warns.
+          steps: how many further steps to take; None goes on until the batches end. Ending earlier warns, unless it is
+            because of `early_stopping`.
           progress: whether to show a bar with the range of the loss over the members, and steps per second.
           checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
             a whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later
-            are taken and skipped, and the steps count from `state`. A damaged one is passed over with a warning. What
-            else is in the directory stays as it is. A final checkpoint is always written.
+            are taken and skipped, and the steps count from `state`. A damaged one is passed over with a warning, and
+            what a run that was killed had begun to write is removed. What else is in the directory stays as it is. A
+            final checkpoint is always written.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: how many checkpoints to keep, the newest.
           history_every: steps between rows of the history.

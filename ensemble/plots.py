@@ -62,9 +62,10 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, 
     ax = _axes(ax)
     width = 0.9 / bins
     ax.plot([0, 1], [0, 1], "--", color="0.6", linewidth=1, zorder=0)
-    ax.bar(sums[0], sums[1] - sums[0], width, sums[0], color="C3", alpha=0.3, label="gap")
+    centres = (np.arange(bins) + 0.5) / bins
+    ax.bar(centres[known], sums[1] - sums[0], width, sums[0], color="C3", alpha=0.3, label="gap")
     ax.plot(sums[0], sums[1], "o-", color="C0", markersize=4, label="accuracy")
-    ax.bar((np.arange(bins) + 0.5) / bins, 0.2 * counts / counts.max(), width, color="0.85", zorder=0, label="examples")
+    ax.bar(centres, 0.2 * counts / counts.max(), width, color="0.85", zorder=0, label="examples")
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", title=f"calibration error {error:.3f}")
     ax.legend(fontsize=8, loc="upper left")
     return ax
@@ -201,7 +202,7 @@ def learning_curves(
         steps = sorted(per_step)
         values = [[x for x in per_step[step] if np.isfinite(x)] or [np.nan] for step in steps]
         ax.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, linewidth=0)
-        label = None if by is None else (f"{group:g}" if isinstance(group, (int, float)) else str(group))
+        label = None if by is None else (f"{group:.3g}" if isinstance(group, (int, float)) else str(group))
         ax.plot(steps, list(map(np.median, values)), color=colour, linewidth=1.4, label=label)
     ax.set(xlabel="step", ylabel=metric)
     if by is not None:

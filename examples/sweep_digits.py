@@ -106,6 +106,7 @@ def draw(path: Path, rates: list[float], nll: np.ndarray, history: list[dict[str
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     plots.learning_curves(history, by="learning_rate", ax=left)
     left.set(yscale="log", title="Each rate, with the band over its seeds", ylabel="training loss")
+    left.legend(title="learning rate", fontsize=8, title_fontsize=8, loc="upper right", ncols=2)
     right.fill_between(rates, nll.min(axis=1), nll.max(axis=1), alpha=0.2, linewidth=0, label="lowest to highest")
     right.plot(rates, np.median(nll, axis=1), "o-", label="median of the seeds")
     right.plot(np.repeat(rates, nll.shape[1]), nll.ravel(), ".", color="0.4", markersize=3)

@@ -39,6 +39,7 @@ SMALL = {
     "benchmarks/jacobian.py": ("--smoke",),
     "benchmarks/privacy.py": ("--smoke",),
     "benchmarks/dpsgd.py": ("--smoke",),
+    "benchmarks/long_runs.py": ("--smoke",),
 }
 
 

@@ -29,7 +29,7 @@ class Store:
 
     @classmethod
     def open(cls, api: str, directory: Any, keep: int, group: Group) -> Store:
-        """Make the directory where it is missing."""
+        """Make the directory where it is missing, and remove what a run that was killed had begun to write there."""
         directory = Path(directory).resolve()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -37,6 +37,10 @@ class Store:
             raise type(error)(
                 f"{api}: checkpoint_dir={str(directory)!r} cannot be made: {error}; give another directory."
             ) from error
+        if group.is_first:
+            for path in directory.glob(".step_*.unfinished"):
+                if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.unfinished", path.name):
+                    shutil.rmtree(path, ignore_errors=True)
         return cls(api, directory, keep, group)
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:

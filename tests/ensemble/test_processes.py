@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from plurax.ensemble import Ensemble, Trainer, load, load_member, save
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, load_member, save
 from plurax.transforms import _arrays
 from plurax.transforms._processes import Damaged, Group
 
@@ -52,6 +53,27 @@ def loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def trainer_on(mesh: Any) -> Trainer:
     return Trainer(loss, optax.adam, hyperparams={"learning_rate": 0.1}, strategy="vmap", mesh=mesh)
+
+
+def ill_trainer_on(mesh: Any) -> Trainer:
+    """Of four members the second does not learn, and the third does not stay finite."""
+    rates = {"learning_rate": [0.1, 0.0, 1e30, 0.05]}
+    return Trainer(loss, optax.sgd, hyperparams=rates, strategy="vmap", mesh=mesh)
+
+
+def watching() -> dict[str, Any]:
+    def evaluate(ensemble: Ensemble) -> jax.Array:
+        x, y = BATCHES[0]
+        return jnp.mean((ensemble(x) - y) ** 2, axis=(1, 2))
+
+    return {
+        "early_stopping": EarlyStopping(evaluate=evaluate, every=2, patience=2),
+        "restarts": Restarts(every=3, times=1),
+    }
+
+
+def told_to(steps: list[int]) -> Any:
+    return lambda step, metrics: steps.append(step)
 
 
 def members(size: int, mesh: Any = None) -> Ensemble:
@@ -116,6 +138,18 @@ def run(root: Path) -> dict[str, Any]:
         again = load(root / "padded", trainer.init(members(5)))
         for mine, theirs in zip(held(again.rows()), held(state.rows()), strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+    @check
+    def members_stop_and_leave() -> None:
+        trainer, told = ill_trainer_on(flat), []
+        options: dict[str, Any] = {**watching(), "checkpoint_dir": root / "watched", "callbacks": [told_to(told)]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(trainer.init(members(4, flat)), BATCHES * 6, steps=11, progress=False, **options)
+            state, _ = trainer.fit(trainer.init(members(4)), BATCHES * 6, progress=False, **options)
+        assert told == list(range(1, 25))  # in every process
+        assert int(state.step) == 24
+        assert len(state.ensemble) == 4
 
     @check
     def fails_together() -> None:
@@ -191,7 +225,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("name", ["trains_and_goes_on_elsewhere", "pads", "fails_together", "own_files"])
+@pytest.mark.parametrize(
+    "name", ["trains_and_goes_on_elsewhere", "pads", "members_stop_and_leave", "fails_together", "own_files"]
+)
 def test_two_processes(root: Path, name: str, process: int) -> None:
     found = json.loads((root / f"found {process}").read_text())
     assert not found[name], found[name]
@@ -208,6 +244,17 @@ def test_one_process_reads_what_two_have_trained(root: Path, name: str, size: in
     for mine, theirs in zip(
         numbers(nnx.state(load_member(path, 3, state))), numbers(nnx.state(expected.ensemble[3])), strict=True
     ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Trainer.fit")
+def test_members_stop_and_leave_as_in_one_process(root: Path) -> None:
+    trainer = ill_trainer_on(None)
+    expected, _ = trainer.fit(trainer.init(members(4)), BATCHES * 6, progress=False, **watching())
+    assert expected.standing.stopped[1] == 2
+    np.testing.assert_array_equal(expected.standing.restarts, [0, 0, 1, 0])
+    state = load(root / "files" / "watched" / "step_00000024", trainer.init(members(4)))
+    for mine, theirs in zip(numbers(state), numbers(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
 

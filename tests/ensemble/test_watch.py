@@ -108,14 +108,14 @@ class Test_early_stopping:
         assert set(sizes) == {8, 6, 4} or set(sizes) == {8, 6, 4, 3}
         assert set(seen[-1]) >= {1, 4, 7}
 
-    def test_a_run_ends_when_all_have_stopped(self):
+    def test_a_run_ends_when_all_have_stopped(self, capsys):
         trainer = Trainer(loss, optax.adam(0.01))
         found, _ = evaluate((2, 4, 6))
         stopping = EarlyStopping(evaluate=found, every=2, patience=2)
-        with pytest.warns(UserWarning, match="all members have stopped after step 10, 20 steps before the 30 asked"):
-            state, _ = trainer.fit(
-                trainer.init(numbered(3)), batches(30), steps=30, progress=False, early_stopping=stopping
-            )
+        state, _ = trainer.fit(trainer.init(numbered(3)), batches(30), steps=30, early_stopping=stopping)
+        shown = capsys.readouterr().err
+        assert "Step 8: member 1 stopped, not better for 2 evaluations." in shown
+        assert "All members have stopped after step 10, 20 steps before the 30 asked for." in shown
         assert int(state.step) == 10
         np.testing.assert_array_equal(state.standing.step, [6, 8, 10])
 
@@ -250,9 +250,9 @@ def one_run(directory, every=2, told=None):
 
 
 def kill_again_and_again(directory, kills):
-    """Start a run, kill it after a random time, and again; prints after which step each was killed."""
+    """Start a run, kill it after a random time, and again; prints the steps reached, and how many were writing."""
     generator = np.random.default_rng(0)
-    reached = []
+    reached, writing = [], 0
     for _ in range(kills):
         read, write = os.pipe()
         child = os.fork()
@@ -266,7 +266,8 @@ def kill_again_and_again(directory, kills):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         reached.append(max((int(path.name[5:]) for path in Path(directory).glob("step_*")), default=0))
-    os.write(1, json.dumps(reached).encode())
+        writing += any(Path(directory).glob(".step_*.unfinished"))
+    os.write(1, json.dumps([reached, writing]).encode())
 
 
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
@@ -274,11 +275,13 @@ def test_a_run_that_is_killed_twenty_times_is_as_if_it_had_not_been(tmp_path, as
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path / "killed"), "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    reached = json.loads(done.stdout.splitlines()[-1])
+    reached, writing = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < writing < 20  # killed during steps, and while a checkpoint was written
     assert reached == sorted(reached)  # what is named as a checkpoint is a whole one, and none is lost
     assert len(set(reached)) > 5
     assert 0 < reached[-1] < STEPS
     state, history = one_run(tmp_path / "killed", 40)
+    assert not list((tmp_path / "killed").glob(".*"))  # nothing is left of what was begun
     whole, expected = one_run(tmp_path / "whole", 40)
     assert_same(state, whole)
     np.testing.assert_equal(history, expected)

@@ -1,0 +1,177 @@
+"""What long runs cost: steps as members leave, the look at what is not finite, and batches of each member's own.
+
+python benchmarks/long_runs.py            measures, and rewrites the tables of benchmarks/README.md
+python benchmarks/long_runs.py --smoke    runs everything small and once, and writes nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _measure import interleaved, publish, ratio, table
+from _models import LEARNING_RATE, MLP, LeNet5, Transformer, chained, cross_entropy
+
+from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer
+
+
+class Timed:
+    """The same batch again and again; it notes when each is asked for."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.asked: list[float] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.asked.append(time.perf_counter())
+            yield self.batch
+
+
+def example(kind: type, batch: int) -> tuple[jax.Array, jax.Array]:
+    """A batch for a kind of model."""
+    generator = np.random.default_rng(0)
+    if kind is Transformer:
+        x = generator.integers(0, 128, (batch, 32)).astype(np.int32)
+    else:
+        side = 28 if kind is MLP else 32
+        x = generator.normal(size=(batch, side, side, 1)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(generator.integers(0, 10, batch).astype(np.int32))
+
+
+def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> list[dict[str, Any]]:
+    """Steps of a run in which half of the members stop at every evaluation but the first, against runs of as many."""
+    given = example(kind, batch)
+    trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy)
+    sizes: list[int] = []
+
+    def evaluate(members: Ensemble) -> np.ndarray:
+        sizes.append(len(members))
+        better = np.arange(len(members)) < max(1, len(members) // 2)
+        return np.where(better, -float(len(sizes)), 1.0)
+
+    counts = [size // 2**k for k in range(size.bit_length())]
+    steps = every * (len(counts) + 1)
+    for_all, alone = {}, {}
+    ways = {"leave": EarlyStopping(evaluate=evaluate, every=every, patience=1), "stay": None}
+    for way, stopping in ways.items():
+        timed = Timed(given)
+        state = trainer.init(Ensemble.create(kind, size, seed=0))
+        trainer.fit(state, timed, steps=steps, progress=False, early_stopping=stopping)
+        gaps = np.diff(timed.asked)
+        # Of each stretch the second half: programs are compiled in the first.
+        for k in range(len(counts)):
+            part = gaps[every * k + every // 2 + (every if k else 0) : every * (k + 2) - 1]
+            for_all[way, k] = statistics.median(part) * 1e3
+    for k, count in enumerate(counts):
+        timed = Timed(given)
+        state = trainer.init(Ensemble.create(kind, count, seed=0))
+        trainer.fit(state, timed, steps=2 * every, progress=False)
+        alone[k] = statistics.median(np.diff(timed.asked)[every:]) * 1e3
+    return [
+        {
+            "members that train": count,
+            "ms per step": f"{for_all['leave', k]:.2f}",
+            "of the first": f"{for_all['leave', k] / for_all['leave', 0]:.2f}",
+            "nobody leaves (ms)": f"{for_all['stay', k]:.2f}",
+            "an ensemble of so many (ms)": f"{alone[k]:.2f}",
+        }
+        for k, count in enumerate(counts)
+    ]
+
+
+def freezing(
+    cases: list[tuple[type, int, tuple[str, ...]]], batch: int, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
+    """A step with the look at loss and gradients, and without, both executed alike; all of a case take turns."""
+    rows = []
+    for kind, size, strategies in cases:
+        given = example(kind, batch)
+        candidates: dict[Any, Callable[[], Any]] = {}
+        found = {}
+        for strategy in strategies:
+            for way in ("ignore", "freeze"):
+                trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy, nonfinite=way)
+                state = trainer.init(Ensemble.create(kind, size, seed=0))
+                # "auto" chooses once, without the look.
+                found[strategy] = execution = trainer.advance(state, given, found.get(strategy))[2]
+
+                def step(state: Any, trainer: Trainer = trainer, execution: Any = execution, given: Any = given) -> Any:
+                    return trainer.advance(state, given, execution)[:2]
+
+                candidates[strategy, way] = chained(step, state)
+        times = interleaved(candidates, rounds=rounds, seconds=seconds)
+        for strategy in strategies:
+            freeze, ignore = (times[strategy, way]["median_ms"] for way in ("freeze", "ignore"))
+            rows.append(
+                {
+                    "": f"{kind.__name__}, {size} members",
+                    "executed as": str(found[strategy]),
+                    "freeze (ms)": f"{freeze:.2f}",
+                    "ignore (ms)": f"{ignore:.2f}",
+                    "ratio": f"{ratio(times, (strategy, 'freeze'), (strategy, 'ignore')):.2f}",
+                }
+            )
+    return rows
+
+
+def sampling(count: int, members: int, rounds: int) -> list[dict[str, Any]]:
+    """Drawing a batch of 64 for each member from one copy of the data, against a copy for each."""
+    data = jnp.zeros((count, 784)), jnp.zeros(count, jnp.int32)
+    key = jax.random.key(0)
+    shared, own = (
+        iter(Batches(data, 64, key=key, **options)) for options in ({}, {"members": members, "draw": "bootstrap"})
+    )
+    copies = jnp.zeros((members, count, 784))
+    take = jax.jit(jax.vmap(lambda x, index: x[index]))
+    index = jax.random.randint(key, (members, 64), 0, count)
+    times = interleaved(
+        {"shared": lambda: next(shared), "own": lambda: next(own), "copies": lambda: take(copies, index)},
+        rounds=rounds,
+        seconds=0.05,
+    )
+    held = sum(x.nbytes for x in data) / 2**20
+    return [
+        {"batches": "the same for all", "ms": f"{times['shared']['median_ms']:.2f}", "memory (MiB)": f"{held:.0f}"},
+        {
+            "batches": f"of each of {members} members' own bootstrap sample",
+            "ms": f"{times['own']['median_ms']:.2f}",
+            "memory (MiB)": f"{held + members * count * 4 / 2**20:.0f}",
+        },
+        {
+            "batches": "likewise, from a copy of the data for each",
+            "ms": f"{times['copies']['median_ms']:.2f}",
+            "memory (MiB)": f"{copies.nbytes / 2**20:.0f}",
+        },
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
+    smoke = parser.parse_args().smoke
+    rounds, batch, strategy = (2, 4, "vmap") if smoke else (15, 64, "auto")
+    cases = [(MLP, 10, ("vmap", "map", "unroll", "loop")), (MLP, 100, ("vmap", "map"))]
+    cases += [(LeNet5, 10, ("auto",)), (Transformer, 8, ("auto",))]
+    cases = [(MLP, 2, ("vmap",))] if smoke else cases
+    parts = {
+        "Steps as members leave: MLP, 64 of them": leaving(MLP, *((2, 4) if smoke else (64, 40)), batch, strategy),
+        "What it costs to notice what is not finite": freezing(cases, batch, rounds, 0.001 if smoke else 0.2),
+        "Batches": sampling(100 if smoke else 6000, 2 if smoke else 16, rounds),
+    }
+    text = "\n\n".join(f"### {title}\n\n{table(rows)}" for title, rows in parts.items())
+    print(text)
+    if not smoke:
+        about = f"jax {jax.__version__}, {jax.devices()[0].device_kind}."
+        publish("long_runs", f"{about}\n\n{text}", {"about": about, **parts})
+
+
+if __name__ == "__main__":
+    main()
