@@ -15,7 +15,7 @@ class TensorBoard:
     """A callback of `Trainer.fit` that writes the scalars of each member for TensorBoard.
 
     Every member has a directory of its own, `member_03` and so on, so that one chart shows a metric of all of them, and
-    members can be chosen.
+    members can be chosen. Where several processes train one ensemble, give it to the `fit` of one of them.
 
     Args:
       directory: where to write; made where it is missing.

@@ -250,7 +250,7 @@ def test_select_refuses(trained, indices, error, message):
     with pytest.raises(error, match=message):
         select(trained[1], indices)
     with pytest.raises(TypeError, match="select: needs an Ensemble or a TrainState, but got"):
-        select(3, [0])  # type: ignore[type-var]
+        select(3, [0])  # type: ignore[type-var]  # no ensemble, which is what is tested
 
 
 def test_k_best_refuses():

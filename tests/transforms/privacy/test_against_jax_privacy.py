@@ -406,7 +406,7 @@ def test_what_both_refuse_they_refuse_with_the_same_type(name: str) -> None:
 def test_a_missing_bound_is_a_type_error() -> None:
     for of in (clipped_grad, jax_privacy.clipped_grad):
         with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'l2_clip_norm'"):
-            of(loss)  # type: ignore[call-arg]
+            of(loss)  # type: ignore[call-arg]  # what is missing is what is tested
 
 
 # Errors there that are found late, by what happens to fail; ours say what is wrong, and are of the documented types.
