@@ -141,7 +141,7 @@ def run(root: Path) -> dict[str, Any]:
 
     @check
     def members_stop_and_leave() -> None:
-        trainer, told = ill_trainer_on(flat), []
+        trainer, told = ill_trainer_on(flat), list[int]()
         options: dict[str, Any] = {**watching(), "checkpoint_dir": root / "watched", "callbacks": [told_to(told)]}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
