@@ -8,6 +8,7 @@ from ._jacobian import jacfwd, jacobian, jacrev
 from ._linear import jvp, linearize, vjp
 from ._products import gnvp, hvp, value_grad_and_hvp, vhp
 from ._taylor import derivative
+from ._trace import hessian_diagonal, hessian_trace, hutchinson_trace
 from ._vmap import vmap
 from .privacy import clipped_grad, per_sample_grad, per_sample_norm
 
@@ -20,6 +21,9 @@ __all__ = [
     "gnvp",
     "grad",
     "hessian",
+    "hessian_diagonal",
+    "hessian_trace",
+    "hutchinson_trace",
     "hvp",
     "jacfwd",
     "jacobian",

@@ -271,10 +271,10 @@ def _forward(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[li
         def column(k: Any) -> list[Any]:
             return jax.tree.leaves(push(*jax.tree.unflatten(treedef, basis(k))))
 
-        return _map(column if chunk_size is None else _checkpoint(column), size, -1, chunk_size)
+        return map_slices(column if chunk_size is None else checkpoint(column), size, -1, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(out)]
-    parts = _by_array(inputs, columns, -1, chunk_size)
+    parts = by_array(inputs, columns, -1, chunk_size)
     return (
         out,
         [
@@ -296,7 +296,7 @@ def _reverse(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tup
         def row(k: Any) -> list[Any]:
             return jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
 
-        return _map(row if chunk_size is None else _checkpoint(row), size, axis, chunk_size)
+        return map_slices(row if chunk_size is None else checkpoint(row), size, axis, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(call.primals)]
     return (
@@ -306,18 +306,18 @@ def _reverse(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tup
                 array.reshape(*shape[:axis], *jnp.shape(leaf), *shape[axis:])
                 for array, shape in zip(part, shapes, strict=True)
             ]
-            for part, leaf in zip(_by_array(outputs, rows, axis, chunk_size), outputs, strict=True)
+            for part, leaf in zip(by_array(outputs, rows, axis, chunk_size), outputs, strict=True)
         ],
         rest,
     )
 
 
 # What is differentiated in chunks keeps nothing of one for the next.
-_checkpoint = partial(jax.checkpoint, prevent_cse=False)
+checkpoint = partial(jax.checkpoint, prevent_cse=False)
 _COMPUTE = {"forward": _forward, "reverse": _reverse}
 
 
-def _by_array(
+def by_array(
     arrays: list[Any],
     compute: Callable[[Callable[[Any], list[Any]], int], list[Any]],
     axis: int,
@@ -350,7 +350,7 @@ def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
     return units
 
 
-def _map(fun: Callable[[Any], list[Any]], size: int, axis: int, chunk_size: int | None) -> list[Any]:
+def map_slices(fun: Callable[[Any], list[Any]], size: int, axis: int, chunk_size: int | None) -> list[Any]:
     """`fun` of 0 to `size`, along `axis` of its results."""
     if size == 1:  # a gradient: mapping it costs a few operations in vain
         return [jnp.expand_dims(leaf, axis) for leaf in fun(0)]

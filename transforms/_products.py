@@ -178,17 +178,17 @@ def _value_grad_and_hvp(
     return value, gradients, products, aux
 
 
-def _gradient(api: str, call: Call) -> Callable[..., Any]:
+def gradient_of(api: str, call: Call) -> Callable[..., Any]:
     """From primals to `(gradients, (value, rest))`."""
 
     def gradient(*primals: Any) -> Any:
         value, pull, rest = jax.vjp(call, *primals, has_aux=True)
-        return pull(_seed(api, value)), (value, rest)
+        return pull(seed_of(api, value)), (value, rest)
 
     return gradient
 
 
-def _seed(api: str, value: Any) -> Any:
+def seed_of(api: str, value: Any) -> Any:
     return scalar_seed(
         f"{api}: fun",
         value,
@@ -197,12 +197,12 @@ def _seed(api: str, value: Any) -> Any:
 
 
 def _forward_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
-    gradients, products, (value, rest) = jax.jvp(_gradient(api, call), call.primals, tangents, has_aux=True)
+    gradients, products, (value, rest) = jax.jvp(gradient_of(api, call), call.primals, tangents, has_aux=True)
     return value, gradients, products, rest
 
 
 def _reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
-    gradients, pull, (value, rest) = jax.vjp(_gradient(api, call), *call.primals, has_aux=True)
+    gradients, pull, (value, rest) = jax.vjp(gradient_of(api, call), *call.primals, has_aux=True)
     return value, gradients, pull(tangents), rest
 
 
@@ -212,7 +212,7 @@ def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> An
         return (value, tangent), rest
 
     (value, _), pull, rest = jax.vjp(derivative, *call.primals, has_aux=True)
-    one = _seed(api, value)
+    one = seed_of(api, value)
     zero = jnp.zeros_like(one)
     return value, pull((one, zero)), pull((zero, one)), rest
 

@@ -1,0 +1,256 @@
+"""Parts of a Hessian that is never formed: `hessian_diagonal`, `hessian_trace`, and `hutchinson_trace` by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._arguments import Argnums, check_argnums, check_callable, check_count, describe, wrap_like
+from ._budget import check_budget, largest_chunk, temporaries
+from ._call import Call
+from ._chunk import check_chunk_size
+from ._jacobian import by_array, checkpoint, map_slices
+from ._products import gradient_of, seed_of
+
+
+def hessian_diagonal(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """Diagonal of the Hessian of a scalar function, exactly.
+
+    Args:
+      fun: a function, a bound method or a module, of real arrays, that returns one real scalar.
+      argnums: as for `jacfwd`.
+      has_aux: whether `fun` returns `(output, aux)`; the result is then `(diagonal, aux)`.
+      chunk_size: how many entries to compute at a time; None computes all at once.
+      memory_budget: as for `jacfwd`.
+
+    Returns:
+      A function of the same arguments that returns the second derivative by each number of the argument: its structure,
+      shapes and dtypes (a tuple of such for a tuple of argnums; `nnx.State` for a module).
+
+    Raises:
+      TypeError: `fun` does not return one real scalar; an argument that is not real floating point; `argnums` of a
+        wrong type.
+      ValueError: as for `jacfwd`.
+
+    Cost:
+      A second derivative along a line for each number, in forward mode: two to three evaluations. Functions that it
+      does not take (`jax.custom_vjp`) cost a product with the Hessian for each.
+
+    Source:
+      Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import hessian_diagonal
+      >>> hessian_diagonal(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
+      Array([ 6., 12.], dtype=float32)
+    """
+    return _of_diagonal("hessian_diagonal", fun, argnums, has_aux, chunk_size, memory_budget, lambda form, _: form)
+
+
+def hessian_trace(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """Trace of the Hessian of a scalar function, exactly.
+
+    Args:
+      fun: as for `hessian_diagonal`.
+      argnums: as for `hessian_diagonal`; the trace is over all of these arguments.
+      has_aux: as for `hessian_diagonal`.
+      chunk_size: as for `hessian_diagonal`.
+      memory_budget: as for `hessian_diagonal`.
+
+    Returns:
+      A function of the same arguments that returns a scalar.
+
+    Raises:
+      TypeError, ValueError: as for `hessian_diagonal`.
+
+    Cost:
+      That of `hessian_diagonal`. For an estimate at a cost that does not grow with the dimension: `hutchinson_trace`.
+
+    Source:
+      Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import hessian_trace
+      >>> hessian_trace(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
+      Array(18., dtype=float32)
+    """
+    return _of_diagonal(
+        "hessian_trace", fun, argnums, has_aux, chunk_size, memory_budget, lambda _, parts: _total(parts)
+    )
+
+
+def hutchinson_trace(
+    fun: Callable[..., Any],
+    samples: int,
+    argnums: Argnums = 0,
+    *,
+    chunk_size: int | None = None,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Trace of the Hessian of a scalar function, estimated from products with random signs.
+
+    Args:
+      fun: as for `hessian_diagonal`.
+      samples: how many products, at least 2: the error falls as 1 / sqrt(samples).
+      argnums: as for `hessian_trace`, counted without the key.
+      chunk_size: how many samples to compute at a time; None computes all at once.
+
+    Returns:
+      A function of a key and the arguments of `fun`: `(mean, standard_error)`, two scalars. The mean of many estimates
+      is the trace; the mean over the standard error is distributed nearly as Student's t with samples - 1 degrees of
+      freedom. Where the Hessian is diagonal both are exact, and the error 0.
+
+    Raises:
+      TypeError: `samples` is no int; the key is none; else as for `hessian_diagonal`.
+      ValueError: `samples` is below 2; else as for `hessian_diagonal`.
+
+    Cost:
+      A product with the Hessian for each sample, about twice a gradient.
+
+    Source:
+      Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix for Laplacian smoothing splines".
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms import hutchinson_trace
+      >>> mean, error = hutchinson_trace(lambda x: (x**3).sum(), 4)(jax.random.key(0), jnp.array([1.0, 2.0]))
+      >>> float(mean), float(error)
+      (18.0, 0.0)
+    """
+    check_callable("hutchinson_trace", fun)
+    positions = check_argnums("hutchinson_trace", argnums)
+    check_count("hutchinson_trace", "samples", samples, 2)
+    check_chunk_size("hutchinson_trace", chunk_size)
+
+    def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+        if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape:
+            raise TypeError(
+                f"hutchinson_trace: the first argument must be a key, such as jax.random.key(0), but got "
+                f"{describe(key)}."
+            )
+        call = _prepared("hutchinson_trace", fun, positions, False, args, kwargs)
+        inputs, treedef = jax.tree.flatten(call.primals)
+        _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
+        call.finish(rest)
+
+        def sample(i: Any) -> list[jax.Array]:
+            keys = jax.random.split(jax.random.fold_in(key, i), max(1, len(inputs)))
+            signs = [
+                jax.random.rademacher(k, jnp.shape(x), jnp.result_type(x)) for k, x in zip(keys, inputs, strict=True)
+            ]
+            products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, signs)))
+            return [_total([s * p for s, p in zip(signs, products, strict=True)])]
+
+        (found,) = map_slices(sample if chunk_size is None else checkpoint(sample), samples, 0, chunk_size)
+        return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
+
+    return estimate
+
+
+def _prepared(
+    api: str, fun: Callable[..., Any], positions: tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
+) -> Call:
+    call = Call(api, fun, positions, has_aux, args, kwargs)
+    call.check_floating(complex_too=False)
+    return call
+
+
+def _of_diagonal(
+    api: str,
+    fun: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    chunk_size: int | None,
+    memory_budget: int | str | None,
+    result_of: Callable[[Any, list[jax.Array]], Any],
+) -> Callable[..., Any]:
+    """What `result_of` makes of the diagonal, in the form of the arguments and as a list of arrays."""
+    check_callable(api, fun)
+    positions = check_argnums(api, argnums)
+    check_chunk_size(api, chunk_size)
+    budget = check_budget(api, memory_budget, chunk_size)
+
+    def of_arguments(*args: Any, **kwargs: Any) -> Any:
+        call = _prepared(api, fun, positions, has_aux, args, kwargs)
+        value, rest = call(*call.primals)
+        seed_of(api, value)  # refuses what is no scalar
+        inputs, treedef = jax.tree.flatten(call.primals)
+        chunk = chunk_size
+        if budget is not None:
+            most = max([1, *map(jnp.size, inputs)])
+            chunk = largest_chunk(api, lambda k: temporaries(partial(_diagonal, api, call, k)), most, budget)
+        parts = _diagonal(api, call, chunk)
+        aux = call.finish(rest)
+        forms = tuple(call.gradient(i, tree) for i, tree in enumerate(jax.tree.unflatten(treedef, parts)))
+        result = result_of(forms if isinstance(argnums, (tuple, list)) else forms[0], parts)
+        return (result, aux) if has_aux else result
+
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return _of_diagonal(api, fun, argnums, has_aux, chunk_size, memory_budget, result_of)
+
+    return wrap_like(fun, api, of_arguments, again)
+
+
+def _diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
+    """For each array of the input the second derivatives by its numbers."""
+    inputs, treedef = jax.tree.flatten(call.primals)
+
+    def entries_of(entry: Callable[[list[Any]], jax.Array]) -> list[jax.Array]:
+        def entries(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+            def of_unit(k: Any) -> list[Any]:
+                return [entry(basis(k))]
+
+            return map_slices(of_unit if chunk_size is None else checkpoint(of_unit), size, 0, chunk_size)
+
+        found = by_array(inputs, entries, 0, chunk_size)
+        return [part.astype(jnp.result_type(x)).reshape(jnp.shape(x)) for (part,), x in zip(found, inputs, strict=True)]
+
+    def along(unit: list[Any]) -> jax.Array:
+        """The second derivative along a line: forward over forward mode, without what leads back to the inputs."""
+        direction = jax.tree.unflatten(treedef, unit)
+
+        def slope(*primals: Any) -> Any:
+            return jax.jvp(lambda *primals: call(*primals)[0], primals, direction)[1]
+
+        return jax.jvp(slope, call.primals, direction)[1]
+
+    def by_products() -> list[jax.Array]:
+        push = jax.linearize(gradient_of(api, call), *call.primals, has_aux=True)[1]
+
+        def entry(unit: list[Any]) -> jax.Array:
+            products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, unit)))
+            return _total([x * y for x, y in zip(unit, products, strict=True)])
+
+        return entries_of(entry)
+
+    try:
+        return entries_of(along)
+    except TypeError as refused:  # a jax.custom_vjp
+        try:
+            return by_products()
+        except TypeError:
+            raise refused from None
+
+
+def _total(parts: list[jax.Array]) -> jax.Array:
+    return jnp.stack([part.sum() for part in parts]).sum() if parts else jnp.zeros(())
