@@ -21,6 +21,7 @@ from ..transforms._processes import Group
 from ..transforms._store import Store
 from ._checkpoint import read_run, write_state
 from ._mesh import everywhere
+from ._standing import Stop
 from ._state import TrainState
 from ._strategy import Execution
 from ._watch import EarlyStopping, Restarts, Watch, members_in_words
@@ -104,7 +105,8 @@ def fit(
     start = int(state.step)
     target = None if steps is None else start + steps
     group = Group.of(state.contents())
-    watch = Watch(early_stopping, restarts, state.structure_and_size()[1])
+    watch = Watch(early_stopping, restarts, state.structure_and_size()[1], start)
+    given = state
     store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
     resumed = None if store is None else store.newest(partial(_resume, state, trainer.settings(), watch))
     if resumed is not None and int(resumed.state.step) < start:
@@ -145,12 +147,18 @@ def fit(
     last = watch.whole(last)
     if watch.finished:
         step = int(last.step)
-    if trainer.freezes and step > int(state.step):
-        _warn_of_the_last(sound_before=watch.sound(state), last=last, watch=watch)
+    spoiled = watch.spoiled(given, last) if trainer.freezes and step > start else ()
+    if len(spoiled):
+        warnings.warn(
+            f"Trainer.fit: the parameters of {members_in_words(spoiled)} are no longer finite, though the gradients "
+            "that made them were; the learning rate may be too large, or not finite.",
+            stacklevel=3,
+        )
     if target is not None and step < target and not interrupted:
         why = "all members have stopped" if watch.finished else "the batches ended"
         ends = f"{why} after step {step}, {target - step} steps before the {steps} asked for."
-        if not (watch.finished and early_stopping is not None):
+        stopped_early = (np.asarray(everywhere(last.rows()[3].stopped)) == Stop.EARLY).any()
+        if not (watch.finished and stopped_early):
             warnings.warn(f"Trainer.fit: {ends}", stacklevel=3)
         elif aloud:  # which is what it was asked for
             tqdm.write(ends.capitalize(), file=sys.stderr)
@@ -200,6 +208,9 @@ class _Run:
         lineup, size = reported.lineup, self.watch.size
         metrics = {name: x for name, x in reported.metrics.items() if is_recorded(x)}
         stopped = np.asarray(metrics.pop("stopped"))
+        self.watch.notice(stopped)
+        if (stopped > 0).all():  # nobody has trained
+            return
         if (stopped < 0).any():
             named = members_in_words(lineup[stopped < 0])
             warnings.warn(
@@ -207,7 +218,6 @@ class _Run:
                 "everything of it stays as it was before.",
                 stacklevel=6,  # where fit was called: this is in it, in the loop, in what waits for a step
             )
-        self.watch.notice(stopped)
         trained = np.zeros(size, bool)
         trained[lineup] = stopped <= 0
         if len(lineup) < size:
@@ -228,17 +238,6 @@ class _Run:
         about, more = vars(self.trainer.settings(self.execution)), self.watch.parts(step, whole)
         self.store.write(
             step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
-        )
-
-
-def _warn_of_the_last(sound_before: np.ndarray, last: TrainState, watch: Watch) -> None:
-    """Warn of members whose parameters the last step has made not finite: no step follows that would notice."""
-    ill = sound_before & ~watch.sound(last)
-    if ill.any():
-        warnings.warn(
-            f"Trainer.fit: the parameters of {members_in_words(np.flatnonzero(ill))} are not finite, though the "
-            "gradients that made them were; is the learning rate?",
-            stacklevel=4,
         )
 
 

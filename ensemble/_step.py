@@ -65,8 +65,8 @@ class MemberStep:
         takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at}
         new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
-        # Known before the update, so that the choice costs no pass over the arrays. (What the update makes is not
-        # looked at, which would: of parameters that are not finite the next loss tells.)
+        # Known before the update, so that XLA chooses while it updates. To look at the new parameters too would cost
+        # more passes over all arrays; where they are not finite, the next loss nearly always is not either.
         kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
         # Below zero at the step that stops it.
         stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)

@@ -74,8 +74,8 @@ class Trainer:
       nonfinite: what becomes of a member when its loss or its gradients are not finite, or the sums of the latter
         overflow. "freeze": it stays as it was before that step, and no longer trains; `state.standing` tells, and `fit`
         warns. (Where gradients are finite but new parameters are not, as with an infinite learning rate, the next loss
-        tells.) "ignore": it goes on, which is for optimisers that take care of that (`optax.apply_if_finite`, scaled
-        losses).
+        nearly always tells; of what is left at the end `fit` warns.) "ignore": it goes on, which is for optimisers that
+        take care of that (`optax.apply_if_finite`, scaled losses).
 
     Raises:
       TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is no

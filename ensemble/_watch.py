@@ -19,7 +19,7 @@ from jax import lax
 from ..transforms._arguments import check_count, describe
 from ._ensemble import Ensemble
 from ._mesh import Layout, everywhere
-from ._standing import Stop, finite, still_finite, with_other_keys
+from ._standing import Stop, still_finite, with_other_keys
 from ._state import TrainState, cut
 from ._strategy import like
 
@@ -122,7 +122,7 @@ class Watch:
       everyone: the state of all, where some have left the run: that of those is final, that of the others is old.
       best: of those in the run, the trainable and the other arrays at the best evaluation of each.
       snapshot: of those in the run, the arrays to which they are put back.
-      start: the step after which the run began.
+      start: the step of the state that was handed in.
       behind: whether some of those are older than the last look.
       values: each member's best value, NaN before there is one.
       waits: for how many evaluations it has not become better.
@@ -132,11 +132,11 @@ class Watch:
     early: EarlyStopping | None
     restarts: Restarts | None
     size: int
+    start: int
     lineup: np.ndarray = field(init=False)
     everyone: TrainState | None = None
     best: Any = None
     snapshot: Any = None
-    start: int = 0
     behind: bool = False
     values: np.ndarray = field(init=False)
     waits: np.ndarray = field(init=False)
@@ -149,7 +149,6 @@ class Watch:
 
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         """The state with which a run begins, of that of all members and what `parts` gave with it."""
-        self.start = int(state.step)
         if self.early is not None:
             self.best = saved.get("best", state.rows()[:2])
             if "watch" in saved:
@@ -204,11 +203,13 @@ class Watch:
             self.finished = True
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state of all members, for that of those in the run."""
+        """The state of all members, for that of those in the run; where nobody goes on, that of the last step."""
         if self.everyone is not None:
             rows = self.everyone.rows()
             arrays = self._of_all(rows, _alike(state.rows(), rows, len(self.lineup)))
             state = TrainState.of_padded(state.structure_and_size()[0], arrays, self.size, state.step)
+        # A look, or a step that is computed, tells later than the state.
+        self.finished = self.finished or not self._going(*_known(state)).any()
         if self.finished and (late := int(state.step) - self.last_step(state)):
             structure, size = state.structure_and_size()
             state = TrainState.of_padded(structure, state.rows(), size, state.step - np.int32(late))
@@ -219,9 +220,11 @@ class Watch:
         steps = np.asarray(everywhere(state.rows()[3].step))[: self.size]
         return max(int(steps.max()), self.start)
 
-    def sound(self, state: TrainState) -> np.ndarray:
-        """For each of all members whether its parameters are finite."""
-        return np.asarray(everywhere(_finite(state.rows()[0])))[: self.size]
+    def spoiled(self, given: TrainState, last: TrainState) -> np.ndarray:
+        """Which of all members have parameters that are not finite, and were so when the run began."""
+        rows = last.rows()[0]
+        sound = _sound(rows, _alike(given.rows()[0], rows, self.size))
+        return np.flatnonzero(~np.asarray(everywhere(sound))[: self.size])
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
         """Of a batch, of which some arrays have a part for each member, those of the members in the run."""
@@ -364,9 +367,6 @@ def _held(rows: Any, layout: Layout | None) -> Any:
 @jax.jit
 def _chosen(mask: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(like(mask, x), x, y), new, old)
-
-
-_finite = jax.jit(jax.vmap(finite))
 
 
 @jax.jit

@@ -194,7 +194,9 @@ def learning_curves(
     import matplotlib as mpl
 
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(groups))) if len(groups) > 1 else ["C0"]
-    for group, colour in zip(groups, colours, strict=True):
+    short = [f"{group:.3g}" if isinstance(group, float) else str(group) for group in groups]
+    labels = short if len(set(short)) == len(groups) else list(map(str, groups))
+    for group, colour, label in zip(groups, colours, labels, strict=True):
         per_step: dict[int, list[float]] = {}
         for row in rows:
             if by is None or row[by] == group:
@@ -202,8 +204,7 @@ def learning_curves(
         steps = sorted(per_step)
         values = [[x for x in per_step[step] if np.isfinite(x)] or [np.nan] for step in steps]
         ax.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, linewidth=0)
-        label = None if by is None else (f"{group:.3g}" if isinstance(group, (int, float)) else str(group))
-        ax.plot(steps, list(map(np.median, values)), color=colour, linewidth=1.4, label=label)
+        ax.plot(steps, list(map(np.median, values)), color=colour, linewidth=1.4, label=None if by is None else label)
     ax.set(xlabel="step", ylabel=metric)
     if by is not None:
         ax.legend(fontsize=8, title=by.replace("_", " "), title_fontsize=8)

@@ -76,6 +76,20 @@ def test_learning_curves_have_bands():
 
 
 @pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([1024, 1020], ["1024", "1020"]),
+        ([0.00037275937, 1.0], ["0.000373", "1"]),
+        ([0.12345, 0.12346], ["0.12345", "0.12346"]),
+        (["adam", "sgd"], ["adam", "sgd"]),
+    ],
+)
+def test_groups_have_short_labels_that_differ(values, labels):
+    history = [{"step": 1, "member": i, "loss": 1.0, "of": value} for i, value in enumerate(values)]
+    assert [line.get_label() for line in plots.learning_curves(history, by="of").lines] == labels
+
+
+@pytest.mark.parametrize(
     ("module", "use", "extra"),
     [
         ("matplotlib.figure", lambda _: plots.learning_curves(HISTORY), "plot"),

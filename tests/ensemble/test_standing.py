@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Ensemble, Restarts, Trainer
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer
 from plurax.ensemble._standing import finite, still_finite
 
 STRATEGIES = [("vmap", None), ("vmap", 2), ("map", None), ("unroll", None), ("loop", None)]
@@ -85,6 +85,28 @@ def test_a_loss_or_a_gradient_that_is_not_finite(loss, optimizer, assert_same):
     np.testing.assert_array_equal(after.standing.stopped, [0, 0])
 
 
+def test_parameters_of_eight_bits_train():
+    class Small(nnx.Module):
+        def __init__(self, rngs):
+            self.scale = nnx.BatchStat(jnp.ones(2, jnp.float8_e4m3fn))
+            self.weight = nnx.Param(jnp.ones(2))
+
+        def __call__(self, x):
+            return x * self.weight[...] * self.scale[...].astype(jnp.float32)
+
+    trainer = Trainer(lambda model, x: jnp.sum(model(x) ** 2), optax.sgd(0.1))
+    state = trainer.init(Ensemble.create(Small, 2, seed=0))
+    state, _ = trainer.fit(state, [jnp.ones(2)] * 4, progress=False, restarts=Restarts(every=2))
+    np.testing.assert_array_equal(state.standing.stopped, [0, 0])
+    assert finite(jnp.ones(3, jnp.float8_e4m3fn))
+    assert not finite(jnp.array([1.0, jnp.nan], jnp.float8_e4m3fn))
+
+
+def test_large_numbers_of_a_mask_are_finite():
+    mask = jnp.full(4, jnp.finfo(jnp.float32).min)
+    assert still_finite(mask, jnp.zeros(4))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 def test_one_number_that_is_not_finite_is_found(dtype, value):
@@ -111,17 +133,18 @@ def test_parameters_that_are_not_finite_show_in_the_next_loss():
     trainer, state, batches = ends_with_parameters_that_are_not_finite()
     with (
         pytest.warns(UserWarning, match="member 1 stopped at step 5, since the loss or the gradients were not finite"),
-        pytest.warns(UserWarning, match="the parameters of member 1 are not finite"),
+        pytest.warns(UserWarning, match="the parameters of member 1 are no longer finite"),
     ):
         state, _ = trainer.fit(state, batches, progress=False)
     np.testing.assert_array_equal(state.standing.stopped, [0, 1])
 
 
-def test_parameters_that_the_last_step_spoils_are_reported():
-    trainer, state, batches = ends_with_parameters_that_are_not_finite()
-    with pytest.warns(UserWarning, match="the parameters of member 1 are not finite, though the gradients that made"):
-        state, _ = trainer.fit(state, batches[:4], progress=False)
-    np.testing.assert_array_equal(state.standing.stopped, [0, 0])
+def test_parameters_that_the_last_step_spoils_are_reported(tmp_path):
+    trainer, start, batches = ends_with_parameters_that_are_not_finite()
+    for _ in range(2):  # a run that goes on tells it too
+        with pytest.warns(UserWarning, match="the parameters of member 1 are no longer finite, though the gradients"):
+            state, _ = trainer.fit(start, batches[:4], progress=False, checkpoint_dir=tmp_path)
+        np.testing.assert_array_equal(state.standing.stopped, [0, 0])
 
 
 def test_parameters_that_are_not_finite_on_purpose_may_stay():
@@ -138,26 +161,30 @@ def test_parameters_that_are_not_finite_on_purpose_may_stay():
     np.testing.assert_array_equal(state.standing.stopped, [0, 0])
 
 
+@pytest.mark.parametrize("options", [{}, {"early_stopping": EarlyStopping(evaluate=lambda ens: np.zeros(len(ens)))}])
 @pytest.mark.parametrize("every", [None, 1, 2, 3])
-def test_a_run_ends_when_nobody_trains(every, tmp_path):
+def test_a_run_ends_when_nobody_trains(every, options, tmp_path):
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0)
     trainer = Trainer(lambda model, x: jnp.log(x).sum() + 0 * model(x).sum(), optax.sgd(0.1))
     batches = [jnp.ones((1, 3))] * 2 + [-jnp.ones((1, 3))] * 20
     start = trainer.init(ensemble)
-    options = {"checkpoint_dir": tmp_path, "checkpoint_every": every} if every else {}
+    told = []
+    options = {**options, "callbacks": [lambda step, _: told.append(step)], "progress": False}
+    options |= {"checkpoint_dir": tmp_path, "checkpoint_every": every} if every else {}
     with (
         pytest.warns(UserWarning, match="members 0, 1 stopped at step 3"),
         pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 asked"),
     ):
-        state, history = trainer.fit(start, batches, steps=22, progress=False, **options)
+        state, history = trainer.fit(start, batches, steps=22, **options)
     assert int(state.step) == 3
+    assert told == [1, 2, 3]
     assert [row["step"] for row in history] == [1, 1, 2, 2, 3, 3]
     if every:
         assert max(path.name for path in tmp_path.iterdir()) == "step_00000003"
         with pytest.warns(UserWarning, match="all members have stopped after step 3, 19 steps before the 22 asked"):
-            again, told = trainer.fit(start, batches, steps=22, progress=False, **options)
+            again, rows = trainer.fit(start, batches, steps=22, **options)
         assert int(again.step) == 3
-        np.testing.assert_equal(told, history)
+        np.testing.assert_equal(rows, history)
 
 
 class Test_restarts:
@@ -235,6 +262,22 @@ class Test_restarts:
         assert np.isfinite(state.ensemble.trainable["kernel"]).all()
         whole, _ = trainer.fit(start, batches, progress=False, restarts=options["restarts"])
         assert_same(state, whole)
+
+    @pytest.mark.filterwarnings("ignore:Trainer.fit")
+    @pytest.mark.parametrize("every", [None, 1, 3])
+    @pytest.mark.parametrize("cut", [None, 6, 7])
+    def test_end_at_the_last_step_that_counted(self, every, cut, tmp_path, assert_same):
+        trainer, start = self.make()
+        batches = self.batches(20, {(i, m) for i in (2, 5) for m in range(3)})  # at the fifth step for good
+        options = {"progress": False, "restarts": Restarts(every=4, times=1)}
+        expected, _ = trainer.fit(start, batches, **options)
+        assert int(expected.step) == 5
+        options |= {"checkpoint_dir": tmp_path, "checkpoint_every": every, "checkpoint_keep": 1}
+        if cut:
+            assert_same(trainer.fit(start, batches, steps=cut, **options)[0], expected)
+        for _ in range(2):
+            assert_same(trainer.fit(start, batches, **options)[0], expected)
+            assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 
     @pytest.mark.parametrize("cut", [5, 7, 8])
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")

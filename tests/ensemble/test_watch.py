@@ -276,7 +276,7 @@ def test_a_run_that_is_killed_twenty_times_is_as_if_it_had_not_been(tmp_path, as
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     reached, writing = json.loads(done.stdout.splitlines()[-1])
-    assert 0 < writing < 20  # killed during steps, and while a checkpoint was written
+    assert writing  # some were killed while they wrote a checkpoint
     assert reached == sorted(reached)  # what is named as a checkpoint is a whole one, and none is lost
     assert len(set(reached)) > 5
     assert 0 < reached[-1] < STEPS

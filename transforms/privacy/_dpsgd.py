@@ -308,9 +308,9 @@ class DPSGD:
           progress: whether to show a bar with a bound of the ε that is spent (of each member, unless `together`).
           checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
             a whole checkpoint later than `state`, training goes on from the newest, to the same bits as if it had not
-            stopped; the steps count from `state`. A damaged one is passed over with a warning. What else is in the
-            directory stays as it is. A final checkpoint is always written. They hold the keys of noise and batches:
-            keep them as secret as the data.
+            stopped; the steps count from `state`. A damaged one is passed over with a warning, and what a run that was
+            killed had begun to write is removed. What else is in the directory stays as it is. A final checkpoint is
+            always written. They hold the keys of noise and batches: keep them as secret as the data.
           checkpoint_every: steps between checkpoints; None writes only the final one.
           checkpoint_keep: how many checkpoints to keep, the newest.
           history_every: steps between rows of the history.
