@@ -5,6 +5,7 @@ from ._dual import Dual, dual
 from ._grad import grad, value_and_grad
 from ._hessian import hessian
 from ._jacobian import jacfwd, jacobian, jacrev
+from ._laplacian import laplacian
 from ._linear import jvp, linearize, vjp
 from ._products import gnvp, hvp, value_grad_and_hvp, vhp
 from ._taylor import derivative
@@ -29,6 +30,7 @@ __all__ = [
     "jacobian",
     "jacrev",
     "jvp",
+    "laplacian",
     "linearize",
     "per_sample_grad",
     "per_sample_norm",

@@ -96,7 +96,7 @@ def hessian_trace(
       Array(18., dtype=float32)
     """
     return _of_diagonal(
-        "hessian_trace", fun, argnums, has_aux, chunk_size, memory_budget, lambda _, parts: _total(parts)
+        "hessian_trace", fun, argnums, has_aux, chunk_size, memory_budget, lambda _, parts: total(parts)
     )
 
 
@@ -148,7 +148,7 @@ def hutchinson_trace(
                 f"hutchinson_trace: the first argument must be a key, such as jax.random.key(0), but got "
                 f"{describe(key)}."
             )
-        call = _prepared("hutchinson_trace", fun, positions, False, args, kwargs)
+        call = prepared("hutchinson_trace", fun, positions, False, args, kwargs)
         inputs, treedef = jax.tree.flatten(call.primals)
         _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
         call.finish(rest)
@@ -159,7 +159,7 @@ def hutchinson_trace(
                 jax.random.rademacher(k, jnp.shape(x), jnp.result_type(x)) for k, x in zip(keys, inputs, strict=True)
             ]
             products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, signs)))
-            return [_total([s * p for s, p in zip(signs, products, strict=True)])]
+            return [total([s * p for s, p in zip(signs, products, strict=True)])]
 
         (found,) = map_slices(sample if chunk_size is None else checkpoint(sample), samples, 0, chunk_size)
         return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
@@ -167,9 +167,10 @@ def hutchinson_trace(
     return estimate
 
 
-def _prepared(
+def prepared(
     api: str, fun: Callable[..., Any], positions: tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
 ) -> Call:
+    """The call, with arguments that can be differentiated."""
     call = Call(api, fun, positions, has_aux, args, kwargs)
     call.check_floating(complex_too=False)
     return call
@@ -191,16 +192,17 @@ def _of_diagonal(
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        call = _prepared(api, fun, positions, has_aux, args, kwargs)
-        value, rest = call(*call.primals)
+        # One for the value and what comes beside it, one to be differentiated: a call keeps what its last trace gave.
+        whole, call = (prepared(api, fun, positions, has_aux, args, kwargs) for _ in range(2))
+        value, rest = whole(*whole.primals)
         seed_of(api, value)  # refuses what is no scalar
         inputs, treedef = jax.tree.flatten(call.primals)
         chunk = chunk_size
         if budget is not None:
             most = max([1, *map(jnp.size, inputs)])
-            chunk = largest_chunk(api, lambda k: temporaries(partial(_diagonal, api, call, k)), most, budget)
-        parts = _diagonal(api, call, chunk)
-        aux = call.finish(rest)
+            chunk = largest_chunk(api, lambda k: temporaries(partial(diagonal, api, call, k)), most, budget)
+        parts = diagonal(api, call, chunk)
+        aux = whole.finish(rest)
         forms = tuple(call.gradient(i, tree) for i, tree in enumerate(jax.tree.unflatten(treedef, parts)))
         result = result_of(forms if isinstance(argnums, (tuple, list)) else forms[0], parts)
         return (result, aux) if has_aux else result
@@ -211,7 +213,7 @@ def _of_diagonal(
     return wrap_like(fun, api, of_arguments, again)
 
 
-def _diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
+def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
     """For each array of the input the second derivatives by its numbers."""
     inputs, treedef = jax.tree.flatten(call.primals)
 
@@ -239,7 +241,7 @@ def _diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
         def entry(unit: list[Any]) -> jax.Array:
             products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, unit)))
-            return _total([x * y for x, y in zip(unit, products, strict=True)])
+            return total([x * y for x, y in zip(unit, products, strict=True)])
 
         return entries_of(entry)
 
@@ -252,5 +254,6 @@ def _diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
             raise refused from None
 
 
-def _total(parts: list[jax.Array]) -> jax.Array:
+def total(parts: list[jax.Array]) -> jax.Array:
+    """The sum of all numbers of some arrays."""
     return jnp.stack([part.sum() for part in parts]).sum() if parts else jnp.zeros(())

@@ -108,10 +108,11 @@ def test_modules_and_aux() -> None:
             return jnp.tanh(self.dense(x))
 
     model = Model()
-    fun = lambda model, x: (jnp.sum(model(x) ** 2), "said")
+    fun = lambda model, x: (jnp.sum(model(x) ** 2), {"said": "said", "x": x, "model": model(x)})
     found, aux = hessian_diagonal(fun, has_aux=True)(model, X)
-    assert aux == "said"
-    assert float(model.calls[...]) == 1
+    assert float(model.calls[...]) == 2
+    assert aux.pop("said") == "said"
+    assert_close((jnp.asarray(aux["x"]), aux["model"]), (jnp.asarray(X), model(X)))
     whole = hessian(fun, has_aux=True)(model, X)[0]
     for name in ("kernel", "bias"):
         matrix = whole["dense"][name]["dense"][name][...]
