@@ -147,8 +147,7 @@ def fit(
     last = watch.whole(last)
     if watch.finished:
         step = int(last.step)
-    spoiled = watch.spoiled(given, last) if trainer.freezes and step > start else ()
-    if len(spoiled):
+    if trainer.freezes and step > start and (spoiled := watch.spoiled(given, last)).size:
         warnings.warn(
             f"Trainer.fit: the parameters of {members_in_words(spoiled)} are no longer finite, though the gradients "
             "that made them were; the learning rate may be too large, or not finite.",

@@ -64,7 +64,7 @@ FUNCTIONS = {
     "cond": branch,
     "custom jvp": ruled,
     "compiled": jax.jit(lambda x: jnp.sin(x) * jax.jit(jnp.cos)(x[::-1])),
-    "remat": jax.checkpoint(lambda x: jnp.sin(x @ W)),  # type: ignore[dict-item]  # it is typed as an object
+    "remat": jax.checkpoint(lambda x: jnp.sin(x @ W)),
     "activations": lambda x: jax.nn.gelu(x) + jax.nn.softplus(x) + jax.nn.relu(x) ** 3 + jax.nn.silu(x),
     "stopped": lambda x: jax.lax.stop_gradient(x**2) * x**3,
     "constant": lambda x: jnp.ones(2),
@@ -144,8 +144,8 @@ def test_under_vmap_and_grad() -> None:
 
 
 def test_a_budget_is_kept() -> None:
-    fun = lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ weights) @ weights.T) ** 2)
     weights, x = jax.random.normal(jax.random.key(0), (200, 30)) / 15, jnp.linspace(-1, 1, 200)
+    fun = lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ weights) @ weights.T) ** 2)
     need = {}
     for budget in (None, "64KiB"):
         compiled = jax.jit(laplacian(fun, memory_budget=budget)).lower(x).compile()
@@ -179,7 +179,7 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match="only arrays of real floating point can be differentiated"):
         laplacian(jnp.sum)(jnp.arange(3))
     with pytest.raises(TypeError, match="laplacian: fun"):
-        laplacian(3)  # type: ignore[arg-type]  # what is tested
+        laplacian(3)
     with pytest.raises(ValueError, match="laplacian: chunk_size must be at least 1, but got 0"):
         laplacian(jnp.sum, chunk_size=0)
     with pytest.raises(ValueError, match="laplacian: no chunk fits into memory_budget=1 B"):
