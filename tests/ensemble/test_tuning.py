@@ -265,7 +265,7 @@ class Test_a_trainer:
         state, batch = Trainer(cross_entropy, optax.sgd(0.1)).init(create(plain, 8)), make_batches(1)[0]
         batched = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap", memory_budget="1MiB")
         assert batched.advance(state, batch, Execution("loop"))[2] == Execution("vmap")
-        bounded = Trainer(cross_entropy, optax.sgd(0.1), memory_budget="2KiB")
+        bounded = Trainer(cross_entropy, optax.sgd(0.1), memory_budget="3KiB")
         assert bounded.advance(state, batch, Execution("vmap"))[2] != Execution("vmap")
         assert bounded.advance(state, batch, Execution("vmap", 1))[2] == Execution("vmap", 1)
 
