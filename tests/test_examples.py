@@ -27,6 +27,7 @@ OTHERS = {
     "examples/dp_sgd_digits.py",
     "examples/multi_host.py",
     "examples/agents.py",
+    "examples/laplacian.py",
     "examples/sweep_digits.py",
     "examples/uncertainty_digits.py",
 }  # which write files
@@ -71,6 +72,11 @@ def test_two_processes_train_what_one_reads(tmp_path):
     ("script", "options", "said"),
     [
         ("agents", ("--agents", "3", "--iterations", "3"), "3 agents side by side"),
+        (
+            "laplacian",
+            ("--particles", "1", "2", "--samples", "9", "--rounds", "1"),
+            "energy 3.0 at every point, but for",
+        ),
         ("sweep_digits", ("--rates", "3", "--seeds", "2", "--steps", "40"), "The best 5 of them together: NLL"),
         ("uncertainty_digits", ("--members", "3", "--steps", "60"), "Temperature of the ensemble"),
     ],
