@@ -20,14 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._arguments import Argnums, check_argnums, check_callable, wrap_like
-from ._budget import check_budget, largest_chunk, temporaries
+from ._arguments import Argnums
 from ._call import Call
-from ._chunk import check_chunk_size
 from ._compat import NeedsValues
 from ._jaxpr import evaluate, interpret
-from ._products import seed_of
-from ._trace import diagonal, prepared, total
+from ._trace import diagonal, of_scalar, total
 
 # A value, its derivatives along every direction (directions, ...), and its Laplacian; None twice for a constant.
 Triple = tuple[Any, Any, Any]
@@ -82,30 +79,7 @@ def laplacian(
       >>> laplacian(lambda x: jnp.exp(x[0]) * x[1] ** 2)(jnp.array([0.0, 3.0]))
       Array(11., dtype=float32)
     """
-    check_callable("laplacian", fun)
-    positions = check_argnums("laplacian", argnums)
-    check_chunk_size("laplacian", chunk_size)
-    budget = check_budget("laplacian", memory_budget, chunk_size)
-
-    def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        # One for the value and what comes beside it, one to be differentiated: a call keeps what its last trace gave.
-        whole, call = (prepared("laplacian", fun, positions, has_aux, args, kwargs) for _ in range(2))
-        value, rest = whole(*whole.primals)
-        seed_of("laplacian", value)  # refuses what is no scalar
-        chunk = chunk_size
-        if budget is not None:
-            most = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
-            chunk = largest_chunk("laplacian", lambda k: temporaries(partial(_laplacian, call, k)), most, budget)
-        found = _laplacian(call, chunk)
-        aux = whole.finish(rest)
-        return (found, aux) if has_aux else found
-
-    return wrap_like(
-        fun,
-        "laplacian",
-        of_arguments,
-        lambda fun: laplacian(fun, argnums, has_aux, chunk_size=chunk_size, memory_budget=memory_budget),
-    )
+    return of_scalar("laplacian", fun, argnums, has_aux, chunk_size, memory_budget, _laplacian, lambda _, found: found)
 
 
 def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:

@@ -57,7 +57,14 @@ def hessian_diagonal(
       >>> hessian_diagonal(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
       Array([ 6., 12.], dtype=float32)
     """
-    return _of_diagonal("hessian_diagonal", fun, argnums, has_aux, chunk_size, memory_budget, lambda form, _: form)
+
+    def in_form(call: Call, parts: list[jax.Array]) -> Any:
+        trees = jax.tree.unflatten(jax.tree.structure(call.primals), parts)
+        forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
+        return forms if isinstance(argnums, (tuple, list)) else forms[0]
+
+    name = "hessian_diagonal"
+    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, partial(diagonal, name), in_form)
 
 
 def hessian_trace(
@@ -95,9 +102,9 @@ def hessian_trace(
       >>> hessian_trace(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
       Array(18., dtype=float32)
     """
-    return _of_diagonal(
-        "hessian_trace", fun, argnums, has_aux, chunk_size, memory_budget, lambda _, parts: total(parts)
-    )
+    name = "hessian_trace"
+    compute = partial(diagonal, name)
+    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, compute, lambda _, parts: total(parts))
 
 
 def hutchinson_trace(
@@ -148,10 +155,9 @@ def hutchinson_trace(
                 f"hutchinson_trace: the first argument must be a key, such as jax.random.key(0), but got "
                 f"{describe(key)}."
             )
-        call = prepared("hutchinson_trace", fun, positions, False, args, kwargs)
+        call = _prepared("hutchinson_trace", fun, positions, False, args, kwargs)
         inputs, treedef = jax.tree.flatten(call.primals)
         _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
-        call.finish(rest)
 
         def sample(i: Any) -> list[jax.Array]:
             keys = jax.random.split(jax.random.fold_in(key, i), max(1, len(inputs)))
@@ -162,30 +168,34 @@ def hutchinson_trace(
             return [total([s * p for s, p in zip(signs, products, strict=True)])]
 
         (found,) = map_slices(sample if chunk_size is None else checkpoint(sample), samples, 0, chunk_size)
+        call.finish(rest)
         return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
 
     return estimate
 
 
-def prepared(
-    api: str, fun: Callable[..., Any], positions: tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
-) -> Call:
-    """The call, with arguments that can be differentiated."""
-    call = Call(api, fun, positions, has_aux, args, kwargs)
-    call.check_floating(complex_too=False)
-    return call
-
-
-def _of_diagonal(
+def of_scalar(
     api: str,
     fun: Callable[..., Any],
     argnums: Argnums,
     has_aux: bool,
     chunk_size: int | None,
     memory_budget: int | str | None,
-    result_of: Callable[[Any, list[jax.Array]], Any],
+    compute: Callable[[Call, int | None], Any],
+    result_of: Callable[[Call, Any], Any],
 ) -> Callable[..., Any]:
-    """What `result_of` makes of the diagonal, in the form of the arguments and as a list of arrays."""
+    """A transform of a scalar function, which `api` names in errors.
+
+    Args:
+      api: the transform's name.
+      fun: the function.
+      argnums: as for `hessian_diagonal`; likewise the next three.
+      has_aux: see there.
+      chunk_size: see there.
+      memory_budget: see there.
+      compute: from a call and how many directions to take at a time to arrays.
+      result_of: from the call and these to the result.
+    """
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
     check_chunk_size(api, chunk_size)
@@ -193,24 +203,29 @@ def _of_diagonal(
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         # One for the value and what comes beside it, one to be differentiated: a call keeps what its last trace gave.
-        whole, call = (prepared(api, fun, positions, has_aux, args, kwargs) for _ in range(2))
+        whole, call = (_prepared(api, fun, positions, has_aux, args, kwargs) for _ in range(2))
         value, rest = whole(*whole.primals)
         seed_of(api, value)  # refuses what is no scalar
-        inputs, treedef = jax.tree.flatten(call.primals)
         chunk = chunk_size
         if budget is not None:
-            most = max([1, *map(jnp.size, inputs)])
-            chunk = largest_chunk(api, lambda k: temporaries(partial(diagonal, api, call, k)), most, budget)
-        parts = diagonal(api, call, chunk)
+            size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
+            chunk = largest_chunk(api, lambda k: temporaries(partial(compute, call, k)), size, budget)
+        result = result_of(call, compute(call, chunk))
         aux = whole.finish(rest)
-        forms = tuple(call.gradient(i, tree) for i, tree in enumerate(jax.tree.unflatten(treedef, parts)))
-        result = result_of(forms if isinstance(argnums, (tuple, list)) else forms[0], parts)
         return (result, aux) if has_aux else result
 
     def again(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return _of_diagonal(api, fun, argnums, has_aux, chunk_size, memory_budget, result_of)
+        return of_scalar(api, fun, argnums, has_aux, chunk_size, memory_budget, compute, result_of)
 
     return wrap_like(fun, api, of_arguments, again)
+
+
+def _prepared(
+    api: str, fun: Callable[..., Any], positions: tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
+) -> Call:
+    call = Call(api, fun, positions, has_aux, args, kwargs)
+    call.check_floating(complex_too=False)
+    return call
 
 
 def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
