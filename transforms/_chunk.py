@@ -53,7 +53,7 @@ def map_in_chunks(
             leaf if axis is None else lax.dynamic_slice_in_dim(leaf, start, length, axis % jnp.ndim(leaf))
             for leaf, axis in zip(leaves, leaf_axes, strict=True)
         ]
-        return mapped(length)(*jax.tree.unflatten(treedef, slices))
+        return mapped(length)(*_fitted(jax.tree.unflatten(treedef, slices)))
 
     shapes = jax.eval_shape(lambda: evaluate(0, chunk_size))
     out_leaves, out_treedef = jax.tree.flatten(shapes)
@@ -80,4 +80,20 @@ def map_in_chunks(
     results, _ = lax.scan(step, results, jnp.arange(whole) * chunk_size)
     if remaining:
         results = write(results, evaluate(whole * chunk_size, remaining), whole * chunk_size)
-    return jax.tree.unflatten(out_treedef, results)
+    return _fitted(jax.tree.unflatten(out_treedef, results))
+
+
+def _fitted(tree: Any) -> Any:
+    """`tree`, in which sparse arrays, which keep a shape beside their arrays, have as many slices as these."""
+
+    def fit(x: Any) -> Any:
+        if not _is_sparse(x) or not x.n_batch:
+            return x
+        children, kept = x.tree_flatten()
+        return x.tree_unflatten(kept | {"shape": (x.data.shape[0], *x.shape[1:])}, children)
+
+    return jax.tree.map(fit, tree, is_leaf=_is_sparse)
+
+
+def _is_sparse(x: Any) -> bool:
+    return type(x).__module__.startswith("jax.experimental.sparse")

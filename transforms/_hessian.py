@@ -20,6 +20,7 @@ def hessian(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     sparsity: Any = None,
+    check: bool = False,
 ) -> Callable[..., Any]:
     """Hessian of `fun`.
 
@@ -34,21 +35,29 @@ def hessian(
       chunk_size: how many columns (rows, where the outer one is "rev") to compute at a time.
       memory_budget: as for `jacfwd`, for both Jacobians together: the outer one in chunks, and where one column of it
         is too much, the inner one in chunks for each.
-      sparsity: not available yet.
+      sparsity: as for `jacobian`, where a pattern is one of the Hessian.
+      check: as for `jacobian`.
 
     Returns:
       A function of the same arguments that returns the Hessian, nested as the Jacobian of a Jacobian: with arrays of
-      shape `output.shape + first.shape + second.shape`.
+      shape `output.shape + first.shape + second.shape`, or with `sparsity` such `BCOO`.
 
     Raises:
-      TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode.
-      NotImplementedError: `sparsity` is given.
+      TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode; as for `jacobian` with a pattern.
+      ModuleNotFoundError: as for `jacobian`.
+
+    Warns:
+      UserWarning: as for `jacobian`.
 
     Cost:
-      That of a gradient for each input number, and for each output number if there are several.
+      That of a gradient for each input number, and for each output number if there are several. A sparse one costs a
+      gradient's derivative for each colour; that of a scalar is symmetric, so an entry is read where it stands alone, or
+      its mirror image does. Functions with derivatives of their own (`jax.custom_jvp`) are coloured as any Jacobian,
+      since nothing says that these belong together.
 
     Source:
-      `jax.hessian`; `torch.func.hessian`.
+      `jax.hessian`; `torch.func.hessian`; for sparse ones Gebremedhin, Tarafdar, Manne and Pothen 2007, "New acyclic
+      and star coloring algorithms with application to computing Hessians".
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,11 +65,12 @@ def hessian(
       >>> hessian(lambda a: (a**3).sum())(jnp.array([1.0, 2.0]))
       Array([[ 6.,  0.],
              [ 0., 12.]], dtype=float32)
+      >>> hessian(lambda a: (a**3).sum(), sparsity="auto")(jnp.array([1.0, 2.0]))
+      BCOO(float32[2, 2], nse=2)
     """
     if mode not in _MODES:
         raise ValueError(f"hessian: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
-    if sparsity is not None:
-        raise NotImplementedError("hessian: sparsity is not available yet; leave it out for the dense Hessian.")
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
-    return jacobian_of("hessian", fun, argnums, has_aux, modes[outer], chunk_size, memory_budget, inner=modes[inner])
+    how = {"inner": modes[inner], "sparsity": sparsity, "check": check}
+    return jacobian_of("hessian", fun, argnums, has_aux, modes[outer], chunk_size, memory_budget, **how)

@@ -14,7 +14,7 @@ from ._arguments import Argnums, check_argnums, check_callable, check_count, des
 from ._budget import check_budget, largest_chunk, temporaries
 from ._call import Call
 from ._chunk import check_chunk_size
-from ._jacobian import by_array, checkpoint, map_slices
+from ._dense import by_array, checkpoint, map_slices
 from ._products import gradient_of, seed_of
 
 

@@ -301,5 +301,3 @@ def test_options_without_a_meaning_are_refused_at_once(transform: Any, options: 
 def test_unknown_modes_and_patterns_are_refused() -> None:
     with pytest.raises(ValueError, match=r'^jacobian: mode must be "auto", "forward" or "reverse", but got \'fwd\''):
         jacobian(jnp.sin, mode="fwd")
-    with pytest.raises(NotImplementedError, match=r"^jacobian: sparsity is not available yet; leave it out"):
-        jacobian(jnp.sin, sparsity="auto")

@@ -1,0 +1,309 @@
+"""A sparse Jacobian: a few products, the entries read from them, and the arrays that hold these."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._arguments import leaf_name
+from ._budget import lower_apart
+from ._call import Call
+from ._coloring import Coloring, coloring_of, cost, symmetric_coloring_of
+from ._compat import NeedsValues, Tracer
+from ._dense import check_output, check_real, checkpoint, map_slices, sizes_of
+from ._mode import DECISIVE, Choice, Way, choose_mode, dense_way, output_shapes
+from ._sparsity import Pattern, UnknownPattern, found_pattern, full_pattern, given_pattern, strides_of
+
+# For each array of the output, for each array of the input, the entries of their block, row by row.
+Entries = list[list[jax.Array]]
+# Up to how many seeds are constants of the program, and up to how many XLA may compute with while it compiles: what it
+# makes of a linear function is then a constant too, but it computes slowly.
+_CONSTANT, _FOLDED = 2**24, 2**18
+
+
+def sparse_way(
+    api: str, call: Call, nest: Callable[[Any, Any], Any], sparsity: Any, check: bool, mode: str, symmetric: bool
+) -> Way:
+    """How to compute a Jacobian as `BCOO`, with the entries of a pattern.
+
+    Args:
+      api: what to call the transform in an error.
+      call: what is differentiated.
+      nest: from the output, and something for each of its arrays and each of the input, to the form of the result.
+      sparsity: "auto" or a pattern.
+      check: whether the result is compared with a product.
+      mode: "auto", "forward" or "reverse".
+      symmetric: whether it is the Hessian of a scalar.
+    """
+    out = output_shapes(api, call)
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    shape = sum(sizes_of(outputs)), sum(sizes_of(inputs))
+    modes = _possible(call, out) if mode == "auto" else (mode,)
+    probe = partial(_probe, forward="forward" in modes) if check else None
+    choice = partial(Choice, inputs=shape[1], outputs=shape[0], flops=None)
+
+    def dense(pattern: Pattern, why: str) -> Way:
+        chosen = choose_mode(api, call).mode if len(modes) == 2 else modes[0]
+        way = dense_way(api, call, chosen)
+        compute = partial(_sparse, pattern, partial(_of_dense, pattern, way.compute), probe)
+        return Way(compute, way.slices, choice(chosen, why=why))
+
+    try:
+        if isinstance(sparsity, str):
+            pattern = found_pattern(api, call, modes[0] == "forward")
+        else:
+            form = jax.tree.structure(nest(out, [[0] * len(inputs)] * len(outputs)))
+            pattern = given_pattern(api, sparsity, form, outputs, inputs)
+    except UnknownPattern as reason:
+        warnings.warn(
+            f"{api}: the pattern cannot be found, so every entry is computed, and kept: {reason}. Give the pattern as "
+            "sparsity=, or leave sparsity out for a dense array.",
+            stacklevel=4,
+        )
+        return dense(full_pattern(shape), f"the pattern cannot be found: {reason}")
+    coloring = symmetric_coloring_of(api, pattern, modes[0]) if symmetric else coloring_of(api, pattern, modes)
+    compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), probe)
+    count = coloring.counts
+    found = "both" if all(count) else "reverse" if count[1] else "forward"
+    why = f"{count[0]} products in forward and {count[1]} in reverse mode give all {len(pattern.rows)} entries"
+    way = Way(compute, lambda: max(1, *count), choice(found, why=why, colors=count))
+    alone = {"forward": cost(shape[1], 0), "reverse": cost(0, shape[0])}
+    if DECISIVE * coloring.cost <= min(alone[mode] for mode in modes):
+        return way
+    other = dense(pattern, f"XLA counts fewer operations and bytes than for {sum(count)} products")
+    try:
+        return min(other, way, key=lambda way: _work(api, call, way))
+    except NeedsValues:
+        return way
+
+
+def _possible(call: Call, out: Any) -> tuple[str, ...]:
+    """The modes that differentiate the call."""
+    if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
+        return ("forward",)
+
+    def push() -> Any:
+        return jax.linearize(call, *call.primals, has_aux=True)[1](*call.primals)
+
+    def pull() -> Any:
+        value, pull, _ = jax.vjp(call, *call.primals, has_aux=True)
+        return pull(value)
+
+    modes, errors = [], []
+    for mode, product in (("forward", push), ("reverse", pull)):
+        try:
+            jax.eval_shape(product)
+        except NeedsValues:
+            modes.append(mode)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            errors.append(error)
+        else:
+            modes.append(mode)
+    if not modes:
+        raise errors[0]
+    return tuple(modes)
+
+
+def _work(api: str, call: Call, way: Way) -> float:
+    """The operations of a program and the bytes that it reads and writes, as XLA counts both."""
+    analysis = lower_apart(partial(way.compute, api, call, None)).cost_analysis() or {}
+    return analysis.get("flops", 0.0) + analysis.get("bytes accessed", 0.0)
+
+
+def _sparse(
+    pattern: Pattern,
+    entries_of: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
+    probe: Callable[[str, Call, Pattern, Entries], None] | None,
+    api: str,
+    call: Call,
+    chunk_size: int | None,
+) -> tuple[Any, list[list[Any]], Any]:
+    """As `by_columns`, with `BCOO` in place of arrays."""
+    from jax.experimental.sparse import BCOO
+
+    out, entries, rest = entries_of(api, call, chunk_size)
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    if probe is not None:
+        probe(api, call, pattern, entries)
+    blocks: list[list[Any]] = [[] for _ in outputs]
+    for j, i, _, (rows, cols) in _blocks(pattern, outputs, inputs):
+        shape, data = jnp.shape(outputs[j]) + jnp.shape(inputs[i]), entries[j][i]
+        # Where every entry is kept they are numbers in a row, which XLA makes.
+        whole = len(data) == math.prod(shape)
+        flat = jnp.arange(len(data)) if whole else rows * jnp.size(inputs[i]) + cols
+        indices = flat[:, None] // strides_of(shape) % np.array(shape, np.int64)
+        blocks[j].append(
+            BCOO((data, jnp.asarray(indices, np.int32)), shape=shape, indices_sorted=True, unique_indices=True)
+        )
+    return out, blocks, rest
+
+
+def _blocks(
+    pattern: Pattern, outputs: list[Any], inputs: list[Any]
+) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
+    """For each array of the output and each of the input: their numbers, which entries are theirs, and where."""
+    row = _starts(outputs)
+    col = _starts(inputs)
+    for j in range(len(outputs)):
+        in_rows = (pattern.rows >= row[j]) & (pattern.rows < row[j + 1])
+        for i in range(len(inputs)):
+            chosen = np.flatnonzero(in_rows & (pattern.cols >= col[i]) & (pattern.cols < col[i + 1]))
+            yield j, i, chosen, (pattern.rows[chosen] - row[j], pattern.cols[chosen] - col[i])
+
+
+def _starts(arrays: list[Any]) -> np.ndarray:
+    """Where the numbers of each array start among those of all, and where they end."""
+    return np.cumsum([0, *sizes_of(arrays)])
+
+
+def _of_dense(
+    pattern: Pattern,
+    compute: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
+    api: str,
+    call: Call,
+    chunk_size: int | None,
+) -> tuple[Any, Entries, Any]:
+    """The output, the entries of a pattern taken out of the dense Jacobian, and the rest of the call."""
+    out, dense, rest = compute(api, call, chunk_size)
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    entries: Entries = [[] for _ in outputs]
+    for j, i, _, (rows, cols) in _blocks(pattern, outputs, inputs):
+        array = dense[j][i]
+        if len(rows) == array.size:
+            entries[j].append(array.reshape(-1))
+        else:
+            matrix = array.reshape(jnp.size(outputs[j]), jnp.size(inputs[i]))
+            entries[j].append(matrix.at[rows, cols].get(mode="promise_in_bounds"))
+    return out, entries, rest
+
+
+def _of_products(
+    pattern: Pattern, coloring: Coloring, api: str, call: Call, chunk_size: int | None
+) -> tuple[Any, Entries, Any]:
+    """The output, the entries of a pattern read from products, and the rest of the call."""
+    count, number = coloring.counts
+    if count:
+        out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+        pull = jax.linear_transpose(push, *call.primals) if number else None
+    elif number:
+        out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+    else:
+        out, rest = call(*call.primals)
+    check_output(api, out)
+    if number:
+        check_real(api, out)
+    inputs, treedef = jax.tree.flatten(call.primals)
+    outputs, form = jax.tree.flatten(out)
+    sums = {
+        True: _products(
+            lambda seed: push(*jax.tree.unflatten(treedef, seed)), inputs, coloring.columns, count, chunk_size
+        ),
+        False: _products(lambda seed: pull(jax.tree.unflatten(form, seed)), outputs, coloring.rows, number, chunk_size),
+    }
+    starts = {True: _starts(outputs), False: _starts(inputs)}
+
+    def read(chosen: np.ndarray, dtype: Any) -> jax.Array:
+        """These entries, wherever they are."""
+        parts, order = [jnp.zeros(0, dtype)], [np.zeros(0, np.int64)]
+        for forward in (True, False):
+            ours = chosen[coloring.forward[chosen] == forward]
+            array = np.searchsorted(starts[forward], coloring.place[ours], "right") - 1
+            for k in np.flatnonzero(np.bincount(array)):
+                these = ours[array == k]
+                product, place = coloring.product[these], coloring.place[these] - starts[forward][k]
+                part = sums[forward][k].at[product, place].get(mode="promise_in_bounds")
+                if len(these) == len(chosen):
+                    return part.astype(dtype)
+                parts.append(part.astype(dtype))
+                order.append(these)
+        return jnp.concatenate(parts)[np.argsort(np.concatenate(order))]
+
+    entries: Entries = [[] for _ in outputs]
+    for j, i, chosen, _ in _blocks(pattern, outputs, inputs):
+        entries[j].append(read(chosen, jnp.result_type(outputs[j] if count else inputs[i])))
+    return out, entries, rest
+
+
+def _products(
+    product: Callable[[list[Any]], Any], arrays: list[Any], colors: np.ndarray, count: int, chunk_size: int | None
+) -> list[Any]:
+    """For each array that comes out the products with the sums of the unit vectors of a colour, one a row."""
+    if not count:
+        return []
+    starts = _starts(arrays)
+    # XLA repeats a comparison wherever a sum is used, which took twice the time; it reads a constant.
+    known = count * len(colors) <= _CONSTANT
+    seeds: Any = colors == np.arange(count)[:, None] if known else np.arange(count)
+    if seeds.size > _FOLDED:
+        seeds = jax.lax.optimization_barrier(jnp.asarray(seeds))
+
+    def of_color(seed: Any) -> list[Any]:
+        ones = seed if known else colors == seed
+        parts = [ones[start : start + jnp.size(x)] for start, x in zip(starts, arrays, strict=False)]
+        units = [jnp.asarray(p, jnp.result_type(x)).reshape(jnp.shape(x)) for p, x in zip(parts, arrays, strict=True)]
+        return [leaf.reshape(-1) for leaf in jax.tree.leaves(product(units))]
+
+    return map_slices(of_color if chunk_size is None else checkpoint(of_color), seeds, 0, chunk_size)
+
+
+def _probe(api: str, call: Call, pattern: Pattern, entries: Entries, forward: bool) -> None:
+    """Refuse entries whose product with a random vector is not that of the Jacobian: a pattern that lacks some."""
+
+    def of(*primals: Any) -> Any:
+        return call(*primals)[0]
+
+    random = np.random.default_rng(0)
+
+    def vector(x: Any) -> jax.Array:
+        return jnp.asarray(random.standard_normal(jnp.shape(x)), jnp.result_type(x))
+
+    out = jax.eval_shape(of, *call.primals)
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    if forward:
+        given = jax.tree.map(vector, call.primals)
+        expected = jax.tree.leaves(jax.jvp(of, call.primals, given)[1])
+        named = [("output", out)]
+    else:
+        given = jax.tree.map(vector, out)
+        expected = jax.tree.leaves(jax.vjp(of, *call.primals)[1](given))
+        named = [(call.name(k), primal) for k, primal in enumerate(call.primals)]
+    vectors = [x.reshape(-1) for x in jax.tree.leaves(given)]
+    sums = [jnp.zeros(x.size, jnp.promote_types(x.dtype, np.float32)) for x in expected]
+    sizes = [jnp.abs(x) for x in sums]
+    for j, i, _, (rows, cols) in _blocks(pattern, outputs, inputs):
+        (to, at), (source, places) = ((j, rows), (i, cols)) if forward else ((i, cols), (j, rows))
+        terms = entries[j][i].astype(sums[to].dtype) * vectors[source][places]
+        sums[to] = sums[to].at[at].add(terms)
+        sizes[to] = sizes[to].at[at].add(jnp.abs(terms))
+    off = []
+    for found, size, right in zip(sums, sizes, (x.reshape(-1) for x in expected), strict=True):
+        eps = float(jnp.finfo(right.dtype).eps)
+        bound = eps**0.5 * (size + jnp.abs(right)) + 10 * eps * jnp.abs(right).max(initial=0)
+        off.append(jnp.isfinite(right) & ~(jnp.abs(found - right) <= bound))
+    names = [
+        (leaf_name(name, path), jnp.shape(x)) for name, tree in named for path, x in jax.tree.leaves_with_path(tree)
+    ]
+
+    def refuse(*off: Any) -> None:
+        wrong = [(name, shape, np.flatnonzero(x)) for (name, shape), x in zip(names, off, strict=True) if np.any(x)]
+        if wrong:
+            name, shape, places = wrong[0]
+            index = f"[{', '.join(map(str, np.unravel_index(places[0], shape)))}]" if shape else ""
+            raise ValueError(
+                f"{api}: the sparsity pattern lacks entries: {'row' if forward else 'column'} `{name}{index}` of the "
+                f"result, and {sum(len(places) for *_, places in wrong) - 1} others, do not give the product with a "
+                "random vector that the function gives; add every entry that can differ from zero, or leave sparsity "
+                "out."
+            )
+
+    if any(isinstance(x, Tracer) for x in off):
+        jax.debug.callback(refuse, *off)
+    else:
+        refuse(*off)

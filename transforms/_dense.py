@@ -1,0 +1,143 @@
+"""The Jacobian as a dense one: by columns in forward mode, or by rows in reverse mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._arguments import describe, leaf_name
+from ._call import Call
+from ._vmap import vmap
+
+
+def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
+    """The output, for each array of it its derivative by each array of the input, and the rest of the call."""
+    out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+    check_output(api, out)
+    inputs, treedef = jax.tree.flatten(call.primals)
+
+    def columns(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+        def column(k: Any) -> list[Any]:
+            return jax.tree.leaves(push(*jax.tree.unflatten(treedef, basis(k))))
+
+        return map_slices(column if chunk_size is None else checkpoint(column), size, -1, chunk_size)
+
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(out)]
+    parts = by_array(inputs, columns, -1, chunk_size)
+    return (
+        out,
+        [
+            [part[j].reshape(*shape, *jnp.shape(leaf)) for part, leaf in zip(parts, inputs, strict=True)]
+            for j, shape in enumerate(shapes)
+        ],
+        rest,
+    )
+
+
+def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tuple[Any, list[list[Any]], Any]:
+    """As `by_columns`; the axes of the output come before axis `axis` of each argument."""
+    out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+    check_output(api, out)
+    check_real(api, out)
+    outputs, treedef = jax.tree.flatten(out)
+
+    def rows(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+        def row(k: Any) -> list[Any]:
+            return jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
+
+        return map_slices(row if chunk_size is None else checkpoint(row), size, axis, chunk_size)
+
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(call.primals)]
+    return (
+        out,
+        [
+            [
+                array.reshape(*shape[:axis], *jnp.shape(leaf), *shape[axis:])
+                for array, shape in zip(part, shapes, strict=True)
+            ]
+            for part, leaf in zip(by_array(outputs, rows, axis, chunk_size), outputs, strict=True)
+        ],
+        rest,
+    )
+
+
+# What is differentiated in chunks keeps nothing of one for the next.
+checkpoint = partial(jax.checkpoint, prevent_cse=False)
+DENSE = {"forward": by_columns, "reverse": by_rows}
+
+
+def by_array(
+    arrays: list[Any],
+    compute: Callable[[Callable[[Any], list[Any]], int], list[Any]],
+    axis: int,
+    chunk_size: int | None,
+) -> list[list[Any]]:
+    """For each of `arrays` what `compute` gives for the unit vectors of its space, which stand along `axis`.
+
+    All at once they are one map over the unit vectors of all arrays. In chunks there is one map for each array: cutting
+    the result of one would hold it twice.
+    """
+    sizes = sizes_of(arrays)
+    if chunk_size is not None:
+        return [compute(partial(_unit, arrays, (i,)), size) for i, size in enumerate(sizes)]
+    together = compute(partial(_unit, arrays, range(len(arrays))), sum(sizes))
+    cut = [jnp.split(result, np.cumsum(sizes)[:-1], axis) for result in together]
+    return [[pieces[i] for pieces in cut] for i in range(len(arrays))]
+
+
+def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
+    """Arrays like `arrays`, all zero but for a one at place `k` of those numbered by `which`, one behind another."""
+    units, start = [], 0
+    for i, array in enumerate(arrays):
+        shape, dtype = jnp.shape(array), jnp.result_type(array)
+        if i not in which:
+            units.append(jnp.zeros(shape, dtype))
+            continue
+        size = math.prod(shape)
+        units.append((jnp.arange(start, start + size) == k).astype(dtype).reshape(shape))
+        start += size
+    return units
+
+
+def map_slices(
+    fun: Callable[[Any], list[Any]], slices: int | np.ndarray | jax.Array, axis: int, chunk_size: int | None
+) -> list[Any]:
+    """`fun` of each row of `slices`, or of the numbers below it, along `axis` of its results."""
+    size = slices if isinstance(slices, int) else len(slices)
+    if size == 1:  # a gradient: mapping it costs a few operations in vain
+        return [jnp.expand_dims(leaf, axis) for leaf in fun(0 if isinstance(slices, int) else slices[0])]
+    over = jnp.arange(size) if isinstance(slices, int) else jnp.asarray(slices)
+    if size:
+        return vmap(fun, out_axes=axis, chunk_size=chunk_size)(over)
+    leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct(over.shape[1:], over.dtype))
+    return [jnp.expand_dims(jnp.zeros(leaf.shape, leaf.dtype), axis).take(jnp.arange(0), axis) for leaf in leaves]
+
+
+def check_output(api: str, out: Any) -> None:
+    if not jax.tree.leaves(out):
+        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but only floating point has derivatives; "
+                "convert it, or return it beside the output with has_aux=True."
+            )
+
+
+def check_real(api: str, out: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but reverse mode takes real outputs only; "
+                "use jacfwd, or return its real and imaginary parts."
+            )
+
+
+def sizes_of(tree: Any) -> list[int]:
+    return [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]

@@ -1,0 +1,112 @@
+"""Which way to take a Jacobian: forward or reverse mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._budget import lower_apart
+from ._call import Call
+from ._compat import NeedsValues
+from ._dense import DENSE, by_columns, by_rows, check_output, sizes_of
+
+# Where one side is so many times as large as the other, nothing else needs to be asked.
+DECISIVE = 4
+
+
+class Choice(NamedTuple):
+    """Which way `jacobian` takes, and why.
+
+    Attributes:
+      mode: "forward" (a column for each input) or "reverse" (a row for each output); "both" for a sparse Jacobian with
+        products of either kind.
+      inputs: how many numbers are differentiated.
+      outputs: how many numbers come out.
+      flops: the floating-point operations of both ways as XLA counts them; None where the sizes decide, or for a way
+        that the function does not allow.
+      why: a sentence.
+      colors: how many products in forward and in reverse mode give a sparse Jacobian; None for a dense one.
+    """
+
+    mode: str
+    inputs: int
+    outputs: int
+    flops: dict[str, float] | None
+    why: str
+    colors: tuple[int, int] | None = None
+
+
+class Way(NamedTuple):
+    """How to compute a Jacobian.
+
+    Attributes:
+      compute: from a transform's name, a call, and how many slices to compute at a time to the output, the blocks (for
+        each of its arrays one for each array of the input), and the rest of the call.
+      slices: asks how many columns, rows or products may be computed at a time.
+      choice: which way it is, where that has been asked.
+    """
+
+    compute: Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
+    slices: Callable[[], int]
+    choice: Choice | None = None
+
+
+def choose_mode(api: str, call: Call) -> Choice:
+    """The cheaper mode for a dense Jacobian."""
+    out = output_shapes(api, call)
+    inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
+    choice = partial(Choice, inputs=inputs, outputs=outputs)
+    if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
+        return choice("forward", flops=None, why="the output is complex, which reverse mode does not take")
+    first, other = ("reverse", "forward") if outputs < inputs else ("forward", "reverse")
+    few, many = sorted((inputs, outputs))
+    flops: dict[str, float] = {}
+    errors: dict[str, Exception] = {}
+    for mode in (first, other):
+        try:
+            if many >= DECISIVE * few and mode == first:
+                jax.eval_shape(partial(DENSE[mode], api, call, None))
+                return choice(mode, flops=None, why=f"there are {inputs} inputs and {outputs} outputs")
+            analysis = lower_apart(partial(DENSE[mode], api, call, None)).cost_analysis() or {}
+            flops[mode] = analysis.get("flops", 0.0)
+        except NeedsValues:
+            return choice(first, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
+        except (TypeError, ValueError, NotImplementedError) as error:
+            errors[mode] = error
+    if len(errors) == 2:
+        raise errors[first]
+    if errors:
+        (mode,), (refused,) = flops, errors
+        return choice(mode, flops=None, why=f"{refused} mode cannot differentiate it: {errors[refused]}")
+    if flops["reverse"] == flops["forward"]:
+        return choice("reverse", flops=flops, why="XLA counts as many operations either way; rows lie in one piece")
+    mode = min(flops, key=flops.__getitem__)
+    return choice(mode, flops=flops, why="XLA counts fewer operations")
+
+
+def output_shapes(api: str, call: Call) -> Any:
+    """The output as shapes, or as it is where `fun` branches on values."""
+    try:
+        out = jax.eval_shape(lambda: call(*call.primals)[0])
+    except NeedsValues:
+        out = jax.tree.map(jnp.asarray, call(*call.primals)[0])
+    check_output(api, out)
+    return out
+
+
+def dense_way(api: str, call: Call, mode: str, row_axis: int = 0) -> Way:
+    """How to compute a dense Jacobian.
+
+    Args:
+      api: what to call the transform in an error.
+      call: what is differentiated.
+      mode: "auto", "forward" or "reverse".
+      row_axis: as for `by_rows`.
+    """
+    if (choose_mode(api, call).mode if mode == "auto" else mode) == "forward":
+        return Way(by_columns, lambda: max([1, *sizes_of(call.primals)]))
+    return Way(partial(by_rows, axis=row_axis), lambda: max([1, *sizes_of(output_shapes(api, call))]))

@@ -1,0 +1,231 @@
+"""Which entries of a Jacobian may differ from zero: given by the caller, or found in the program."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._arguments import describe
+from ._call import Call
+from ._compat import NeedsValues, Tracer
+from ._jaxpr import bodies
+
+
+class Pattern(NamedTuple):
+    """The entries of a matrix that may differ from zero: row by row, each of them once.
+
+    A row stands for a number of the output, a column for one of the input. The numbers of several arrays follow one
+    another.
+
+    Attributes:
+      rows: the row of each entry.
+      cols: the column of each entry.
+      shape: how many rows and columns there are.
+    """
+
+    rows: np.ndarray
+    cols: np.ndarray
+    shape: tuple[int, int]
+
+    def of(self, chosen: np.ndarray) -> Pattern:
+        """Some of the entries."""
+        return Pattern(self.rows[chosen], self.cols[chosen], self.shape)
+
+
+class UnknownPattern(Exception):
+    """The pattern cannot be found; the message says why."""
+
+
+def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:
+    """The pattern with entries at these places, which may come in any order, and more than once."""
+    flat = np.asarray(rows, np.int64) * shape[1] + np.asarray(cols, np.int64)
+    if not (flat[1:] > flat[:-1]).all():
+        flat = np.sort(flat)
+        flat = flat[np.diff(flat, prepend=-1) > 0]
+    return Pattern(*np.divmod(flat, max(1, shape[1])), shape)
+
+
+def full_pattern(shape: tuple[int, int]) -> Pattern:
+    """The pattern with every entry."""
+    return Pattern(*(places.reshape(-1) for places in np.indices(shape)), shape)
+
+
+def strides_of(shape: Sequence[int]) -> np.ndarray:
+    """How many numbers of an array of this shape lie between neighbours along each axis."""
+    return np.cumprod([1, *shape[:0:-1]], dtype=np.int64)[::-1][: len(shape)]
+
+
+def check_sparsity(api: str, sparsity: Any, check: Any) -> None:
+    """Refuse what is no pattern for any call, and a check of none."""
+    if not isinstance(check, bool):
+        raise TypeError(f"{api}: check must be True or False, but got {describe(check)}.")
+    if sparsity is None:
+        if check:
+            raise ValueError(f"{api}: check=True compares a sparse result with a product; give sparsity with it.")
+        return
+    if isinstance(sparsity, str) and sparsity != "auto":
+        raise ValueError(f'{api}: sparsity must be "auto" or a pattern, but got {sparsity!r}.')
+    asdex(api)
+    if not isinstance(sparsity, str):
+        for pattern in jax.tree.leaves(sparsity, is_leaf=lambda x: hasattr(x, "shape")):
+            _check_pattern(api, pattern)
+
+
+def _check_pattern(api: str, given: Any) -> None:
+    if _is_bcoo(given):
+        if given.n_batch or given.n_dense:
+            raise ValueError(
+                f"{api}: the sparsity pattern has {given.n_batch} batch and {given.n_dense} dense axes, but it must "
+                "have sparse ones only; give that of one Jacobian."
+            )
+    elif not _is_scipy(given) and getattr(given, "dtype", None) != np.bool_:
+        raise TypeError(
+            f"{api}: a sparsity pattern must be a BCOO, a SciPy sparse array or an array of booleans, but got "
+            f"{describe(given)}."
+        )
+    if isinstance(given.indices if _is_bcoo(given) else given, Tracer):
+        raise TypeError(
+            f"{api}: the sparsity pattern is traced, but it must be known while the program is built; let the function "
+            "close over it, instead of taking it as an argument."
+        )
+
+
+def _is_bcoo(x: Any) -> bool:
+    return type(x).__name__ == "BCOO" and hasattr(x, "n_batch")
+
+
+def _is_scipy(x: Any) -> bool:
+    return type(x).__module__.startswith("scipy.sparse")
+
+
+def asdex(api: str) -> Any:
+    """The library that finds patterns and colours them."""
+    try:
+        import asdex
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{api}: sparsity needs asdex; install it with pip install 'plurax[sparse]'."
+        ) from error
+    return asdex
+
+
+def given_pattern(api: str, sparsity: Any, nest: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Pattern:
+    """The pattern that a caller gave, in whichever form.
+
+    Args:
+      api: what to call the transform in an error.
+      sparsity: one matrix for all outputs and inputs, or one for each pair of their arrays, nested as the result.
+      nest: the structure of the result.
+      outputs: the arrays of the output, or arrays' shapes.
+      inputs: those of the input.
+    """
+    starts = [np.cumsum([0, *(math.prod(jnp.shape(x)) for x in arrays)]).tolist() for arrays in (outputs, inputs)]
+    shape = starts[0][-1], starts[1][-1]
+    single = len(outputs) == len(inputs) == 1
+    if hasattr(sparsity, "shape") and not single:
+        return pattern_at(*_entries(api, sparsity, shape), shape)
+    try:
+        blocks = iter(nest.flatten_up_to(sparsity))
+    except ValueError as error:
+        raise TypeError(
+            f"{api}: sparsity must be one pattern of shape {shape}, or patterns nested as the result, {nest}, but got "
+            f"{describe(sparsity)}."
+        ) from error
+    rows, cols = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for output, row in zip(outputs, starts[0], strict=False):
+        for x, col in zip(inputs, starts[1], strict=False):
+            size = math.prod(jnp.shape(output)), math.prod(jnp.shape(x))
+            block = _entries(api, next(blocks), size, jnp.shape(output) + jnp.shape(x))
+            rows.append(block[0] + row)
+            cols.append(block[1] + col)
+    return pattern_at(np.concatenate(rows), np.concatenate(cols), shape)
+
+
+def _entries(
+    api: str, given: Any, size: tuple[int, int], shape: tuple[int, ...] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the entries of one matrix, which may also have the axes of both arrays, `shape`."""
+    if tuple(given.shape) not in (size, shape):
+        also = "" if shape in (None, size) else f" or {shape}"
+        raise ValueError(f"{api}: the sparsity pattern must have shape {size}{also}, but it has {tuple(given.shape)}.")
+    if _is_bcoo(given):
+        places = np.asarray(given.indices, np.int64)
+        places = places[(places < np.array(given.shape)).all(1)]  # beyond them a BCOO keeps what it does not use
+        flat = places @ strides_of(given.shape)
+    elif _is_scipy(given):
+        flat = np.stack(given.tocoo().coords, 1).astype(np.int64) @ strides_of(given.shape)
+    else:
+        flat = np.flatnonzero(np.asarray(given))
+    rows, cols = np.divmod(flat, max(1, size[1]))
+    return rows, cols
+
+
+def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
+    """The pattern of a call, for any values of what it is differentiated for.
+
+    It is that of the derivative as a program, by which entries come out and go in, so rules for derivatives that a user
+    wrote count as they are. What the call takes beside counts with its values where it has any, and traced as unknown.
+
+    Args:
+      api: what to call the transform in an error.
+      call: the call.
+      forward: whether to look at derivatives in forward mode, or in reverse mode.
+
+    Raises:
+      UnknownPattern: the program cannot be seen through.
+    """
+
+    def push(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *primals: call(*primals)[0], primals, tangents)[1]
+
+    def pull(primals: Any, cotangents: Any) -> Any:
+        return jax.vjp(lambda *primals: call(*primals)[0], *primals)[1](cotangents)
+
+    try:
+        vectors = call.primals
+        if not forward:
+            out = jax.eval_shape(lambda: call(*call.primals)[0])
+            vectors = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), out)
+        closed = jax.make_jaxpr(push if forward else pull)(call.primals, vectors)
+    except NeedsValues:
+        raise UnknownPattern("fun branches on values") from None
+    free = [constant for constant in closed.consts if isinstance(constant, Tracer)]
+
+    def evaluate(vectors: Any, primals: Any, free: Any) -> Any:
+        given = iter(free)
+        constants = [next(given) if isinstance(constant, Tracer) else constant for constant in closed.consts]
+        return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves((primals, vectors)))
+
+    try:
+        found = asdex(api).jacobian_sparsity(evaluate, vectors, call.primals, free, argnums=0)
+    except Exception as error:  # whatever it stumbles over, the dense Jacobian is right
+        raise UnknownPattern(_reason(error)) from error
+    rows, cols = np.asarray(found.rows), np.asarray(found.cols)
+    return pattern_at(rows, cols, found.shape) if forward else pattern_at(cols, rows, found.shape[::-1])
+
+
+def has_symmetric_hessian(call: Call) -> bool:
+    """Whether the Hessian of a call is symmetric: not where a user wrote derivatives, which need not belong together."""
+
+    def own_rules(jaxpr: Any) -> bool:
+        names = [eqn.primitive.name for eqn in jaxpr.eqns]
+        inside = (body for eqn in jaxpr.eqns for body in bodies(eqn))
+        return any(name.startswith(("custom_jvp", "custom_vjp")) for name in names) or any(map(own_rules, inside))
+
+    try:
+        return not own_rules(jax.make_jaxpr(lambda *primals: call(*primals)[0])(*call.primals).jaxpr)
+    except NeedsValues:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    """What kept the pattern from being found: the primitive that was being looked at, if any."""
+    equations = [frame.f_locals.get("eqn") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [equation.primitive.name for equation in equations if hasattr(equation, "primitive")]
+    return f"asdex cannot see through the primitive `{names[-1]}`" if names else f"asdex failed: {error}"
