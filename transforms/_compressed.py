@@ -40,7 +40,7 @@ def sparse_way(
       sparsity: "auto" or a pattern.
       check: whether the result is compared with a product.
       mode: "auto", "forward" or "reverse".
-      symmetric: whether it is the Hessian of a scalar.
+      symmetric: whether it is that of a gradient, if square.
     """
     out = output_shapes(api, call)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
@@ -68,7 +68,7 @@ def sparse_way(
             stacklevel=4,
         )
         return dense(full_pattern(shape), f"the pattern cannot be found: {reason}")
-    coloring = symmetric_coloring_of(api, pattern, modes[0]) if symmetric else coloring_of(api, pattern, modes)
+    coloring = symmetric_coloring_of(api, pattern, modes[0]) if symmetric and shape[0] == shape[1] else coloring_of(api, pattern, modes)
     compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), probe)
     count = coloring.counts
     found = "both" if all(count) else "reverse" if count[1] else "forward"
@@ -89,12 +89,14 @@ def _possible(call: Call, out: Any) -> tuple[str, ...]:
     if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
         return ("forward",)
 
+    # Mapped, since only then a derivative that does not exist is missed before anything is computed.
     def push() -> Any:
-        return jax.linearize(call, *call.primals, has_aux=True)[1](*call.primals)
+        push = jax.linearize(call, *call.primals, has_aux=True)[1]
+        return jax.vmap(push)(*jax.tree.map(lambda x: jnp.asarray(x)[None], call.primals))
 
     def pull() -> Any:
         value, pull, _ = jax.vjp(call, *call.primals, has_aux=True)
-        return pull(value)
+        return jax.vmap(pull)(jax.tree.map(lambda x: x[None], value))
 
     modes, errors = [], []
     for mode, product in (("forward", push), ("reverse", pull)):
@@ -120,7 +122,7 @@ def _work(api: str, call: Call, way: Way) -> float:
 def _sparse(
     pattern: Pattern,
     entries_of: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
-    probe: Callable[[str, Call, Pattern, Entries], None] | None,
+    probe: Callable[[str, Call, Any, Pattern, Entries], None] | None,
     api: str,
     call: Call,
     chunk_size: int | None,
@@ -131,7 +133,7 @@ def _sparse(
     out, entries, rest = entries_of(api, call, chunk_size)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     if probe is not None:
-        probe(api, call, pattern, entries)
+        probe(api, call, out, pattern, entries)
     blocks: list[list[Any]] = [[] for _ in outputs]
     for j, i, _, (rows, cols) in _blocks(pattern, outputs, inputs):
         shape, data = jnp.shape(outputs[j]) + jnp.shape(inputs[i]), entries[j][i]
@@ -253,7 +255,7 @@ def _products(
     return map_slices(of_color if chunk_size is None else checkpoint(of_color), seeds, 0, chunk_size)
 
 
-def _probe(api: str, call: Call, pattern: Pattern, entries: Entries, forward: bool) -> None:
+def _probe(api: str, call: Call, out: Any, pattern: Pattern, entries: Entries, forward: bool) -> None:
     """Refuse entries whose product with a random vector is not that of the Jacobian: a pattern that lacks some."""
 
     def of(*primals: Any) -> Any:
@@ -264,7 +266,6 @@ def _probe(api: str, call: Call, pattern: Pattern, entries: Entries, forward: bo
     def vector(x: Any) -> jax.Array:
         return jnp.asarray(random.standard_normal(jnp.shape(x)), jnp.result_type(x))
 
-    out = jax.eval_shape(of, *call.primals)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     if forward:
         given = jax.tree.map(vector, call.primals)

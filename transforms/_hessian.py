@@ -51,9 +51,9 @@ def hessian(
 
     Cost:
       That of a gradient for each input number, and for each output number if there are several. A sparse one costs a
-      gradient's derivative for each colour; that of a scalar is symmetric, so an entry is read where it stands alone, or
-      its mirror image does. Functions with derivatives of their own (`jax.custom_jvp`) are coloured as any Jacobian,
-      since nothing says that these belong together.
+      gradient's derivative for each colour; that of a scalar is symmetric, and an entry is read where it or its mirror
+      image stands alone. Functions with derivatives of their own (`jax.custom_jvp`) are coloured as any Jacobian, since
+      nothing says that these belong together.
 
     Source:
       `jax.hessian`; `torch.func.hessian`; for sparse ones Gebremedhin, Tarafdar, Manne and Pothen 2007, "New acyclic

@@ -211,7 +211,7 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
 
 
 def has_symmetric_hessian(call: Call) -> bool:
-    """Whether the Hessian of a call is symmetric: not where a user wrote derivatives, which need not belong together."""
+    """Whether the Hessian of a call is symmetric; where a user wrote derivatives, these need not belong together."""
 
     def own_rules(jaxpr: Any) -> bool:
         names = [eqn.primitive.name for eqn in jaxpr.eqns]
