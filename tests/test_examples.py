@@ -28,6 +28,7 @@ OTHERS = {
     "examples/multi_host.py",
     "examples/agents.py",
     "examples/laplacian.py",
+    "examples/stiff_brusselator.py",
     "examples/sweep_digits.py",
     "examples/uncertainty_digits.py",
 }  # which write files
@@ -41,6 +42,7 @@ SMALL = {
     "benchmarks/privacy.py": ("--smoke",),
     "benchmarks/dpsgd.py": ("--smoke",),
     "benchmarks/long_runs.py": ("--smoke",),
+    "benchmarks/sparse.py": ("--smoke",),
 }
 
 
@@ -76,6 +78,11 @@ def test_two_processes_train_what_one_reads(tmp_path):
             "laplacian",
             ("--particles", "1", "2", "--samples", "9", "--rounds", "1"),
             "energy 3.0 at every point, but for",
+        ),
+        (
+            "stiff_brusselator",
+            ("--cells", "4", "9", "--until", "0.5", "--rounds", "1"),
+            "18 unknowns, 324 entries: 6 products in forward and 0 in reverse mode give all",
         ),
         ("sweep_digits", ("--rates", "3", "--seeds", "2", "--steps", "40"), "The best 5 of them together: NLL"),
         ("uncertainty_digits", ("--members", "3", "--steps", "60"), "Temperature of the ensemble"),

@@ -68,7 +68,11 @@ def sparse_way(
             stacklevel=4,
         )
         return dense(full_pattern(shape), f"the pattern cannot be found: {reason}")
-    coloring = symmetric_coloring_of(api, pattern, modes[0]) if symmetric and shape[0] == shape[1] else coloring_of(api, pattern, modes)
+    coloring = (
+        symmetric_coloring_of(api, pattern, modes[0])
+        if symmetric and shape[0] == shape[1]
+        else coloring_of(api, pattern, modes)
+    )
     compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), probe)
     count = coloring.counts
     found = "both" if all(count) else "reverse" if count[1] else "forward"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._arguments import Argnums
-from ._jacobian import jacobian_of
+from ._jacobian import Jacobian, jacobian_of
 
 _MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
 
@@ -21,7 +21,7 @@ def hessian(
     memory_budget: int | str | None = None,
     sparsity: Any = None,
     check: bool = False,
-) -> Callable[..., Any]:
+) -> Jacobian:
     """Hessian of `fun`.
 
     As `jax.hessian`, with what `jacfwd` here adds to `jax.jacfwd`.
@@ -40,7 +40,8 @@ def hessian(
 
     Returns:
       A function of the same arguments that returns the Hessian, nested as the Jacobian of a Jacobian: with arrays of
-      shape `output.shape + first.shape + second.shape`, or with `sparsity` such `BCOO`.
+      shape `output.shape + first.shape + second.shape`, or with `sparsity` such `BCOO`. It has
+      a method `.explain`, as for `jacobian`.
 
     Raises:
       TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode; as for `jacobian` with a pattern.

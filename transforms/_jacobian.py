@@ -18,7 +18,7 @@ from ._sparsity import check_sparsity, has_symmetric_hessian
 
 
 class Jacobian(Protocol):
-    """What `jacobian` returns."""
+    """What `jacobian` and `hessian` return."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Jacobian at these arguments."""
@@ -262,14 +262,15 @@ def jacobian_of(
         )
 
     wrapped: Any = wrap_like(fun, api, of_arguments, again)
-    if api == "jacobian":
+    if api in ("jacobian", "hessian"):
 
         def explain(*args: Any, **kwargs: Any) -> Choice:
             call = prepare(args, kwargs)
             if sparsity is not None:
                 return way_of(call, args, kwargs).choice
             choice = choose_mode(api, call)
-            return choice if mode == "auto" else choice._replace(mode=mode, why=f'it was asked for by mode="{mode}"')
+            asked = f'it was asked for by mode="{mode}"' if inner is None else f"the outer Jacobian is in {mode} mode"
+            return choice if mode == "auto" else choice._replace(mode=mode, why=asked)
 
         wrapped.explain = explain
     return wrapped
