@@ -30,8 +30,8 @@ _CONSTANT, _FOLDED = 2**24, 2**18
 
 def sparse_way(
     api: str, call: Call, nest: Callable[[Any, Any], Any], sparsity: Any, check: bool, mode: str, symmetric: bool
-) -> Way:
-    """How to compute a Jacobian as `BCOO`, with the entries of a pattern.
+) -> tuple[Way, Choice]:
+    """How to compute a Jacobian as `BCOO`, with the entries of a pattern, and why so.
 
     Args:
       api: what to call the transform in an error.
@@ -49,11 +49,11 @@ def sparse_way(
     probe = partial(_probe, forward="forward" in modes) if check else None
     choice = partial(Choice, inputs=shape[1], outputs=shape[0], flops=None)
 
-    def dense(pattern: Pattern, why: str) -> Way:
+    def dense(pattern: Pattern, why: str) -> tuple[Way, Choice]:
         chosen = choose_mode(api, call).mode if len(modes) == 2 else modes[0]
         way = dense_way(api, call, chosen)
         compute = partial(_sparse, pattern, partial(_of_dense, pattern, way.compute), probe)
-        return Way(compute, way.slices, choice(chosen, why=why))
+        return Way(compute, way.slices), choice(chosen, why=why)
 
     try:
         if isinstance(sparsity, str):
@@ -77,13 +77,13 @@ def sparse_way(
     count = coloring.counts
     found = "both" if all(count) else "reverse" if count[1] else "forward"
     why = f"{count[0]} products in forward and {count[1]} in reverse mode give all {len(pattern.rows)} entries"
-    way = Way(compute, lambda: max(1, *count), choice(found, why=why, colors=count))
+    way = Way(compute, lambda: max(1, *count)), choice(found, why=why, colors=count)
     alone = {"forward": cost(shape[1], 0), "reverse": cost(0, shape[0])}
     if DECISIVE * coloring.cost <= min(alone[mode] for mode in modes):
         return way
     other = dense(pattern, f"XLA counts fewer operations and bytes than for {sum(count)} products")
     try:
-        return min(other, way, key=lambda way: _work(api, call, way))
+        return min(other, way, key=lambda way: _work(api, call, way[0]))
     except NeedsValues:
         return way
 
@@ -195,6 +195,8 @@ def _of_products(
 ) -> tuple[Any, Entries, Any]:
     """The output, the entries of a pattern read from products, and the rest of the call."""
     count, number = coloring.counts
+    push: Any = None
+    pull: Any = None
     if count:
         out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
         pull = jax.linear_transpose(push, *call.primals) if number else None

@@ -231,15 +231,13 @@ def jacobian_of(
 
         return jax.tree.unflatten(jax.tree.structure(out), [of_output(row) for row in blocks])
 
-    def way_of(call: Call, args: Any, kwargs: Any) -> Way:
-        if sparsity is None:
-            return dense_way(api, call, mode, row_axis)
+    def sparse_of(call: Call, args: Any, kwargs: Any) -> tuple[Way, Choice]:
         symmetric = inner is not None and has_symmetric_hessian(prepare(args, kwargs, None))
         return sparse_way(api, call, partial(nest, call), sparsity, check, mode, symmetric)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         call, chunk = prepare(args, kwargs), chunk_size
-        way = way_of(call, args, kwargs)
+        way = dense_way(api, call, mode, row_axis) if sparsity is None else sparse_of(call, args, kwargs)[0]
         if budget is not None:
             inner_size = 1 if inner is None else dense_way(api, prepare(args, kwargs, None), inner).slices()
 
@@ -267,7 +265,7 @@ def jacobian_of(
         def explain(*args: Any, **kwargs: Any) -> Choice:
             call = prepare(args, kwargs)
             if sparsity is not None:
-                return way_of(call, args, kwargs).choice
+                return sparse_of(call, args, kwargs)[1]
             choice = choose_mode(api, call)
             asked = f'it was asked for by mode="{mode}"' if inner is None else f"the outer Jacobian is in {mode} mode"
             return choice if mode == "auto" else choice._replace(mode=mode, why=asked)

@@ -47,12 +47,10 @@ class Way(NamedTuple):
       compute: from a transform's name, a call, and how many slices to compute at a time to the output, the blocks (for
         each of its arrays one for each array of the input), and the rest of the call.
       slices: asks how many columns, rows or products may be computed at a time.
-      choice: which way it is, where that has been asked.
     """
 
     compute: Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
     slices: Callable[[], int]
-    choice: Choice | None = None
 
 
 def choose_mode(api: str, call: Call) -> Choice:

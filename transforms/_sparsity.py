@@ -53,7 +53,8 @@ def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:
 
 def full_pattern(shape: tuple[int, int]) -> Pattern:
     """The pattern with every entry."""
-    return Pattern(*(places.reshape(-1) for places in np.indices(shape)), shape)
+    rows, cols = np.indices(shape).reshape(2, -1)
+    return Pattern(rows, cols, shape)
 
 
 def strides_of(shape: Sequence[int]) -> np.ndarray:
@@ -226,6 +227,8 @@ def has_symmetric_hessian(call: Call) -> bool:
 
 def _reason(error: Exception) -> str:
     """What kept the pattern from being found: the primitive that was being looked at, if any."""
-    equations = [frame.f_locals.get("eqn") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [equation.primitive.name for equation in equations if hasattr(equation, "primitive")]
+    names = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
+        names += [primitive.name] if primitive is not None else []
     return f"asdex cannot see through the primitive `{names[-1]}`" if names else f"asdex failed: {error}"

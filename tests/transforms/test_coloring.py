@@ -15,8 +15,9 @@ from plurax.transforms._sparsity import Pattern, full_pattern, pattern_at
 MODES = (("forward",), ("reverse",), ("forward", "reverse"), ("reverse", "forward"))
 
 
-def pattern_of(matrix: Any) -> Pattern:
-    return pattern_at(*np.nonzero(matrix), np.shape(matrix))
+def pattern_of(matrix: np.ndarray[tuple[int, int], Any]) -> Pattern:
+    rows, cols = np.nonzero(matrix)
+    return pattern_at(rows, cols, matrix.shape)
 
 
 def entries_read(coloring: Any, matrix: np.ndarray) -> np.ndarray:
