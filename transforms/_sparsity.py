@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -92,8 +92,8 @@ def _check_pattern(api: str, given: Any) -> None:
         )
     if isinstance(given.indices if _is_bcoo(given) else given, Tracer):
         raise TypeError(
-            f"{api}: the sparsity pattern is traced, but it must be known while the program is built; let the function "
-            "close over it, instead of taking it as an argument."
+            f"{api}: the sparsity pattern is traced, but it must be known while the program is built; make it outside "
+            "of jit, or with NumPy, and let the function close over it."
         )
 
 
@@ -106,7 +106,7 @@ def _is_scipy(x: Any) -> bool:
 
 
 def asdex(api: str) -> Any:
-    """The library that finds patterns and colours them."""
+    """The library that colours patterns."""
     try:
         import asdex
     except ModuleNotFoundError as error:
@@ -157,7 +157,8 @@ def _entries(
         raise ValueError(f"{api}: the sparsity pattern must have shape {size}{also}, but it has {tuple(given.shape)}.")
     if _is_bcoo(given):
         places = np.asarray(given.indices, np.int64)
-        places = places[(places < np.array(given.shape)).all(1)]  # beyond them a BCOO keeps what it does not use
+        inside = (places >= 0) & (places < np.array(given.shape))
+        places = places[inside.all(1)]  # beyond them a BCOO keeps what it does not use
         flat = places @ strides_of(given.shape)
     elif _is_scipy(given):
         flat = np.stack(given.tocoo().coords, 1).astype(np.int64) @ strides_of(given.shape)
@@ -179,8 +180,12 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
       forward: whether to look at derivatives in forward mode, or in reverse mode.
 
     Raises:
-      UnknownPattern: the program cannot be seen through.
+      UnknownPattern: the program cannot be traced.
+
+    Warns:
+      UserWarning: what comes out of some primitive is taken to depend on all that goes in.
     """
+    from ._dependence import UNKNOWN, dependence, is_set, unit_sets
 
     def push(primals: Any, tangents: Any) -> Any:
         return jax.jvp(lambda *primals: call(*primals)[0], primals, tangents)[1]
@@ -196,19 +201,24 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
         closed = jax.make_jaxpr(push if forward else pull)(call.primals, vectors)
     except NeedsValues:
         raise UnknownPattern("fun branches on values") from None
-    free = [constant for constant in closed.consts if isinstance(constant, Tracer)]
-
-    def evaluate(vectors: Any, primals: Any, free: Any) -> Any:
-        given = iter(free)
-        constants = [next(given) if isinstance(constant, Tracer) else constant for constant in closed.consts]
-        return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves((primals, vectors)))
-
-    try:
-        found = asdex(api).jacobian_sparsity(evaluate, vectors, call.primals, free, argnums=0)
-    except Exception as error:  # whatever it stumbles over, the dense Jacobian is right
-        raise UnknownPattern(_reason(error)) from error
-    rows, cols = np.asarray(found.rows), np.asarray(found.cols)
-    return pattern_at(rows, cols, found.shape) if forward else pattern_at(cols, rows, found.shape[::-1])
+    primals, moved = jax.tree.leaves(call.primals), jax.tree.leaves(vectors)
+    sets, columns = unit_sets([math.prod(jnp.shape(x)) for x in moved])
+    found, blind = dependence(closed.jaxpr, closed.consts, [UNKNOWN] * len(primals) + sets)
+    if blind:
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(blind))
+        warnings.warn(
+            f"{api}: the sparsity pattern may have more entries than it needs: what comes out of {names} is taken to "
+            "depend on all that goes in. Give the pattern as sparsity=, or leave sparsity out for a dense array.",
+            stacklevel=5,
+        )
+    starts = np.cumsum([0, *(math.prod(x.aval.shape) for x in closed.jaxpr.outvars)])
+    parts = [x.tocoo() if is_set(x) else None for x in found]
+    rows = [start + part.row for start, part in zip(starts, parts, strict=False) if part is not None]
+    cols = [part.col for part in parts if part is not None]
+    empty = [np.zeros(0, np.int64)]
+    row, col = np.concatenate(empty + rows), np.concatenate(empty + cols)
+    shape = int(starts[-1]), columns
+    return pattern_at(row, col, shape) if forward else pattern_at(col, row, shape[::-1])
 
 
 def has_symmetric_hessian(call: Call) -> bool:
@@ -223,12 +233,3 @@ def has_symmetric_hessian(call: Call) -> bool:
         return not own_rules(jax.make_jaxpr(lambda *primals: call(*primals)[0])(*call.primals).jaxpr)
     except NeedsValues:
         return False
-
-
-def _reason(error: Exception) -> str:
-    """What kept the pattern from being found: the primitive that was being looked at, if any."""
-    names = []
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        primitive = getattr(frame.f_locals.get("eqn"), "primitive", None)
-        names += [primitive.name] if primitive is not None else []
-    return f"asdex cannot see through the primitive `{names[-1]}`" if names else f"asdex failed: {error}"
