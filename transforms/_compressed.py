@@ -27,7 +27,7 @@ Entries = list[list[jax.Array]]
 # makes of a linear function is then a constant too, but it computes slowly.
 _CONSTANT, _FOLDED = 2**24, 2**18
 # The probe takes so many products in two parts, and lets so many times the difference that this makes pass.
-_PARTS, _ROUNDING = 3, 50
+_PARTS, _ROUNDING = 4, 50
 
 
 def sparse_way(
@@ -307,6 +307,8 @@ def _probe(api: str, call: Call, out: Any, pattern: Pattern, entries: Entries, f
         right, rounding = (x.reshape(-1) for x in pair)
         eps = float(jnp.finfo(right.dtype).eps)
         largest = jnp.where(jnp.isfinite(right), jnp.abs(right), 0).max(initial=0)
+        usual = jnp.where(jnp.isfinite(rounding), rounding, 0).mean() if rounding.size else 0
+        rounding = jnp.maximum(rounding, usual)  # a row may have had luck
         bound = eps**0.5 * (size + jnp.abs(right)) + 10 * eps * largest + _ROUNDING * rounding
         off.append(jnp.isfinite(right) & ~(jnp.abs(found - right) <= bound))
     names = [

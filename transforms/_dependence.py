@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
-from scipy import sparse
 
 from ._compat import Tracer, scan_counts
-from ._jaxpr import CALLS, evaluate, interpret
+from ._jaxpr import CALLS, aval, evaluate, interpret
 
 # A value that does not depend on what is asked about, and is not known.
 UNKNOWN = object()
@@ -48,7 +47,7 @@ def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tupl
 
 def is_set(value: Any) -> bool:
     """Whether a value depends on what is asked about."""
-    return isinstance(value, sparse.csr_array)
+    return getattr(value, "format", None) == "csr"
 
 
 def unit_sets(sizes: Sequence[int]) -> tuple[list[Any], int]:
@@ -109,7 +108,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], blind: list[s
 
 
 def _differentiable(x: Any) -> bool:
-    return jnp.issubdtype(x.aval.dtype, jnp.inexact)
+    return jnp.issubdtype(aval(x).dtype, jnp.inexact)
 
 
 def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -125,7 +124,10 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.ensure_compile_time_eval():
             return evaluate(eqn, *operands)
 
-    return [Later(lambda i=i: compute()[i]) for i in range(len(eqn.outvars))]
+    def number(i: int) -> Later:
+        return Later(lambda: compute()[i])
+
+    return [number(i) for i in range(len(eqn.outvars))]
 
 
 # ---- Sets of arrays
@@ -133,12 +135,21 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _numbers(x: Any) -> np.ndarray:
     """The places of an array's numbers, in its shape."""
-    return np.arange(math.prod(x.aval.shape)).reshape(x.aval.shape)
+    return np.arange(math.prod(aval(x).shape)).reshape(aval(x).shape)
 
 
 def _matrix(rows: Any, cols: Any, shape: tuple[int, int]) -> Any:
+    from scipy.sparse import csr_array
+
     rows, cols = np.ravel(rows), np.ravel(cols)
-    return sparse.csr_array((np.ones(len(rows), bool), (rows, cols)), shape=shape)
+    return csr_array((np.ones(len(rows), bool), (rows, cols)), shape=shape)
+
+
+def _stacked(parts: Sequence[Any]) -> Any:
+    """The sets of several arrays, one behind another."""
+    from scipy.sparse import vstack
+
+    return vstack(parts, format="csr")
 
 
 def _picked(sets: Any, places: np.ndarray) -> Any:
@@ -161,7 +172,7 @@ def _everything(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     found = [value for value in values if is_set(value)]
     columns = np.unique(np.concatenate([value.indices for value in found]))
     whole = _matrix(np.zeros(len(columns), int), columns, (1, found[0].shape[1]))
-    return [whole[np.zeros(math.prod(x.aval.shape), int)] for x in eqn.outvars]
+    return [whole[np.zeros(math.prod(aval(x).shape), int)] for x in eqn.outvars]
 
 
 def _grouped(sets: Any, groups: np.ndarray, size: int) -> Any:
@@ -175,16 +186,18 @@ def _grouped(sets: Any, groups: np.ndarray, size: int) -> Any:
 def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Does to the places of the operands' numbers what the operation does to the numbers."""
     name, params = eqn.primitive.name, eqn.params
-    if name in ("reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"):
+    if name in _KEPT and (name != "reshape" or params["dimensions"] is None):
         return values[: len(eqn.outvars)]
     ends = np.cumsum([0, *(value.shape[0] if is_set(value) else 0 for value in values)])
     places: list[Any] = [
         _numbers(x) + ends[i] if is_set(value) else None
         for i, (x, value) in enumerate(zip(eqn.invars, values, strict=True))
     ]
-    none = [np.full(x.aval.shape, -1) if place is None else place for x, place in zip(eqn.invars, places, strict=True)]
+    none = [np.full(aval(x).shape, -1) if place is None else place for x, place in zip(eqn.invars, places, strict=True)]
     first = none[0]
-    if name == "transpose":
+    if name == "reshape":
+        out = [first.transpose(params["dimensions"])]
+    elif name == "transpose":
         out = [first.transpose(params["permutation"])]
     elif name == "broadcast_in_dim":
         thin = np.ones(len(params["shape"]), int)
@@ -205,7 +218,7 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         which = known(values[0])
         if which is None:
             return [_union([_spread(value, x, eqn) for value, x in zip(values[1:], eqn.invars[1:], strict=True)])]
-        shape = eqn.outvars[0].aval.shape
+        shape = aval(eqn.outvars[0]).shape
         out = [np.choose(np.broadcast_to(which, shape).astype(int), none[1:])]
     elif name in ("stack", "unstack", "tile"):
         with jax.ensure_compile_time_eval():
@@ -222,12 +235,12 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.ensure_compile_time_eval():
             moved = [jnp.asarray(x, np.int32) for x in none[: len(values) - len(where)]]
             out = [np.asarray(eqn.primitive.bind(*moved, *indices, **{**eqn.params, **fill}))]
-    table = sparse.vstack([value for value in values if is_set(value)], format="csr")
+    table = _stacked([value for value in values if is_set(value)])
     return [_picked(table, x) for x in out]
 
 
 def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
-    out = np.full(eqn.outvars[0].aval.shape, value)
+    out = np.full(aval(eqn.outvars[0]).shape, value)
     to, take = [], []
     for size, end, (low, _, interior) in zip(places.shape, out.shape, eqn.params["padding_config"], strict=True):
         at = low + np.arange(size) * (interior + 1)
@@ -238,8 +251,10 @@ def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
     return out
 
 
+# In these the numbers stay in order.
+_KEPT = {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"}
 _MOVES = {
-    *("reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"),
+    *_KEPT,
     *("transpose", "broadcast_in_dim", "slice", "rev", "concatenate", "split", "pad", "select_n"),
     *("stack", "unstack", "tile", "gather", "dynamic_slice", "dynamic_update_slice"),
 }
@@ -270,8 +285,8 @@ _ELEMENTWISE = {
 
 def _spread(value: Any, x: Any, eqn: JaxprEqn) -> Any:
     """The sets of an operand for each number of the result, to whose shape it is broadcast."""
-    shape = eqn.outvars[0].aval.shape
-    return value if not is_set(value) or x.aval.shape == shape else value[np.broadcast_to(_numbers(x), shape).ravel()]
+    shape = aval(eqn.outvars[0]).shape
+    return value if not is_set(value) or aval(x).shape == shape else value[np.broadcast_to(_numbers(x), shape).ravel()]
 
 
 def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
@@ -280,7 +295,9 @@ def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
         factor = known(values[1 if is_set(values[0]) else 0])
         if factor is not None and not factor.all():
             places = np.arange(found.shape[0])
-            return _picked(found, np.where(np.broadcast_to(factor, eqn.outvars[0].aval.shape).ravel() != 0, places, -1))
+            return _picked(
+                found, np.where(np.broadcast_to(factor, aval(eqn.outvars[0]).shape).ravel() != 0, places, -1)
+            )
     return found
 
 
@@ -288,7 +305,7 @@ def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _reduced(eqn: JaxprEqn, values: list[Any]) -> Any:
-    shape = eqn.invars[0].aval.shape
+    shape = aval(eqn.invars[0]).shape
     axes = set(eqn.params["axes"])
     thin = [1 if i in axes else n for i, n in enumerate(shape)]
     size = math.prod(thin)
@@ -340,7 +357,7 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
     """Finds what a kernel meets by kernels with a single one, through which the numbers' places pass."""
-    size, kernel = math.prod(eqn.invars[0].aval.shape), eqn.invars[1].aval.shape
+    size, kernel = math.prod(aval(eqn.invars[0]).shape), aval(eqn.invars[1]).shape
     if is_set(values[1]) or size >= 2**24:  # float32 counts up to there
         return None
     numbers = eqn.params["dimension_numbers"].rhs_spec
@@ -348,7 +365,7 @@ def _convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
     weights = known(values[1])
     seen, rows, cols = set(), [], []
     with jax.ensure_compile_time_eval():
-        places = jnp.arange(1.0, size + 1, dtype=np.float32).reshape(eqn.invars[0].aval.shape)
+        places = jnp.arange(1.0, size + 1, dtype=np.float32).reshape(aval(eqn.invars[0]).shape)
         run = jax.jit(lambda places, ones: eqn.primitive.bind(places, ones, **params))
         for place in itertools.product(*(range(n) for n in kernel)):
             where = tuple(0 if i == numbers[0] else k for i, k in enumerate(place))
@@ -361,7 +378,7 @@ def _convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
             met = np.asarray(run(places, ones)).ravel().astype(int) - 1
             rows.append(np.flatnonzero(met >= 0))
             cols.append(met[met >= 0])
-    out = math.prod(eqn.outvars[0].aval.shape)
+    out = math.prod(aval(eqn.outvars[0]).shape)
     return _matrix(np.concatenate(rows), np.concatenate(cols), (out, size)) @ values[0]
 
 
@@ -387,7 +404,7 @@ def _windowed(eqn: JaxprEqn, values: list[Any]) -> Any:
     """Sums over windows, or one number out of each; which one may depend on operands that nothing is asked about."""
     if any(map(is_set, values[1:])):
         return None
-    shape = eqn.invars[0].aval.shape
+    shape = aval(eqn.invars[0]).shape
     window, number, count = _windows(shape, eqn.params)
     return _matrix(window, number, (count, math.prod(shape))) @ values[0]
 
@@ -395,7 +412,7 @@ def _windowed(eqn: JaxprEqn, values: list[Any]) -> Any:
 def _scattered_from_windows(eqn: JaxprEqn, values: list[Any]) -> Any:
     if not is_set(values[0]) or is_set(values[1]):
         return None
-    shape = eqn.invars[1].aval.shape
+    shape = aval(eqn.invars[1]).shape
     window, number, count = _windows(shape, eqn.params)
     return _matrix(number, window, (math.prod(shape), count)) @ values[0]
 
@@ -406,7 +423,7 @@ def _scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
     if not is_set(updates):
         return operand
     where = known(indices)
-    out, given = eqn.outvars[0].aval.shape, eqn.invars[2].aval
+    out, given = aval(eqn.outvars[0]).shape, aval(eqn.invars[2])
     if where is None:
         return _union([operand, *_everything(eqn, [updates])])
     if math.prod(out) >= 2**24:  # float32 counts up to there
@@ -461,7 +478,7 @@ def _body(closed: Any, values: list[Any], carried: slice, blind: list[str]) -> t
     has = [is_set(value) for value in values]
     start = carried.start
     while True:
-        sizes = [math.prod(x.aval.shape) if flag else 0 for x, flag in zip(jaxpr.invars, has, strict=True)]
+        sizes = [math.prod(aval(x).shape) if flag else 0 for x, flag in zip(jaxpr.invars, has, strict=True)]
         ends = np.cumsum([0, *sizes])
         given = [
             _matrix(np.arange(size), end + np.arange(size), (size, ends[-1])) if flag else value
@@ -483,7 +500,7 @@ def _body(closed: Any, values: list[Any], carried: slice, blind: list[str]) -> t
 
 def _rows(x: Any, value: Any, columns: int) -> Any:
     """The sets of a value, empty ones if it has none."""
-    return value if is_set(value) else sparse.csr_array((math.prod(x.aval.shape), columns), dtype=bool)
+    return value if is_set(value) else _matrix([], [], (math.prod(aval(x).shape), columns))
 
 
 def _scanned(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
@@ -497,7 +514,7 @@ def _scanned(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
 
         def slice_of(value: Any, x: Any, turn: int) -> Any:
             if is_set(value):
-                size = math.prod(x.aval.shape)
+                size = math.prod(aval(x).shape)
                 return value[turn * size : (turn + 1) * size]
             return UNKNOWN if value is UNKNOWN else Later(lambda: _at(value, turn))
 
@@ -513,7 +530,7 @@ def _scanned(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
         def turn_of(carry: list[Any], turn: int) -> list[Any]:
             rows = []
             for i, (x, flag) in enumerate(zip(variables, has, strict=True)):
-                size = math.prod(x.aval.shape)
+                size = math.prod(aval(x).shape)
                 if not flag:
                     continue
                 if i < consts:
@@ -522,7 +539,7 @@ def _scanned(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
                     rows.append(_rows(x, carry[i - consts], columns))
                 else:
                     rows.append(values[i][turn * size : (turn + 1) * size])
-            table = sparse.vstack(rows, format="csr")
+            table = _stacked(rows)
             return [out @ table if is_set(out) else UNKNOWN for out in found]
 
     carry, turns = list(values[consts : consts + carries]), {}
@@ -533,7 +550,7 @@ def _scanned(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
     for i, x in enumerate(closed.jaxpr.outvars[carries:]):
         parts = [turns[turn][i] for turn in range(length)]
         some = any(map(is_set, parts))
-        stacked.append(sparse.vstack([_rows(x, p, columns) for p in parts], format="csr") if some else UNKNOWN)
+        stacked.append(_stacked([_rows(x, p, columns) for p in parts]) if some else UNKNOWN)
     return [*carry, *stacked]
 
 
@@ -554,7 +571,7 @@ def _repeated(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
     fixed = [value for value, flag in zip(values[:consts], has, strict=False) if flag]
     now = [_rows(x, v, columns) for x, v in zip(variables[consts:], values[consts:], strict=True)]
     while True:
-        table = sparse.vstack([*fixed, *(x for x, flag in zip(now, has[consts:], strict=True) if flag)], format="csr")
+        table = _stacked([*fixed, *(x for x, flag in zip(now, has[consts:], strict=True) if flag)])
         after = [old + out @ table if is_set(out) else old for old, out in zip(now, found, strict=True)]
         if all(new.nnz == old.nnz for new, old in zip(after, now, strict=True)):
             return after

@@ -99,6 +99,14 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
         ),
         None,
     ),
+    "convolution of groups of a batch": (
+        lambda x: convolved(
+            image(x).reshape(2, 2, 4, 1),
+            np.ones((2, 2, 1, 2), np.float32) - np.eye(2).reshape(2, 2, 1, 1),
+            batch_group_count=2,
+        ),
+        None,
+    ),
     "kernel": (lambda x: convolved(np.ones((1, 4, 4, 1), np.float32), x.reshape(3, 2, 1, 1)), None),
     "pooled sums": (pooled, None),
     "pooled in strides": (lambda x: pooled(x, strides=(1, 2, 2, 1)), None),
@@ -107,12 +115,15 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
     # Loops and branches.
     "short loop": (lambda x: lax.fori_loop(0, 4, lambda i, c: c.at[i].add(c[i] * x[i + 1]), x), 10),
     "long loop": (lambda x: lax.fori_loop(0, 40, lambda i, c: c * x[::-1], x), 12),
-    "long scan": (lambda x: lax.scan(lambda c, y: (y, c + y), 0.0, jnp.concatenate([x] * 7))[1], 83),
+    "long scan": (lambda x: lax.scan(lambda c, y: (y, c + y), jnp.zeros(()), jnp.concatenate([x] * 7))[1], 83),
     "long scan backwards": (
         lambda x: lax.scan(lambda c, y: (c * y, c), x[0], jnp.concatenate([x] * 7), reverse=True)[1],
         None,
     ),
-    "late carry": (lambda x: lax.scan(lambda c, y: ((c[1], c[2], y), c[0]), (0.0, 0.0, 0.0), jnp.tile(x, 6))[1], 33),
+    "late carry": (
+        lambda x: lax.scan(lambda c, y: ((c[1], c[2], y), c[0]), (jnp.zeros(()),) * 3, jnp.tile(x, 6))[1],
+        33,
+    ),
     "until": (lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.roll(c[1], 1) * x), (0, x))[1], 36),
     "branches": (lambda x: lax.switch(jnp.argmax(x) % 3, [jnp.sin, lambda x: x[::-1], lambda x: x * 0 + x[0]], x), 16),
     "known branch": (lambda x: lax.cond(np.True_, jnp.sin, lambda x: x[::-1], x), 6),
@@ -123,6 +134,7 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
     "tree of sums": (lambda x: lax.associative_scan(jnp.add, x**2), 21),
     # Shapes and dtypes.
     "moved about": (lambda x: jnp.flip(jnp.tile(x.reshape(2, 3).T, (2, 1))[::2], 1) ** 2, 6),
+    "columns first": (lambda x: x.reshape(2, 3).ravel(order="F") ** 2, 6),
     "padded inside": (lambda x: lax.pad(x**2, 0.0, ((1, -2, 2),)), 5),
     "cut before": (lambda x: lax.pad(x**2, 0.0, ((-2, 1, 0),)), 4),
     "stacked": (lambda x: jnp.stack([x[:3], x[3:]], 1) ** 2, 6),
