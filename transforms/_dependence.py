@@ -8,7 +8,6 @@ goes in: too many entries cost time, too few would be wrong numbers.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -27,7 +26,7 @@ UNKNOWN = object()
 # Loops of so many turns are gone through one by one, with what is known in each; of longer ones the body just once.
 _TURNS = 32
 # Above so many pairs a sum counts as one over everything along its axes.
-_PAIRS = 2**25
+_PAIRS = 2**23
 
 
 def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], list[str]]:
@@ -121,8 +120,11 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         operands = [value.value() if isinstance(value, Later) else value for value in values]
         if any(operand is UNKNOWN for operand in operands):
             return [UNKNOWN] * len(eqn.outvars)
-        with jax.ensure_compile_time_eval():
-            return evaluate(eqn, *operands)
+        try:
+            with jax.ensure_compile_time_eval():
+                return evaluate(eqn, *operands)
+        except Exception:  # such as the index along an axis that is mapped around all of this
+            return [UNKNOWN] * len(eqn.outvars)
 
     def number(i: int) -> Later:
         return Later(lambda: compute()[i])
@@ -316,8 +318,9 @@ def _cumulated(eqn: JaxprEqn, values: list[Any]) -> Any:
     axis, places = eqn.params["axis"], _numbers(eqn.invars[0])
     lines = np.moveaxis(places, axis, -1).reshape(-1, places.shape[axis])
     length = lines.shape[1]
-    pairs = np.ones((length, length), bool) if eqn.params["reverse"] is None else np.tri(length, dtype=bool)
-    after, before = np.nonzero(pairs.T if eqn.params["reverse"] else pairs)
+    after, before = np.tril_indices(length)
+    if eqn.params["reverse"]:
+        after, before = before, after
     if lines.shape[0] * len(after) > _PAIRS:
         return None
     return _matrix(lines[:, after], lines[:, before], (places.size, places.size)) @ values[0]
@@ -356,48 +359,80 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Finds what a kernel meets by kernels with a single one, through which the numbers' places pass."""
-    size, kernel = math.prod(aval(eqn.invars[0]).shape), aval(eqn.invars[1]).shape
-    if is_set(values[1]) or size >= 2**24:  # float32 counts up to there
+    """A convolution: over the kernel's places and what goes into its channels, but for what meets a known zero."""
+    if is_set(values[1]):
         return None
-    numbers = eqn.params["dimension_numbers"].rhs_spec
-    params = {**eqn.params, "precision": jax.lax.Precision.HIGHEST, "preferred_element_type": None}
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    places, out = (
+        _numbers(x).transpose(spec) for x, spec in zip((eqn.invars[0], eqn.outvars[0]), numbers[::2], strict=True)
+    )
+    kernel = [aval(eqn.invars[1]).shape[i] for i in numbers[1]]
+    axes = [
+        _along(size, window, stride, padding, base, dilation)
+        for size, window, stride, padding, base, dilation in zip(
+            places.shape[2:],
+            kernel[2:],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    ]
+    to, source, within = _together(axes, (out.shape[2:], places.shape[2:], tuple(kernel[2:])))
+    outputs, channels, batch, area = kernel[0], kernel[1], out.shape[0], math.prod(out.shape[2:])
     weights = known(values[1])
-    seen, rows, cols = set(), [], []
-    with jax.ensure_compile_time_eval():
-        places = jnp.arange(1.0, size + 1, dtype=np.float32).reshape(aval(eqn.invars[0]).shape)
-        run = jax.jit(lambda places, ones: eqn.primitive.bind(places, ones, **params))
-        for place in itertools.product(*(range(n) for n in kernel)):
-            where = tuple(0 if i == numbers[0] else k for i, k in enumerate(place))
-            if where in seen:
-                continue
-            seen.add(where)
-            index = tuple(slice(None) if i == numbers[0] else k for i, k in enumerate(where))
-            ones = np.zeros(kernel, np.float32)
-            ones[index] = 1 if weights is None else weights[index] != 0
-            met = np.asarray(run(places, ones)).ravel().astype(int) - 1
-            rows.append(np.flatnonzero(met >= 0))
-            cols.append(met[met >= 0])
-    out = math.prod(aval(eqn.outvars[0]).shape)
-    return _matrix(np.concatenate(rows), np.concatenate(cols), (out, size)) @ values[0]
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    mask = None
+    if weights is not None and not weights.all() and outputs * channels * batch * len(to) <= _PAIRS:
+        mask, groups = weights.transpose(numbers[1]).reshape(outputs, channels, -1) != 0, outputs
+    # The outputs of a group go over the same numbers.
+    places = places.reshape(*places.shape[:2], -1)
+    rows, cols = [], []
+    for group in range(groups):
+        first = group * outputs // groups
+        part = first * params["feature_group_count"] // outputs
+        batches = np.arange(batch) + batch * (first * params["batch_group_count"] // outputs)
+        for channel in range(channels):
+            chosen = slice(None) if mask is None else mask[group, channel, within]
+            rows.append((group * batch + np.arange(batch)[:, None]) * area + to[chosen])
+            cols.append(places[batches[:, None], part * channels + channel, source[chosen]])
+    shape = (groups * batch * area, places.size)
+    sums = _matrix(np.concatenate([x.ravel() for x in rows]), np.concatenate([x.ravel() for x in cols]), shape)
+    of_group = (np.arange(outputs) * groups // outputs)[:, None]
+    row = (of_group * batch + np.arange(batch)[:, None, None]) * area + np.arange(area)
+    picked = np.empty(out.size, int)
+    picked[out.ravel()] = row.ravel()
+    return (sums @ values[0])[picked]
+
+
+def _along(size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int) -> tuple[Any, ...]:
+    """Along one axis for each window, and each of its places that meets a number, the three; how many windows."""
+    reach = (window - 1) * dilation + 1
+    count = max(0, (((size - 1) * base + 1 if size else 0) + sum(padding) - reach) // stride + 1)
+    at = np.arange(count)[:, None] * stride - padding[0] + np.arange(window) * dilation
+    inside = (at >= 0) & (at <= (size - 1) * base) & (at % base == 0)
+    to, within = np.nonzero(inside)
+    return to, at[inside] // base, within, count
+
+
+def _together(axes: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """The same for all axes: places in arrays of these shapes."""
+    found = []
+    for which, shape in enumerate(shapes):
+        grid = np.meshgrid(*(axis[which] for axis in axes), indexing="ij")
+        found.append((np.ravel_multi_index(grid, shape) if grid else np.zeros(1, int)).ravel())
+    return found
 
 
 def _windows(shape: tuple[int, ...], params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
     """Pairs of a window and a number in it, and how many windows there are."""
-    axes = []
-    for i, size in enumerate(shape):
-        dilation, base = ((params.get(key) or [1] * len(shape))[i] for key in ("window_dilation", "base_dilation"))
-        low, high = params["padding"][i]
-        reach = (params["window_dimensions"][i] - 1) * dilation + 1
-        count = max(0, (((size - 1) * base + 1 if size else 0) + low + high - reach) // params["window_strides"][i] + 1)
-        at = np.arange(count)[:, None] * params["window_strides"][i] - low
-        at = at + np.arange(params["window_dimensions"][i]) * dilation
-        inside = (at >= 0) & (at <= (size - 1) * base) & (at % base == 0)
-        axes.append((np.nonzero(inside)[0], at[inside] // base, count))
-    counts = [count for *_, count in axes]
-    window = np.ravel_multi_index(np.meshgrid(*(a for a, *_ in axes), indexing="ij"), counts)
-    number = np.ravel_multi_index(np.meshgrid(*(b for _, b, _ in axes), indexing="ij"), shape)
-    return window.ravel(), number.ravel(), math.prod(counts)
+    ones, size = [1] * len(shape), params["window_dimensions"]
+    dilations = [params.get(key) or ones for key in ("base_dilation", "window_dilation")]
+    axes = list(map(_along, shape, size, params["window_strides"], params["padding"], *dilations))
+    counts = tuple(axis[3] for axis in axes)
+    window, number = _together(axes, (counts, shape))
+    return window, number, math.prod(counts)
 
 
 def _windowed(eqn: JaxprEqn, values: list[Any]) -> Any:

@@ -108,6 +108,23 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
         None,
     ),
     "kernel": (lambda x: convolved(np.ones((1, 4, 4, 1), np.float32), x.reshape(3, 2, 1, 1)), None),
+    "convolution of many channels": (
+        lambda x: convolved(
+            jnp.tanh(convolved(image(x), W.reshape(2, 2, 1, 6) - 2)),
+            np.cos(np.arange(72, dtype=np.float32)).reshape(3, 2, 6, 2).clip(0.3) - 0.3,
+        ),
+        None,
+    ),
+    "convolution of a cube": (
+        lambda x: lax.conv_general_dilated(
+            x.reshape(1, 1, 2, 3, 1), np.ones((3, 1, 2, 2, 1), np.float32), (1, 1, 1), [(0, 1), (1, 1), (0, 0)]
+        ),
+        None,
+    ),
+    "convolution of nothing in space": (
+        lambda x: lax.conv_general_dilated(x.reshape(2, 3), np.ones((4, 3), np.float32), (), []),
+        24,
+    ),
     "pooled sums": (pooled, None),
     "pooled in strides": (lambda x: pooled(x, strides=(1, 2, 2, 1)), None),
     "pooled maxima": (lambda x: pooled(x, lax.max, -np.inf, (1, 2, 2, 1)), None),
