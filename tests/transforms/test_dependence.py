@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
 from plurax.transforms import jacobian
@@ -179,6 +181,22 @@ def test_no_entry_is_missing(name: str) -> None:
             np.testing.assert_allclose(found.todense(), expected, rtol=2e-5, atol=2e-5)
             assert found.nse >= np.count_nonzero(expected)
             assert mode == "reverse" or fewest in (None, found.nse)
+
+
+@settings(max_examples=max(4, settings().max_examples // 20), deadline=None)
+@given(st.lists(st.sampled_from(sorted(PROGRAMS)), min_size=2, max_size=3))
+def test_programs_of_programs(names: list[str]) -> None:
+    def fun(x: Any) -> Any:
+        for name in names:
+            out = jnp.concatenate([jnp.tanh(PROGRAMS[name][0](x).ravel()), x])
+            x = out[:6] + 0.01 * jnp.cos(ROW)  # apart, so that none are equally large
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = jax.jit(jacobian(fun, mode="forward", sparsity="auto"))(X)
+    expected = jax.jit(jax.jacfwd(fun))(X)
+    np.testing.assert_allclose(found.todense(), expected, rtol=1e-3, atol=1e-3 * (1 + np.abs(expected).max()))
 
 
 def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:
