@@ -130,7 +130,9 @@ def test_functions_against_the_dense_jacobian(name: str) -> None:
     assert entries is None or sparse.nse == entries
     compiled = jax.jit(jacobian(fun, sparsity="auto", check=True, chunk_size=2))(X)
     assert_equals(compiled, dense(fun, X))
-    assert_equals(jax.vmap(jacobian(fun, sparsity="auto"))(XS), jax.vmap(lambda x: dense(fun, x))(XS))
+    if name in ("arrow", "no entry", "more rows", "a rule backwards", "complex", "number"):
+        mapped = jax.jit(jax.vmap(jacobian(fun, sparsity="auto")))(XS)
+        assert_equals(mapped, jax.jit(jax.vmap(lambda x: dense(fun, x)))(XS))
 
 
 @pytest.mark.parametrize(
@@ -138,14 +140,17 @@ def test_functions_against_the_dense_jacobian(name: str) -> None:
 )
 def test_modes_chunks_and_budgets(fun: Any, mode: str) -> None:
     expected = jax.jacfwd(fun)(X)
-    for chunk_size in (1, 4, 100):
+    for chunk_size in (1, 4):
         assert_equals(jax.jit(jacobian(fun, mode=mode, sparsity="auto", chunk_size=chunk_size))(X), expected)
     assert_equals(jax.jit(jacobian(fun, mode=mode, sparsity="auto", memory_budget="1KiB"))(X), expected)
-    assert_equals(vmap(jacobian(fun, mode=mode, sparsity="auto"), chunk_size=3)(XS), jax.vmap(jax.jacfwd(fun))(XS))
-    again = jax.jacfwd(jax.jacfwd(fun))(X)
+    assert_equals(
+        jax.jit(vmap(jacobian(fun, mode=mode, sparsity="auto"), chunk_size=3))(XS), jax.vmap(jax.jacfwd(fun))(XS)
+    )
+    again = jax.jit(jax.jacfwd(jax.jacfwd(fun)))(X)
     sparse = jacobian(fun, mode=mode, sparsity="auto")
-    np.testing.assert_allclose(jax.jacrev(lambda x: sparse(x).todense())(X), again, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(jax.jacfwd(lambda x: sparse(x).todense())(X), again, rtol=1e-5, atol=1e-5)
+    for plain in (jax.jacrev, jax.jacfwd):
+        found = jax.jit(plain(lambda x: sparse(x).todense()))(X)
+        np.testing.assert_allclose(found, again, rtol=1e-5, atol=1e-5)
 
 
 def test_a_budget_takes_as_many_products_as_fit() -> None:
@@ -517,7 +522,7 @@ def test_the_probe_lets_infinities_and_rounding_pass() -> None:
     mixed = lambda x: jnp.sqrt(x) + jnp.roll(x, 1) * 100
     with pytest.raises(ValueError, match=r"row `output\[1\]` of the result, and 1 others"):
         jacobian(mixed, sparsity=np.eye(3, dtype=bool), check=True)(steep)
-    for seed in range(4):
+    for seed in range(2):
         random = np.random.default_rng(seed)
         weights, x = jnp.asarray(random.standard_normal((20, 20))), jnp.asarray(random.standard_normal(20))
         jacobian(lambda x, w=weights: jax.nn.softmax(w @ x * 3), sparsity=np.ones((20, 20), bool), check=True)(x)
