@@ -180,7 +180,7 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
       forward: whether to look at derivatives in forward mode, or in reverse mode.
 
     Raises:
-      UnknownPattern: the program cannot be traced.
+      UnknownPattern: the program cannot be traced, or seen through.
 
     Warns:
       UserWarning: what comes out of some primitive is taken to depend on all that goes in.
@@ -203,7 +203,10 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
         raise UnknownPattern("fun branches on values") from None
     primals, moved = jax.tree.leaves(call.primals), jax.tree.leaves(vectors)
     sets, columns = unit_sets([math.prod(jnp.shape(x)) for x in moved])
-    found, blind = dependence(closed.jaxpr, closed.consts, [UNKNOWN] * len(primals) + sets)
+    try:
+        found, blind = dependence(closed.jaxpr, closed.consts, [UNKNOWN] * len(primals) + sets)
+    except Exception as error:  # an operation of a form that is not known: every entry is right too
+        raise UnknownPattern(f"looking for it failed with {error!r}") from error
     if blind:
         names = ", ".join(f"`{name}`" for name in dict.fromkeys(blind))
         warnings.warn(
