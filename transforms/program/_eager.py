@@ -1,0 +1,127 @@
+"""A program evaluated operation by operation, as it is written, each timed: scans and loops turn by turn."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from .._compat import scan_counts
+from .._jaxpr import CALLS, aval, evaluate, interpret
+from ._cost import flops, memory
+from ._hlo import Program
+from ._scopes import scope_of
+from ._shares import Place
+from ._source import source_of
+
+
+class Eager:
+    """The operations of one evaluation.
+
+    Attributes:
+      seconds: for each place in the program how long its operations took.
+      counts: how many there were.
+      flops: their floating point operations.
+      bytes: what they read and wrote.
+    """
+
+    def __init__(self, costs: dict[Any, tuple[int, int]]) -> None:
+        self.seconds: dict[Place, float] = defaultdict(float)
+        self.counts: dict[Place, int] = defaultdict(int)
+        self.flops: dict[Place, int] = defaultdict(int)
+        self.bytes: dict[Place, int] = defaultdict(int)
+        self._costs = costs
+
+    def run(self, closed: Any, args: Sequence[Any], scope: str = "") -> list[Any]:
+        """Evaluate a program whose scopes are all inside `scope`."""
+        return interpret(closed.jaxpr, closed.consts, args, partial(self._visit, scope))
+
+    def _visit(self, scope: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        inside = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
+        if name in CALLS:
+            body = eqn.params[CALLS[name]]
+            return self.run(body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ()), values, inside)
+        if name in _LOOPS:
+            return _LOOPS[name](eqn.params, values, lambda body, args: self.run(body, args, inside))
+        begin = time.perf_counter()
+        out = jax.block_until_ready(evaluate(eqn, *values))
+        took = time.perf_counter() - begin
+        place = Place(name, scope_of(f"{inside}/{name}")[1], source_of(eqn))
+        self.seconds[place] += took
+        self.counts[place] += 1
+        work, moved = self._cost(eqn)
+        self.flops[place] += work
+        self.bytes[place] += moved
+        return out
+
+    def _cost(self, eqn: JaxprEqn) -> tuple[int, int]:
+        if id(eqn) not in self._costs:
+            self._costs[id(eqn)] = _cost(eqn)
+        return self._costs[id(eqn)]
+
+
+def _cost(eqn: JaxprEqn) -> tuple[int, int]:
+    """Floating point operations and bytes of one operation, by what it is lowered to."""
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(aval, eqn.invars) if hasattr(x, "shape")]
+    if len(arrays) != len(eqn.invars):  # tokens
+        return 0, 0
+    program = Program(jax.jit(partial(evaluate, eqn)).lower(*arrays).as_text("hlo"))
+    work, called = 0, [program.entry]
+    for name in called:
+        for x in program.computations[name]:
+            work += flops(program, x)
+            called += x.called if x.opcode == "call" else ()
+    entry = program.computations[program.entry]
+    moved = memory(program, entry[-1]) if len(entry) == len(eqn.invars) + 1 else None
+    if moved is None:
+        moved = sum(x.size * x.dtype.itemsize for x in [*arrays, *map(aval, eqn.outvars)])
+    return work, moved
+
+
+Run = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def _scan(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
+    shared, carried = scan_counts(params)
+    constants, carry, xs = values[:shared], values[shared : shared + carried], values[shared + carried :]
+    turns = range(params["length"])
+    ys: list[list[Any]] = []
+    for i in reversed(turns) if params["reverse"] else turns:
+        out = run(params["jaxpr"], [*constants, *carry, *(x[i] for x in xs)])
+        carry = out[:carried]
+        ys.append(out[carried:])
+    if params["reverse"]:
+        ys.reverse()
+    if not ys:
+        empty = [x.aval for x in params["jaxpr"].jaxpr.outvars[carried:]]
+        return [*carry, *(jnp.zeros((0, *x.shape), x.dtype) for x in empty)]
+    return [*carry, *map(jnp.stack, zip(*ys, strict=True))]
+
+
+def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
+    number = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_test, of_body, carry = values[: number[0]], values[number[0] : number[1]], values[number[1] :]
+    while run(params["cond_jaxpr"], [*of_test, *carry])[0]:
+        carry = run(params["body_jaxpr"], [*of_body, *carry])
+    return carry
+
+
+def _cond(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
+    which, *rest = values
+    branches = params["branches"]
+    return run(branches[min(max(int(which), 0), len(branches) - 1)], rest)
+
+
+_LOOPS: dict[str, Callable[[dict[str, Any], list[Any], Run], list[Any]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,0 +1,331 @@
+"""Where the time of a call goes, by operation, scope and line: `profile`."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import jax
+
+from .._arguments import check_count, describe
+from ._cost import memory
+from ._eager import Eager
+from ._prepared import Compiled, Prepared
+from ._shares import Place, shares
+from ._table import count, seconds, table
+from ._timeline import timelines
+
+_SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
+_GROUPS = ("op", "scope", "source")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of a profile.
+
+    Attributes:
+      op: the operation of JAX, such as `dot_general`; `copy` and the like where XLA has added it.
+      scope: the scopes it is in, such as `layers/0/attention`; empty where there are none.
+      source: the line of the user's code, as `file:line`; empty where it is not known.
+      count: how often it runs in a call.
+      mean: seconds of one of these, the median over the calls that were watched.
+      share: its part of the time of a call, from 0 to 1.
+      flops: floating point operations in a call.
+      bytes: bytes read and written in a call; of a fusion in proportion to the time.
+    """
+
+    op: str
+    scope: str
+    source: str
+    count: int
+    mean: float
+    share: float
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a call goes.
+
+    Attributes:
+      operations: one row for each operation, scope and line; most time first.
+      mode: `compiled` or `eager`.
+      name: of the function.
+      jitted: seconds of a call of the compiled function, the median of calls that were not watched.
+      watched: seconds of a call as it was watched, of which `share` is a part: of the compiled program from the first
+        operation to the last; in eager mode of all operations together.
+      attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
+      estimated: the part of it that is of several operations that XLA has fused, and is divided by their flops.
+      apart: whether XLA's CPU backend would hand several operations at once to a library, and was told not to. The
+        calls that were watched are then of a program of other instructions than those of `jitted`.
+    """
+
+    operations: tuple[Operation, ...]
+    mode: str
+    name: str
+    jitted: float
+    watched: float
+    attributed: float
+    estimated: float
+    apart: bool
+
+    def table(self, *, sort: str = "time", top: int | None = 20, by: str | Sequence[str] = _GROUPS) -> str:
+        """The profile as a table for a terminal.
+
+        Args:
+          sort: `time`, `mean`, `count`, `flops` or `bytes`, largest first; `op`, `scope` or `source` by the alphabet.
+          top: how many rows to show; None shows all.
+          by: what the rows are added up by: `op`, `scope`, `source` or several of these.
+
+        Returns:
+          The table, with a heading that says what was measured.
+
+        Raises:
+          ValueError: `sort` or `by` is none of these; `top` is less than one.
+          TypeError: `top` is not a whole number.
+        """
+        check_count("Profile.table", "top", top, optional=True)
+        if sort not in _SORTS:
+            raise ValueError(f"Profile.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
+        groups = (by,) if isinstance(by, str) else tuple(by)
+        if not groups or set(groups) - set(_GROUPS):
+            raise ValueError(f"Profile.table: by must be some of {', '.join(_GROUPS)}, but got {describe(by)}.")
+        rows = _grouped(self.operations, groups)
+        rows.sort(key=(lambda row: getattr(row, sort)) if sort in _GROUPS else (lambda row: -_largest(row, sort)))
+        head = [*groups, "count", "mean", "share", "flops", "bytes"]
+        shown = rows[:top]
+        cells = [
+            [
+                *(_label(row, name) for name in groups),
+                str(row.count),
+                seconds(row.mean),
+                f"{row.share:.1%}",
+                count(row.flops),
+                count(row.bytes),
+            ]
+            for row in shown
+        ]
+        lines = [self.heading(), table(head, cells, len(groups))]
+        if len(shown) < len(rows):
+            rest = sum(row.share for row in rows[len(shown) :])
+            lines.append(f"and {len(rows) - len(shown)} more rows, {rest:.1%} of the time")
+        return "\n".join(lines)
+
+    def heading(self) -> str:
+        """What was measured, in words."""
+        if self.mode == "eager":
+            ratio = self.watched / self.jitted
+            return (
+                f"{self.name}, operation by operation: {seconds(self.watched)} in all. That is not the time of the "
+                f"compiled function: {seconds(self.jitted)}, {ratio:.2g} times less."
+            ).replace("times less", "times less" if ratio >= 1 else "as a ratio")
+        text = (
+            f"{self.name}, compiled: {seconds(self.jitted)} a call, {seconds(self.watched)} of it in the program; "
+            f"{self.attributed:.1%} of that attributed"
+        )
+        if self.estimated >= 0.0005:
+            text += f", {self.estimated:.1%} in fused operations, divided among them by their flops"
+        if self.apart:
+            text += (
+                ".\nXLA hands several operations at once to a library here; these figures are of the program with each "
+                "matrix product and convolution handed over alone"
+            )
+        return text + "."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as plain numbers, strings, lists and dicts, as `json` and pandas take them."""
+        return {**asdict(self), "operations": [asdict(row) for row in self.operations]}
+
+    def plot(self, *, by: str = "scope", top: int = 15, ax: Any = None) -> Any:
+        """Draw the largest shares of the time as bars; needs the extra `plot`.
+
+        Args:
+          by: `op`, `scope` or `source`.
+          top: how many bars.
+          ax: matplotlib axes, or None for new ones.
+
+        Returns:
+          The axes.
+
+        Raises:
+          ModuleNotFoundError: matplotlib is missing.
+          ValueError: `by` is none of these; `top` is less than one.
+          TypeError: `top` is not a whole number.
+        """
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """The table."""
+        return self.table()
+
+
+def profile(
+    fun: Callable[..., Any], *args: Any, mode: Literal["compiled", "eager"] = "compiled", repeats: int = 10
+) -> Profile:
+    """Measure where the time of `fun(*args)` goes.
+
+    Compiled, the program runs under JAX's profiler, and what the trace says of each instruction is joined with the
+    names and lines that the compiled program carries: time lands on `jax.named_scope`s, on the parts of NNX modules by
+    their attributes (`layers/0/conv`), on Linen's modules, and on lines of source. Eager, each operation is run by
+    itself as it is written, like the interpreter of the FX tutorial: what one costs alone, not what it costs in the
+    compiled program.
+
+    Args:
+      fun: a function, a bound method or a module. NNX modules among its arguments, and those that it refers to, are not
+        changed.
+      *args: its arguments, of which numbers become arrays as under `jax.jit`.
+      mode: `compiled` or `eager`.
+      repeats: how many calls are watched; at least one.
+
+    Returns:
+      A `Profile`: `print` it, or see `table`, `to_dict` and `plot`.
+
+    Raises:
+      TypeError: `fun` cannot be called, `repeats` is not a whole number.
+      ValueError: `mode` is neither, `repeats` is less than one.
+      RuntimeError: the program runs nothing, so there is nothing to measure.
+
+    Cost:
+      Compiling `fun` (twice where XLA's CPU backend hands several operations to a library at once), twice `repeats`
+      calls and one more. A trace takes memory for each instruction that is run.
+
+    Source:
+      PyTorch's tutorial "Building a Simple CPU Performance Profiler with FX".
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import profile
+      >>> def two(x):
+      ...     with jax.named_scope("product"):
+      ...         y = x @ x
+      ...     with jax.named_scope("sine"):
+      ...         return jnp.sin(y)
+      >>> found = profile(two, jnp.ones((64, 64)))
+      >>> sorted(row.scope for row in found.operations if row.flops)
+      ['product', 'sine']
+      >>> max(row.flops for row in found.operations) == 2 * 64**3
+      True
+    """
+    if mode not in ("compiled", "eager"):
+        raise ValueError(f"profile: mode must be 'compiled' or 'eager', but got {describe(mode)}.")
+    check_count("profile", "repeats", repeats)
+    prepared = Prepared("profile", fun, args)
+    jitted = _clock(prepared.compiled, repeats)
+    if mode == "eager":
+        return _eager(prepared, jitted, repeats)
+    return _compiled(prepared, jitted, repeats)
+
+
+def _clock(compiled: Compiled, repeats: int) -> float:
+    """The median time of a call, after one that does not count."""
+    times = []
+    for call in compiled.calls(repeats + 1):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
+    compiled = prepared.apart
+    program = compiled.program
+    if compiled is not prepared.compiled:
+        jax.block_until_ready(compiled.calls(1)[0]())
+    runs = timelines(compiled, repeats)
+    if not runs:
+        raise RuntimeError(f"profile: nothing is run by the compiled `{prepared.name}`, so there is nothing to measure.")
+    totals: dict[Place, list[float]] = defaultdict(lambda: [0.0] * len(runs))
+    counts: dict[Place, int] = defaultdict(int)
+    work: dict[Place, int] = defaultdict(int)
+    moved: dict[Place, float] = defaultdict(float)
+    fused = 0.0
+    for name, times in runs[0].counts.items():
+        instruction = program.instructions[name]
+        parts = shares(program, instruction)
+        for share in parts:
+            for i, run in enumerate(runs):
+                totals[share.place][i] += share.part * run.seconds.get(name, 0.0)
+            counts[share.place] += times
+            work[share.place] += share.flops * times
+            moved[share.place] += share.part * memory(program, instruction) * times
+        if len({(share.place.op, share.place.scope) for share in parts}) > 1:
+            fused += statistics.median(run.seconds.get(name, 0.0) for run in runs)
+    watched = statistics.median(run.span for run in runs)
+    medians = {place: statistics.median(values) for place, values in totals.items()}
+    known = [values for place, values in totals.items() if place.scope or place.source]
+    attributed = statistics.median(sum(values) / run.span for run, *values in zip(runs, *known, strict=True))
+    return Profile(
+        _rows(medians, counts, work, moved, watched),
+        "compiled",
+        prepared.name,
+        jitted,
+        watched,
+        attributed,
+        min(fused / watched, 1.0),
+        compiled is not prepared.compiled,
+    )
+
+
+def _eager(prepared: Prepared, jitted: float, repeats: int) -> Profile:
+    costs: dict[Any, tuple[int, int]] = {}
+    arrays = prepared.arrays()
+    runs = []
+    for _ in range(repeats + 1):
+        run = Eager(costs)
+        run.run(prepared.traced.jaxpr, arrays)
+        runs.append(run)
+    first, *runs = runs
+    medians = {place: statistics.median(run.seconds[place] for run in runs) for place in first.seconds}
+    watched = sum(medians.values())
+    attributed = sum(value for place, value in medians.items() if place.scope or place.source)
+    rows = _rows(medians, first.counts, first.flops, first.bytes, watched)
+    return Profile(rows, "eager", prepared.name, jitted, watched, attributed / watched, 0.0, False)
+
+
+def _rows(
+    times: dict[Place, float], counts: dict[Place, int], work: dict[Place, int], moved: dict[Place, Any], watched: float
+) -> tuple[Operation, ...]:
+    rows = [
+        Operation(
+            place.op,
+            place.scope,
+            place.source,
+            counts[place],
+            time / counts[place],
+            time / watched,
+            work[place],
+            round(moved[place]),
+        )
+        for place, time in times.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.share))
+
+
+def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation]:
+    """The rows added up by some of their names."""
+    together: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
+    for row in rows:
+        together[tuple(getattr(row, name) for name in groups)].append(row)
+    found = []
+    for key, members in together.items():
+        names = {name: "" for name in _GROUPS} | dict(zip(groups, key, strict=True))
+        total = {x.name: sum(getattr(row, x.name) for row in members) for x in fields(Operation) if x.name not in names}
+        total["mean"] = sum(row.mean * row.count for row in members) / total["count"]
+        found.append(Operation(**names, **total))
+    return found
+
+
+def _largest(row: Operation, sort: str) -> float:
+    value: float = row.share if sort == "time" else getattr(row, sort)
+    return value
+
+
+def _label(row: Operation, name: str) -> str:
+    value: str = getattr(row, name)
+    return (os.path.basename(value) if name == "source" else value) or "-"

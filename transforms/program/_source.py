@@ -1,0 +1,29 @@
+"""Lines of source: whose they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from jax.extend.core import JaxprEqn
+
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_OF_JAX = re.compile(r"[/\\](jax|jaxlib)[/\\]")
+_OWN = str(Path(__file__).parents[1])
+
+
+def users_line(stack: Iterable[str]) -> str:
+    """Of the lines that led to something, the innermost first, the first that is the user's own.
+
+    Where all are in installed packages it is the first that is not in JAX; empty where there is none.
+    """
+    lines = [line for line in stack if not line.startswith(_OWN) and not _OF_JAX.search(line)]
+    return next((line for line in lines if not _INSTALLED.search(line)), lines[0] if lines else "")
+
+
+def source_of(eqn: JaxprEqn) -> str:
+    """The line of the user's code that an operation comes from, as `file:line`; empty where it is not known."""
+    traceback = eqn.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return users_line(f"{frame.file_name}:{frame.line_num}" for frame in frames)
