@@ -23,6 +23,7 @@ _PRODUCTS = frozenset({"dot", "convolution"})
 # About how many additions one of them takes as long as, where its data is at hand.
 _AS_LONG_AS = 10
 
+
 def is_product(instruction: Instruction) -> bool:
     """Whether it is a matrix product or a convolution."""
     return instruction.opcode in _PRODUCTS
@@ -80,13 +81,13 @@ def memory(program: Program, instruction: Instruction) -> int:
     for x in inside.values():
         for name in x.operands:
             users.setdefault(name, []).append(x)
-    read = sum(
-        _read(program, x, users.get(x.name, []), users) for x in inside.values() if x.opcode == "parameter"
-    )
+    read = sum(_read(program, x, users.get(x.name, []), users) for x in inside.values() if x.opcode == "parameter")
     return read + sum(_written(program, x, inside) for x in inside.values() if x.root and x.name in inside)
 
 
-def _read(program: Program, array: Instruction, users: list[Instruction], all_users: dict[str, list[Instruction]]) -> int:
+def _read(
+    program: Program, array: Instruction, users: list[Instruction], all_users: dict[str, list[Instruction]]
+) -> int:
     whole = sum(x.bytes for x in array.results)
     found = 0
     for user in users:
@@ -121,9 +122,7 @@ def _of_convolution(program: Program, instruction: Instruction) -> int:
     met = 2 * out.shape[out_names.index("b")] * out.shape[out_names.index("f")]
     met *= kernel.shape[kernel_names.index("i")]
     places = sum(x.isdigit() for x in names)
-    strides, spread, dilation = (
-        _window(instruction, name, places) for name in ("stride", "lhs_dilate", "rhs_dilate")
-    )
+    strides, spread, dilation = (_window(instruction, name, places) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     padding = [int(x.split("_")[0]) for x in _setting(instruction, "pad").split("x") if x] or [0] * places
     for i in range(places):
         size, window, results = (

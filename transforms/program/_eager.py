@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._compat import scan_counts
 from .._jaxpr import CALLS, aval, evaluate, interpret
@@ -22,22 +22,43 @@ from ._shares import Place
 from ._source import source_of
 
 
-class Eager:
-    """The operations of one evaluation.
+@dataclass
+class Cost:
+    """What the operations of one place cost together.
 
     Attributes:
-      seconds: for each place in the program how long its operations took.
-      counts: how many there were.
+      seconds: how long they took.
+      count: how many there were.
       flops: their floating point operations.
       bytes: what they read and wrote.
     """
 
-    def __init__(self, costs: dict[Any, tuple[int, int]]) -> None:
-        self.seconds: dict[Place, float] = defaultdict(float)
-        self.counts: dict[Place, int] = defaultdict(int)
-        self.flops: dict[Place, int] = defaultdict(int)
-        self.bytes: dict[Place, int] = defaultdict(int)
-        self._costs = costs
+    seconds: float = 0.0
+    count: int = 0
+    flops: int = 0
+    bytes: float = 0.0
+
+    def add(self, seconds: float, count: int, flops: int, moved: float) -> None:
+        """Count some operations more."""
+        self.seconds += seconds
+        self.count += count
+        self.flops += flops
+        self.bytes += moved
+
+
+class Eager:
+    """One evaluation.
+
+    Args:
+      known: for operations of the program their flops and bytes, which are added to it.
+
+    Attributes:
+      costs: what the operations of each place cost.
+    """
+
+    def __init__(self, known: dict[int, tuple[int, int]]) -> None:
+        self.costs: dict[Place, Cost] = defaultdict(Cost)
+        self._known = known
 
     def run(self, closed: Any, args: Sequence[Any], scope: str = "") -> list[Any]:
         """Evaluate a program whose scopes are all inside `scope`."""
@@ -48,24 +69,17 @@ class Eager:
         inside = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
         if name in CALLS:
             body = eqn.params[CALLS[name]]
-            return self.run(body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ()), values, inside)
+            return self.run(body if hasattr(body, "consts") else ClosedJaxpr(body, ()), values, inside)
         if name in _LOOPS:
             return _LOOPS[name](eqn.params, values, lambda body, args: self.run(body, args, inside))
         begin = time.perf_counter()
         out = jax.block_until_ready(evaluate(eqn, *values))
         took = time.perf_counter() - begin
         place = Place(name, scope_of(f"{inside}/{name}")[1], source_of(eqn))
-        self.seconds[place] += took
-        self.counts[place] += 1
-        work, moved = self._cost(eqn)
-        self.flops[place] += work
-        self.bytes[place] += moved
+        if id(eqn) not in self._known:
+            self._known[id(eqn)] = _cost(eqn)
+        self.costs[place].add(took, 1, *self._known[id(eqn)])
         return out
-
-    def _cost(self, eqn: JaxprEqn) -> tuple[int, int]:
-        if id(eqn) not in self._costs:
-            self._costs[id(eqn)] = _cost(eqn)
-        return self._costs[id(eqn)]
 
 
 def _cost(eqn: JaxprEqn) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from ._source import users_line
 _NAME = r"%?([\w.\-]+)"
 _COMPUTATION = re.compile(rf"^(ENTRY )?{_NAME} (?:\(.*\) -> .*)?\{{$")
 _INSTRUCTION = re.compile(rf"^\s+(ROOT )?{_NAME} = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*))?")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _CALLED = re.compile(
     rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
@@ -32,10 +32,12 @@ class Array:
     Attributes:
       dtype: as HLO writes it, such as `f32`.
       shape: the lengths of its axes.
+      order: the axes as they are in memory, that of neighbours first.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    order: tuple[int, ...]
 
     @property
     def size(self) -> int:
@@ -186,11 +188,13 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
         raise ValueError(f"an instruction of a compiled program that is not understood: {name} = {kind} {text[:80]}")
     end = _closing(text, opcode.end() - 1)
     operands = () if opcode[1] in {"constant", "parameter"} else _operands(text[opcode.end() : end])
-    arrays = tuple(
-        Array(dtype, tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x))
-        for dtype, lengths in _ARRAY.findall(kind)
-    )
+    arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
     return Instruction(name, opcode[1], arrays, operands, root is not None, text[end + 1 :])
+
+
+def _array(dtype: str, lengths: str, order: str) -> Array:
+    shape = tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x)
+    return Array(dtype, shape, tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape)))))
 
 
 def _type(text: str) -> tuple[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import check_callable
+from .._arguments import argument_name, check_callable
 from .._call import arrays_apart
 from .._changes import call_with_models
 from .._model import models_of, owner_of, refuse_shared_state, to_parts
@@ -56,11 +57,20 @@ class Prepared:
                 arrays, join = arrays_apart(jax.tree.map(_as_array, to_parts((owner, args, {}))))
                 self._args, jitted = (arrays,), jax.jit(_of_arrays(function, join, self.name))
             self.traced: Any = jitted.trace(*self._args)
+        if jitted is fun:
+            self._args = self._without_static(fun, args)
         self._lowered: Any = self.traced.lower()
+
+    def _without_static(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments that are left in the program: a static one is not among the names of its inputs."""
+        named = {re.split(r"[.\[]", name or "", maxsplit=1)[0] for name in self.traced.jaxpr.jaxpr.debug_info.arg_names}
+        names = (argument_name(fun, args, i).partition("[")[0] for i in range(len(args)))
+        return tuple(x for x, name in zip(args, names, strict=True) if name in named or not jax.tree.leaves(x))
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
         """The program, compiled."""
-        return Compiled(self._lowered.compile(compiler_options=options), self._args)
+        with _names_in_cache_key():
+            return Compiled(self._lowered.compile(compiler_options=options), self._args)
 
     def arrays(self) -> list[Any]:
         """The arguments of the program."""
@@ -87,16 +97,19 @@ class Compiled:
     """A compiled program and its arguments.
 
     Attributes:
-      program: its text, read.
+      text: it, as XLA writes it.
+      program: the text, read.
       module: what the trace of a run calls it.
     """
 
     def __init__(self, executable: Any, args: tuple[Any, ...]) -> None:
-        text = executable.as_text()
-        self.program = Program(text)
-        self.module = re.split(r"[\s,]", text.split("HloModule ", 1)[1], maxsplit=1)[0]
+        self.text: str = executable.as_text()
+        self.program = Program(self.text)
+        self.module = re.split(r"[\s,]", self.text.split("HloModule ", 1)[1], maxsplit=1)[0]
         self._executable, self._args = executable, args
-        donated = (info.donated for info in jax.tree.leaves(executable.args_info, is_leaf=lambda x: hasattr(x, "donated")))
+        donated = (
+            info.donated for info in jax.tree.leaves(executable.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+        )
         self._donates = any(donated)
 
     def calls(self, number: int) -> list[Callable[[], Any]]:
@@ -104,6 +117,18 @@ class Compiled:
         each = [jax.tree.map(jnp.copy, self._args) if self._donates else self._args for _ in range(number)]
         jax.block_until_ready(each)
         return [partial(self._executable, *args) for args in each]
+
+
+@contextmanager
+def _names_in_cache_key() -> Iterator[None]:
+    """Let the persistent cache, where there is one, not give back a program with the scopes and lines of another."""
+    setting = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, setting)
+    jax.config.update(setting, True)
+    try:
+        yield
+    finally:
+        jax.config.update(setting, before)
 
 
 def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], name: str) -> Callable[..., Any]:

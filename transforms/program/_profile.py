@@ -7,14 +7,15 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import jax
 
 from .._arguments import check_count, describe
+from ._bars import bars
 from ._cost import memory
-from ._eager import Eager
+from ._eager import Cost, Eager
 from ._prepared import Compiled, Prepared
 from ._shares import Place, shares
 from ._table import count, seconds, table
@@ -22,6 +23,7 @@ from ._timeline import timelines
 
 _SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
 _GROUPS = ("op", "scope", "source")
+_Run = TypeVar("_Run")
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,17 @@ class Operation:
       scope: the scopes it is in, such as `layers/0/attention`; empty where there are none.
       source: the line of the user's code, as `file:line`; empty where it is not known.
       count: how often it runs in a call.
-      mean: seconds of one of these, the median over the calls that were watched.
+      mean: seconds of one of these, the mean over the quicker half of the calls that were watched.
       share: its part of the time of a call, from 0 to 1.
       flops: floating point operations in a call.
       bytes: bytes read and written in a call; of a fusion in proportion to the time.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms.program import profile
+      >>> (row,) = profile(jnp.sin, jnp.ones(3)).operations
+      >>> row.op, row.count, row.flops, row.bytes
+      ('sin', 1, 3, 24)
     """
 
     op: str
@@ -59,11 +68,18 @@ class Profile:
       name: of the function.
       jitted: seconds of a call of the compiled function, the median of calls that were not watched.
       watched: seconds of a call as it was watched, of which `share` is a part: of the compiled program from the first
-        operation to the last; in eager mode of all operations together.
+        operation to the last, in eager mode of all operations together; the mean over the quicker half of the calls.
       attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
       estimated: the part of it that is of several operations that XLA has fused, and is divided by their flops.
       apart: whether XLA's CPU backend would hand several operations at once to a library, and was told not to. The
         calls that were watched are then of a program of other instructions than those of `jitted`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms.program import profile
+      >>> found = profile(lambda x: jnp.sin(x @ x), jnp.ones((64, 64)))
+      >>> [line.split()[0] for line in found.table(by="op", sort="flops").splitlines()[-2:]]
+      ['dot_general', 'sin']
     """
 
     operations: tuple[Operation, ...]
@@ -120,11 +136,10 @@ class Profile:
     def heading(self) -> str:
         """What was measured, in words."""
         if self.mode == "eager":
-            ratio = self.watched / self.jitted
             return (
-                f"{self.name}, operation by operation: {seconds(self.watched)} in all. That is not the time of the "
-                f"compiled function: {seconds(self.jitted)}, {ratio:.2g} times less."
-            ).replace("times less", "times less" if ratio >= 1 else "as a ratio")
+                f"{self.name}, operation by operation: {seconds(self.watched)} in all. This sum is not the time of the "
+                f"compiled function, which takes {seconds(self.jitted)}."
+            )
         text = (
             f"{self.name}, compiled: {seconds(self.jitted)} a call, {seconds(self.watched)} of it in the program; "
             f"{self.attributed:.1%} of that attributed"
@@ -158,7 +173,12 @@ class Profile:
           ValueError: `by` is none of these; `top` is less than one.
           TypeError: `top` is not a whole number.
         """
-        raise NotImplementedError
+        check_count("Profile.plot", "top", top)
+        if by not in _GROUPS:
+            raise ValueError(f"Profile.plot: by must be one of {', '.join(_GROUPS)}, but got {describe(by)}.")
+        rows = sorted(_grouped(self.operations, (by,)), key=lambda row: -row.share)[:top]
+        values = [(_label(row, by), row.share * 100) for row in rows]
+        return bars(values, f"% of the {seconds(self.watched)} of {self.name}, {self.mode}", ax)
 
     def __str__(self) -> str:
         """The table."""
@@ -237,72 +257,76 @@ def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
     program = compiled.program
     if compiled is not prepared.compiled:
         jax.block_until_ready(compiled.calls(1)[0]())
-    runs = timelines(compiled, repeats)
+    runs = _quickest(timelines([compiled], repeats)[0], lambda run: run.span)
     if not runs:
-        raise RuntimeError(f"profile: nothing is run by the compiled `{prepared.name}`, so there is nothing to measure.")
-    totals: dict[Place, list[float]] = defaultdict(lambda: [0.0] * len(runs))
-    counts: dict[Place, int] = defaultdict(int)
-    work: dict[Place, int] = defaultdict(int)
-    moved: dict[Place, float] = defaultdict(float)
+        raise RuntimeError(
+            f"profile: the compiled `{prepared.name}` runs nothing, so there is nothing to measure; does it compute "
+            "anything from its arguments?"
+        )
+    watched = sum(run.span for run in runs) / len(runs)
+    costs: dict[Place, Cost] = defaultdict(Cost)
     fused = 0.0
     for name, times in runs[0].counts.items():
         instruction = program.instructions[name]
+        took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
+        moved = memory(program, instruction)
         parts = shares(program, instruction)
         for share in parts:
-            for i, run in enumerate(runs):
-                totals[share.place][i] += share.part * run.seconds.get(name, 0.0)
-            counts[share.place] += times
-            work[share.place] += share.flops * times
-            moved[share.place] += share.part * memory(program, instruction) * times
-        if len({(share.place.op, share.place.scope) for share in parts}) > 1:
-            fused += statistics.median(run.seconds.get(name, 0.0) for run in runs)
-    watched = statistics.median(run.span for run in runs)
-    medians = {place: statistics.median(values) for place, values in totals.items()}
-    known = [values for place, values in totals.items() if place.scope or place.source]
-    attributed = statistics.median(sum(values) / run.span for run, *values in zip(runs, *known, strict=True))
+            costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
+        fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
     return Profile(
-        _rows(medians, counts, work, moved, watched),
+        _operations(costs, watched),
         "compiled",
         prepared.name,
         jitted,
         watched,
-        attributed,
-        min(fused / watched, 1.0),
+        _attributed(costs) / watched,
+        fused / watched,
         compiled is not prepared.compiled,
     )
 
 
 def _eager(prepared: Prepared, jitted: float, repeats: int) -> Profile:
-    costs: dict[Any, tuple[int, int]] = {}
-    arrays = prepared.arrays()
+    known: dict[Any, tuple[int, int]] = {}
     runs = []
     for _ in range(repeats + 1):
-        run = Eager(costs)
-        run.run(prepared.traced.jaxpr, arrays)
-        runs.append(run)
-    first, *runs = runs
-    medians = {place: statistics.median(run.seconds[place] for run in runs) for place in first.seconds}
-    watched = sum(medians.values())
-    attributed = sum(value for place, value in medians.items() if place.scope or place.source)
-    rows = _rows(medians, first.counts, first.flops, first.bytes, watched)
-    return Profile(rows, "eager", prepared.name, jitted, watched, attributed / watched, 0.0, False)
+        runs.append(Eager(known))
+        runs[-1].run(prepared.traced.jaxpr, prepared.arrays())
+    # The first has compiled every operation.
+    quick = _quickest(runs[1:], lambda run: sum(cost.seconds for cost in run.costs.values()))
+    costs = {
+        place: replace(cost, seconds=sum(run.costs[place].seconds for run in quick) / len(quick))
+        for place, cost in quick[0].costs.items()
+    }
+    if not costs:
+        raise RuntimeError(f"profile: `{prepared.name}` runs nothing, so there is nothing to measure.")
+    watched = sum(cost.seconds for cost in costs.values())
+    rows = _operations(costs, watched)
+    return Profile(rows, "eager", prepared.name, jitted, watched, _attributed(costs) / watched, 0.0, False)
 
 
-def _rows(
-    times: dict[Place, float], counts: dict[Place, int], work: dict[Place, int], moved: dict[Place, Any], watched: float
-) -> tuple[Operation, ...]:
+def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]:
+    """The half of the runs that was disturbed least; what is taken from these alone adds up."""
+    return sorted(runs, key=time)[: (len(runs) + 1) // 2]
+
+
+def _attributed(costs: dict[Place, Cost]) -> float:
+    return sum(cost.seconds for place, cost in costs.items() if place.scope or place.source)
+
+
+def _operations(costs: dict[Place, Cost], watched: float) -> tuple[Operation, ...]:
     rows = [
         Operation(
             place.op,
             place.scope,
             place.source,
-            counts[place],
-            time / counts[place],
-            time / watched,
-            work[place],
-            round(moved[place]),
+            cost.count,
+            cost.seconds / cost.count,
+            cost.seconds / watched,
+            cost.flops,
+            round(cost.bytes),
         )
-        for place, time in times.items()
+        for place, cost in costs.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.share))
 
@@ -314,10 +338,20 @@ def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation
         together[tuple(getattr(row, name) for name in groups)].append(row)
     found = []
     for key, members in together.items():
-        names = {name: "" for name in _GROUPS} | dict(zip(groups, key, strict=True))
-        total = {x.name: sum(getattr(row, x.name) for row in members) for x in fields(Operation) if x.name not in names}
-        total["mean"] = sum(row.mean * row.count for row in members) / total["count"]
-        found.append(Operation(**names, **total))
+        names = dict(zip(groups, key, strict=True))
+        times = sum(row.count for row in members)
+        found.append(
+            Operation(
+                names.get("op", ""),
+                names.get("scope", ""),
+                names.get("source", ""),
+                times,
+                sum(row.mean * row.count for row in members) / times,
+                sum(row.share for row in members),
+                sum(row.flops for row in members),
+                sum(row.bytes for row in members),
+            )
+        )
     return found
 
 

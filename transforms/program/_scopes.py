@@ -34,15 +34,14 @@ def modules_of(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> di
 
     They are the function itself, those among its arguments, and those it refers to.
     """
-    found = {f"{name}": module for name, module in _closed_over(fun).items() if is_module(module)}
+    found = {"fun": owner, **_closed_over(fun)}
     parameters = list(_parameters(fun))
     for i, argument in enumerate(args):
-        models = [model for model in models_of(argument) if is_module(model)]
+        models = models_of(argument)
         name = parameters[i] if i < len(parameters) else f"argument {i}"
         found |= {name if len(models) == 1 else f"{name}.{j}": model for j, model in enumerate(models)}
-    if is_module(owner):
-        found["fun"] = owner
-    return {"": module for module in found.values()} if len(found) == 1 else found
+    modules = {id(module): (name, module) for name, module in reversed(found.items()) if is_module(module)}
+    return {name if len(modules) > 1 else "": module for name, module in modules.values()}
 
 
 def _closed_over(fun: Callable[..., Any]) -> dict[str, Any]:

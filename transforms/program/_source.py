@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -25,5 +26,5 @@ def users_line(stack: Iterable[str]) -> str:
 def source_of(eqn: JaxprEqn) -> str:
     """The line of the user's code that an operation comes from, as `file:line`; empty where it is not known."""
     traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
+    frames: Any = traceback.frames if traceback is not None else ()
     return users_line(f"{frame.file_name}:{frame.line_num}" for frame in frames)

@@ -10,7 +10,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
-        cells = (x.ljust(width) if i < left else x.rjust(width) for i, (x, width) in enumerate(zip(row, widths, strict=True)))
+        cells = (
+            x.ljust(width) if i < left else x.rjust(width) for i, (x, width) in enumerate(zip(row, widths, strict=True))
+        )
         return "  ".join(cells).rstrip()
 
     return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,9 @@ import jax
 
 from ._hlo import CONTAINERS, Program
 from ._prepared import Compiled
+
+# What the trace shows around each call, and behind it the number of the program.
+_MARK = "plurax program "
 
 
 @dataclass(frozen=True)
@@ -30,18 +36,27 @@ class Timeline:
     span: float
 
 
-def timelines(compiled: Compiled, runs: int) -> list[Timeline]:
-    """Run a program some times under the profiler."""
-    calls = compiled.calls(runs)
+def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
+    """Run some programs in turns under the profiler, each so many times.
+
+    Returns:
+      For each program its runs, one for each device.
+    """
+    calls = [compiled.calls(runs) for compiled in programs]
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
-            for call in calls:
-                jax.block_until_ready(call())
+            for i in range(runs):
+                for j in range(len(programs)):
+                    with jax.profiler.TraceAnnotation(f"{_MARK}{j}"):
+                        jax.block_until_ready(calls[j][i]())
         (path,) = Path(directory).rglob("*.xplane.pb")
-        found = _events(jax.profiler.ProfileData.from_file(str(path)), compiled.module)
-    return [_timeline(compiled.program, events) for events in found.values()]
+        found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
+    return [
+        [_timeline(compiled.program, events) for which, events in found if which == j]
+        for j, compiled in enumerate(programs)
+    ]
 
 
 @dataclass
@@ -51,36 +66,47 @@ class _Event:
     end: float
 
 
-def _events(profile: Any, module: str) -> dict[Any, list[_Event]]:
-    """The instructions that were run, by the run and the device."""
+def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[_Event]]]:
+    """The instructions of each run, and the number of the program that it was of."""
     planes = [(plane.name, list(plane.lines)) for plane in profile.planes]
     # On a GPU both the host, which enqueues, and the device, which computes, speak of instructions.
-    on_device = [lines for name, lines in planes if name.startswith("/device:")]
+    on_device = [name for name, _ in planes if name.startswith("/device:")]
     runs: dict[Any, list[_Event]] = defaultdict(list)
     begun: dict[int, _Event] = {}
     ends: dict[int, float] = {}
-    for lines in on_device or [lines for _, lines in planes]:
-        for line in lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                if stats.get("hlo_module") == module and "hlo_op" in stats:
-                    found = _Event(stats["hlo_op"], event.start_ns * 1e-9, event.end_ns * 1e-9)
-                    runs[stats.get("run_id"), stats.get("device_ordinal")].append(found)
-                    if "_p" in stats:
-                        begun[stats["_p"]] = found
-                elif event.name.startswith("end: ") and "_c" in stats:
-                    ends[stats["_c"]] = event.end_ns * 1e-9
-    for key, event in begun.items():
+    marks: list[tuple[float, int]] = []
+    for name, lines in planes:
+        for event in itertools.chain.from_iterable(line.events for line in lines):
+            if event.name.startswith(_MARK):
+                marks.append((event.start_ns, int(event.name.removeprefix(_MARK))))
+                continue
+            stats = dict(event.stats)
+            if "hlo_op" in stats and stats.get("hlo_module") in modules and (name in on_device or not on_device):
+                found = _Event(stats["hlo_op"], event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
+                runs[stats.get("run_id"), stats.get("device_ordinal"), name].append(found)
+                if "_p" in stats:
+                    begun[stats["_p"]] = found
+            elif event.name.startswith("end: ") and "_c" in stats:
+                ends[stats["_c"]] = (event.start_ns + event.duration_ns) * 1e-9
+    for key, begin in begun.items():
         # One that is divided among threads returns at once, and says so when it is done.
-        event.end = max(event.end, ends.get(key, event.end))
-    return runs
+        begin.end = max(begin.end, ends.get(key, begin.end))
+    marks.sort()
+    each = sorted(runs.values(), key=lambda events: min(event.start for event in events))
+    return [(_program_at(marks, min(event.start for event in events)), events) for events in each]
+
+
+def _program_at(marks: list[tuple[float, int]], start: float) -> int:
+    """The program whose call was the last to begin before some time."""
+    return marks[max(bisect.bisect(marks, (start * 1e9, len(marks))) - 1, 0)][1]
 
 
 def _timeline(program: Program, events: list[_Event]) -> Timeline:
     events.sort(key=lambda event: event.start)
     _bound(program, events)
     seconds: dict[str, float] = defaultdict(float)
-    changes = sorted([(x.start, True, i) for i, x in enumerate(events)] + [(x.end, False, i) for i, x in enumerate(events)])
+    changes = [(x.start, True, i) for i, x in enumerate(events)] + [(x.end, False, i) for i, x in enumerate(events)]
+    changes.sort()
     active: set[int] = set()
     loops: set[int] = set()
     before = 0.0

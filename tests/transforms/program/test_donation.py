@@ -1,0 +1,86 @@
+"""What is donated is reused, or named."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from plurax.transforms.program import assert_donated
+
+
+def f32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_what_is_reused_passes_and_nothing_is_donated() -> None:
+    state = {"w": jnp.ones((3, 5)), "b": jnp.ones(5)}
+    step = jax.jit(lambda state, x: jax.tree.map(lambda p: p - x.sum(), state), donate_argnums=0)
+    assert_donated(step, state, jnp.ones(7))
+    assert_donated(step, {"w": f32(3, 5), "b": f32(5)}, f32(7))
+    assert not any(x.is_deleted() for x in state.values())
+
+
+def test_the_memory_analysis_agrees() -> None:
+    step = jax.jit(lambda x, y: x + y, donate_argnums=0)
+    assert_donated(step, f32(64, 3), f32(3))
+    compiled: Any = step.lower(f32(64, 3), f32(3)).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 4 * 64 * 3
+
+
+def test_what_is_not_reused_is_named() -> None:
+    shrinking = jax.jit(lambda state, x: state["w"][:2] + x.sum(), donate_argnums=0)
+    with pytest.raises(
+        AssertionError, match=r"`state\['w'\]`, an array of shape \(3, 5\) and dtype float32, is donated, "
+    ):
+        assert_donated(shrinking, {"w": f32(3, 5)}, f32(7))
+    with pytest.raises(
+        AssertionError, match="since no result has its shape and dtype that is not in the memory of anoth"
+    ):
+        assert_donated(shrinking, {"w": f32(3, 5)}, f32(7))
+
+
+def test_another_dtype_is_not_reused() -> None:
+    half = jax.jit(lambda x: x.astype(jnp.bfloat16), donate_argnums=0)
+    with pytest.raises(AssertionError, match="`x`, an array of shape .5,. and dtype float32"):
+        assert_donated(half, f32(5))
+
+
+def test_of_two_for_one_result_one_is_named() -> None:
+    both = jax.jit(lambda x, y: x + y, donate_argnums=(0, 1))
+    with pytest.raises(AssertionError, match="`y`, an array of shape"):
+        assert_donated(both, f32(5), f32(5))
+
+
+def test_what_is_not_used_is_named_and_others_keep_their_names() -> None:
+    @partial(jax.jit, donate_argnames=("unused", "x"), static_argnames="n")
+    def fun(unused: jax.Array, n: int, x: jax.Array, *more: jax.Array) -> jax.Array:
+        return x * n + more[0].sum()
+
+    with pytest.raises(
+        AssertionError, match="`unused`, an array of shape .2,. .* since fun does not use it; .*donate it.$"
+    ):
+        assert_donated(fun, f32(2), 3, f32(5), f32(4))
+
+
+def test_all_that_are_not_reused_are_listed() -> None:
+    total = jax.jit(lambda x, y, z: (x.sum() + y.sum(), z), donate_argnums=(0, 1, 2))
+    with pytest.raises(AssertionError, match=r"`x`, .* The same holds for `y`\.$"):
+        assert_donated(total, f32(5), f32(4), f32(3))
+
+
+def test_parts_of_modules_are_named() -> None:
+    step = jax.jit(lambda model, x: (model(x), model.bias[...]), donate_argnums=0)
+    with pytest.raises(AssertionError, match="`model.kernel.value`, an array of shape .3, 2."):
+        assert_donated(step, nnx.Linear(3, 2, rngs=nnx.Rngs(0)), f32(4, 3))
+
+
+def test_what_donates_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="assert_donated: fun donates nothing; name what it may overwrite"):
+        assert_donated(jax.jit(jnp.sin), f32(3))
+    with pytest.raises(TypeError, match="assert_donated: fun must be a function under jax.jit .* pass jax.jit.fun"):
+        assert_donated(lambda x: x, f32(3))
+    with pytest.raises(TypeError, match="assert_donated: fun must be a function"):
+        assert_donated(3, f32(3))

@@ -1,0 +1,151 @@
+"""What a program runs and how long it takes, written to a file for a later comparison: `capture`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._arguments import check_count
+from ._operations import count_operations
+from ._prepared import Prepared
+from ._shares import shares
+from ._timeline import Timeline, timelines
+
+_FORMAT = "plurax capture 1"
+_METADATA = re.compile(r", metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*\}")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a program runs, and how long that took in some runs.
+
+    Attributes:
+      name: of the function.
+      counts: how often each operation of each scope runs in a call, by `(op, scope)`.
+      seconds: how long these took in each run, of what has a time of its own.
+      program: a digest of the compiled program, apart from names and lines of source.
+      machine: the kind of device and the versions of JAX, for which alone times can be compared.
+
+    Example:
+      >>> from plurax.transforms.program import Capture
+      >>> Capture("f", {("sin", "layer"): 2}, {("sin", "layer"): [1e-6, 2e-6]}, "", "cpu").counts
+      {('sin', 'layer'): 2}
+    """
+
+    name: str
+    counts: dict[tuple[str, str], int]
+    seconds: dict[tuple[str, str], list[float]]
+    program: str
+    machine: str
+
+
+def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, repeats: int = 20) -> Capture:
+    """Run `fun(*args)` some times and write what it runs to a file, for `trace_diff`.
+
+    Args:
+      path: the file, JSON; one that is there is replaced once the new one is whole.
+      fun: as for `profile`.
+      *args: as for `profile`.
+      repeats: how many calls are watched; at least two.
+
+    Returns:
+      What was written.
+
+    Raises:
+      TypeError: `fun` cannot be called, `repeats` is not a whole number.
+      ValueError: `repeats` is less than two.
+      OSError: the file cannot be written.
+
+    Cost:
+      Compiling `fun`, at most twice, and `repeats` calls.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> from plurax.transforms.program import capture
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     found = capture(f"{directory}/sine.json", jnp.sin, jnp.ones(3))
+      >>> found.counts
+      {('sin', ''): 1}
+    """
+    check_count("capture", "repeats", repeats, least=2)
+    (found,) = captures([Prepared("capture", fun, args)], repeats)
+    path = Path(path)
+    content = {
+        "format": _FORMAT,
+        "name": found.name,
+        "program": found.program,
+        "machine": found.machine,
+        "operations": [
+            {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
+            for (op, scope), count in found.counts.items()
+        ],
+    }
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return found
+
+
+def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
+    """What `capture` has written."""
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}")
+        rows = {(row["op"], row["scope"]): row for row in content["operations"]}
+        return Capture(
+            content["name"],
+            {key: int(row["count"]) for key, row in rows.items()},
+            {key: [float(x) for x in row["seconds"]] for key, row in rows.items() if row["seconds"]},
+            content["program"],
+            content["machine"],
+        )
+    except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+        raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
+
+
+def captures(prepared: Sequence[Prepared], repeats: int) -> list[Capture]:
+    """Run some programs in turns, and say what each runs."""
+    programs = [one.apart for one in prepared]
+    for compiled in programs:
+        jax.block_until_ready(compiled.calls(1)[0]())
+    return [_captured(*one) for one in zip(prepared, timelines(programs, repeats), strict=True)]
+
+
+def _captured(prepared: Prepared, runs: list[Timeline]) -> Capture:
+    program = prepared.apart.program
+    counts: dict[tuple[str, str], int] = dict(count_operations(prepared.traced.jaxpr.jaxpr))
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
+    added: dict[tuple[str, str], int] = defaultdict(int)
+    for name, times in runs[0].counts.items() if runs else ():
+        for share in shares(program, program.instructions[name]):
+            key = share.place.op, share.place.scope
+            for i, run in enumerate(runs):
+                seconds[key][i] += share.part * run.seconds.get(name, 0.0)
+            if key not in counts:
+                added[key] += times
+    return Capture(prepared.name, {**counts, **added}, dict(seconds), _digest(prepared), _machine())
+
+
+def _digest(prepared: Prepared) -> str:
+    _, _, text = prepared.apart.text.partition("\n")
+    without = _METADATA.sub("", text[max(text.find("\n%"), 0) :])
+    return hashlib.sha256(without.encode()).hexdigest()
+
+
+def _machine() -> str:
+    device = jax.devices()[0]
+    return f"{device.platform} {device.device_kind}, jax {jax.__version__}"

@@ -1,0 +1,81 @@
+"""Whether what is donated is reused: `assert_donated`."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._arguments import check_callable, describe
+from ._hlo import Program
+
+_ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
+
+
+def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
+    """Raise unless each array that `fun` is told to donate gives its memory to a result.
+
+    JAX only warns, once, where a donated buffer is of no use; the program then needs the memory twice.
+
+    Args:
+      fun: a function under `jax.jit` with `donate_argnums` or `donate_argnames`.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. Nothing is run and nothing is donated.
+
+    Raises:
+      AssertionError: a donated array cannot be reused, as no result has its shape and dtype, or those that have are
+        taken, or `fun` does not use it; the message names it.
+      TypeError: `fun` is not under `jax.jit`.
+      ValueError: `fun` donates nothing.
+
+    Cost:
+      Compiling `fun`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import assert_donated
+      >>> step = jax.jit(lambda state, x: state + x.sum(), donate_argnums=0)
+      >>> assert_donated(step, jnp.zeros(3), jnp.ones(5))
+    """
+    check_callable("assert_donated", fun)
+    jitted: Any = fun
+    if not isinstance(fun, type(jax.jit(len))):
+        raise TypeError(
+            f"assert_donated: fun must be a function under jax.jit that donates arguments, but got {describe(fun)}; "
+            "pass jax.jit(fun, donate_argnums=...)."
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        traced = jitted.trace(*args)
+        compiled = traced.lower().compile()
+    given = jax.tree.leaves(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    names = [x or f"array {i}" for i, x in enumerate(traced.jaxpr.jaxpr.debug_info.arg_names)]
+    donated = {name: info for name, info in zip(names, given, strict=True) if info.donated}
+    if not donated:
+        raise ValueError(
+            "assert_donated: fun donates nothing; name what it may overwrite: jax.jit(fun, donate_argnums=...)."
+        )
+    text = compiled.as_text()
+    program = Program(text)
+    inputs = [x for x in program.computations[program.entry] if x.opcode == "parameter"]
+    # What `fun` does not use is no input of the program; the others keep their names.
+    reused = {int(number) for number in _ALIASED.findall(text.split("\n", 1)[0])}
+    by_name = {x.op_name for i, x in enumerate(inputs) if i in reused}
+    wasted = [name for name in donated if name not in by_name]
+    if not wasted:
+        return
+    first, *others = wasted
+    why = "no result has its shape and dtype that is not in the memory of another argument already"
+    if first not in {x.op_name for x in inputs}:
+        why = "fun does not use it"
+    also = f" The same holds for {', '.join(f'`{name}`' for name in others)}." if others else ""
+    raise AssertionError(
+        f"assert_donated: `{first}`, {_kind(donated[first])}, is donated, but its memory is not reused, since {why}; "
+        f"return an array like it, or do not donate it.{also}"
+    )
+
+
+def _kind(info: Any) -> str:
+    return f"an array of shape {info.shape} and dtype {info.dtype}"
