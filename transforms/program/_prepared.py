@@ -14,8 +14,8 @@ import numpy as np
 
 from .._arguments import argument_name, check_callable
 from .._call import arrays_apart
-from .._changes import call_with_models
-from .._model import models_of, owner_of, refuse_shared_state, to_parts
+from .._changes import call_with_models, changes
+from .._model import models_of, owner_of, refuse_shared_state, split, to_parts
 from ._hlo import Program
 from ._scopes import module_scopes, modules_of
 from ._shares import is_mixed
@@ -133,7 +133,11 @@ def _names_in_cache_key() -> Iterator[None]:
 
 def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], name: str) -> Callable[..., Any]:
     def call(arrays: list[jax.Array]) -> list[jax.Array]:
-        return arrays_apart(to_parts(call_with_models(function, join(arrays))))[0]
+        parts = join(arrays)
+        out, models = call_with_models(function, parts)
+        changed = zip(map(split, models), changes(function, parts, models), strict=True)
+        kept = [x for after, paths in changed for path, x in after.arrays().items() if path in paths]
+        return [*arrays_apart(to_parts(out))[0], *kept]
 
     call.__name__ = name
     return call

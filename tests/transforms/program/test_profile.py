@@ -188,6 +188,12 @@ def test_modules_are_not_changed(cnn: CNN) -> None:
     assert "blocks/0/norm" in {row.scope for row in found.operations if row.op in {"sub", "mul", "add", "div"}}
 
 
+def test_what_a_call_leaves_as_it_is_is_not_copied(cnn: CNN, of_cnn: Profile) -> None:
+    assert "copy" not in {row.op for row in of_cnn.operations}
+    inside = profile(nnx.jit(lambda model, x: model(x)), cnn, IMAGES, repeats=1)
+    assert "copy" not in {row.op for row in inside.operations}
+
+
 def test_kinds_are_put_back_where_tracing_fails() -> None:
     model = Block(4, nnx.Rngs(0))
     with pytest.raises(ValueError, match="feature dimension"):

@@ -1,0 +1,251 @@
+"""What is said of programs: is it all of the time, is it the right place, is a change one, and what does folding save?
+
+python benchmarks/program.py            measures, and rewrites the tables of benchmarks/README.md
+python benchmarks/program.py --smoke    runs everything small and once, and writes nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _measure import interleaved, publish, ratio, table
+from _models import LeNet5, Transformer, cross_entropy
+from flax import nnx
+
+from plurax.transforms.program import TraceDiff, count_layout_ops, fold_bn, profile, trace_diff
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from channels_last import given, network
+from profile_resnet import resnet18
+
+CALLS = 10
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def step(model: nnx.Module, x: jax.Array, y: jax.Array) -> Any:
+    return nnx.value_and_grad(lambda model: cross_entropy(model, x, y))(model)
+
+
+def models(smoke: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What is profiled, by name: a function and its arguments."""
+    batch, side, width = (2, 32, 4) if smoke else (64, 224, 64)
+    labels = jnp.arange(batch) % 10
+    tokens = jnp.arange(32 * batch).reshape(batch, 32) % 128
+    lenet, transformer, resnet = LeNet5(nnx.Rngs(0)), Transformer(nnx.Rngs(0)), resnet18(width)
+    images, large = normal(batch, 32, 32, 1), normal(2 if smoke else 5, side, side, 3)
+    return {
+        f"LeNet-5, batch {batch}": (lenet, (images,)),
+        f"LeNet-5, batch {batch}, value and gradient": (step, (lenet, images, labels)),
+        f"Transformer, batch {batch}": (transformer, (tokens,)),
+        f"Transformer, batch {batch}, value and gradient": (step, (transformer, tokens, labels)),
+        f"ResNet-18, {len(large)} images of {side}²": (resnet, (large,)),
+    }
+
+
+def attributed(smoke: bool) -> list[dict[str, Any]]:
+    """How much of the time has a scope or a line."""
+    rows = []
+    for name, (fun, args) in models(smoke).items():
+        found = profile(fun, *args, repeats=2 if smoke else CALLS)
+        rows.append(
+            {
+                "program": name,
+                "attributed": f"{found.attributed:.1%}",
+                "divided by flops": f"{found.estimated:.1%}",
+                "products apart": "yes" if found.apart else "",
+                "in the program (ms)": f"{found.watched * 1e3:.2f}",
+                "a call, not watched (ms)": f"{found.jitted * 1e3:.2f}",
+            }
+        )
+    return rows
+
+
+def places(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """What a profile says of layers of very different cost, and what each takes when it is compiled alone."""
+    size, batch = (16, 8) if smoke else (64, 64)
+    w3, w1, dense = normal(3, 3, size, size), normal(1, 1, size, size), normal(size, size)
+    layers: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "convolution, 3 x 3": partial(convolution, w=w3),
+        "convolution, 1 x 1": partial(convolution, w=w1),
+        "product": lambda x: x @ dense,
+        "sines": lambda x: jnp.sin(jnp.sin(x)),
+        "sum over the channels": lambda x: x - x.sum(-1, keepdims=True),
+        "sorting": lambda x: jnp.sort(x, axis=1),
+    }
+
+    def all_layers(x: jax.Array) -> jax.Array:
+        for name, layer in layers.items():
+            with jax.named_scope(name):
+                # XLA shall not fuse what is compared with what is compiled alone.
+                x = jax.lax.optimization_barrier(layer(jax.lax.optimization_barrier(x)))
+        return x
+
+    x = normal(batch, size // 4, size // 4, size)
+    found = profile(all_layers, x, repeats=2 if smoke else 2 * CALLS)
+    together: dict[str, float] = {}
+    for row in found.operations:
+        together[row.scope] = together.get(row.scope, 0.0) + row.mean * row.count * 1e3
+    alone = interleaved(
+        {name: partial(jax.jit(layer), x) for name, layer in layers.items()}, rounds=rounds, seconds=seconds
+    )
+    return [
+        {
+            "layer": name,
+            "in the profile (ms)": f"{together.get(name, 0.0):.3f}",
+            "compiled alone (ms)": f"{alone[name]['median_ms']:.3f}",
+            "ratio": f"{together.get(name, 0.0) / alone[name]['median_ms']:.2f}",
+        }
+        for name in layers
+    ]
+
+
+def convolution(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def differences(smoke: bool, runs: int) -> list[dict[str, Any]]:
+    """How often a difference is found that is there, and one that is not."""
+    size, layers = (16, 3) if smoke else (256, 8)
+    ws, x = [normal(size, size) / size**0.5] * layers, normal(size, size)
+
+    def perceptron(extra: str) -> Callable[..., jax.Array]:
+        def call(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+            for i, w in enumerate(ws):
+                with jax.named_scope(f"layer{i}"):
+                    x = jnp.tanh(x @ w)
+                    if i == 1 and extra == "a product more":
+                        x = x @ w
+                    if i == 1 and extra == "a sine more":
+                        x = jnp.sin(x)
+            return x
+
+        return call
+
+    def elsewhere(found: TraceDiff) -> tuple[int, int]:
+        changed = [row for row in found.differences() if row.category != "unchanged" and row.scope != "layer1"]
+        by_count = sum(row.diff_counts != 0 for row in changed)
+        return by_count, len(changed) - by_count
+
+    rows = []
+    for extra in ("nothing", "a product more", "a sine more"):
+        found = [trace_diff(perceptron(""), perceptron(extra), ws, x) for _ in range(runs)]
+        inside = sum(any(row.scope == "layer1" for row in (*one.added, *one.increased)) for one in found)
+        others = [elsewhere(one) for one in found]
+        rows.append(
+            {
+                "the test has": extra,
+                "runs": runs,
+                "found in its scope": inside,
+                "other rows, by count": sum(count for count, _ in others),
+                "other rows, by duration": sum(duration for _, duration in others),
+                "of rows": sum(len(one.differences()) for one in found),
+            }
+        )
+    return rows
+
+
+class ConvBN(nnx.Module):
+    """The model of PyTorch's tutorial on fusing convolutions and batch norms, with more than one channel."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.conv1, self.bn1 = nnx.Conv(3, width, (1, 1), rngs=rngs), nnx.BatchNorm(width, rngs=rngs)
+        self.conv2 = nnx.Conv(width, width, (1, 1), rngs=rngs)
+        self.nested = nnx.Sequential(nnx.BatchNorm(width, rngs=rngs), nnx.Conv(width, width, (1, 1), rngs=rngs))
+        self.wrapped = nnx.Sequential(nnx.BatchNorm(width, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.wrapped(self.nested(self.conv2(self.bn1(self.conv1(x)))))
+
+
+def folding(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """What is saved by folding batch norms into the weights."""
+    width, side = (4, 32) if smoke else (64, 224)
+    small = ConvBN(16, nnx.Rngs(0))
+    small.eval()
+    rows = []
+    for name, model, x in (
+        ("the tutorial's model, 16 channels", small, normal(8, side // 4, side // 4, 3)),
+        (f"ResNet-18, 5 images of {side}²", resnet18(width), normal(5, side, side, 3)),
+    ):
+        graphdef, state = nnx.split(model)
+
+        def apply(state: Any, x: jax.Array, graphdef: Any = graphdef) -> jax.Array:
+            return nnx.merge(graphdef, state)(x)
+
+        folded, params, report = fold_bn(apply, state, x)
+        before, after = (jax.jit(fun).lower(p, x).compile() for fun, p in ((apply, state), (folded, params)))
+        apart = jnp.abs(before(state, x) - after(params, x)).max() / jnp.abs(before(state, x)).max()
+        calls = {"before": partial(before, state, x), "after": partial(after, params, x)}
+        times = interleaved(calls, rounds=rounds, seconds=seconds)
+        moved = [program.cost_analysis()["bytes accessed"] / 1e6 for program in (before, after)]
+        rows.append(
+            {
+                "model": name,
+                "folded / kept": f"{len(report.folded)} / {len(report.kept)}",
+                "apart": f"{float(apart):.0e}",
+                "rsqrt": " to ".join(str(program.as_text().count(" rsqrt(")) for program in (before, after)),
+                "bytes accessed (MB)": " to ".join(f"{x:.1f}" for x in moved),
+                "ms": " to ".join(f"{times[key]['median_ms']:.2f}" for key in calls),
+                "time after / before": f"{ratio(times, 'after', 'before'):.2f}",
+            }
+        )
+    return rows
+
+
+def orders(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """The same network with channels last and with channels first."""
+    arguments = given(*((1, 8, 4, 2) if smoke else (8, 56, 32, 5)))
+    calls = {order: partial(jax.jit(network(order)), *args) for order, args in arguments.items()}
+    times = interleaved(calls, rounds=rounds, seconds=seconds)
+    rows = []
+    for order, args in arguments.items():
+        counts = count_layout_ops(network(order), *args)
+        rows.append(
+            {
+                "order": order,
+                "transposes": counts["transpose"],
+                "copies": counts["copy"],
+                "moved (MiB)": f"{counts['bytes'] / 2**20:.2f}",
+                "ms": f"{times[order]['median_ms']:.2f}",
+                "time / NHWC": f"{ratio(times, order, 'NHWC'):.2f}",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
+    smoke = parser.parse_args().smoke
+    rounds, seconds = (2, 0.0) if smoke else (15, 0.1)
+    device = jax.devices()[0]
+    about = f"jax {jax.__version__}, Python {platform.python_version()}, {device.platform} ({device.device_kind})."
+    sections, results = [about], {"about": about}
+    for title, measure in (
+        ("What is attributed", lambda: attributed(smoke)),
+        ("Is it the right place?", lambda: places(smoke, rounds, seconds)),
+        ("Differences that are there, and that are not", lambda: differences(smoke, 1 if smoke else 20)),
+        ("Batch norms folded", lambda: folding(smoke, rounds, seconds)),
+        ("Channels last and first", lambda: orders(smoke, rounds, seconds)),
+    ):
+        results[title] = measure()
+        sections.append(f"### {title}\n\n{table(results[title])}")
+        print(sections[-1], flush=True)
+    if not smoke:
+        publish("program", "\n\n".join(sections), results)
+
+
+if __name__ == "__main__":
+    main()
