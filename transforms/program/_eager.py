@@ -60,25 +60,25 @@ class Eager:
         self.costs: dict[Place, Cost] = defaultdict(Cost)
         self._known = known
 
-    def run(self, closed: Any, args: Sequence[Any], scope: str = "") -> list[Any]:
-        """Evaluate a program whose scopes are all inside `scope`."""
-        return interpret(closed.jaxpr, closed.consts, args, partial(self._visit, scope))
+    def run(self, closed: Any, args: Sequence[Any], scope: str = "", source: str = "") -> list[Any]:
+        """Evaluate a program whose scopes are all inside `scope`, and which the line `source` calls."""
+        return interpret(closed.jaxpr, closed.consts, args, partial(self._visit, scope, source))
 
-    def _visit(self, scope: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def _visit(self, scope: str, source: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
-        inside = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
+        scope = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
+        source = source_of(eqn) or source
         if name in CALLS:
             body = eqn.params[CALLS[name]]
-            return self.run(body if hasattr(body, "consts") else ClosedJaxpr(body, ()), values, inside)
+            return self.run(body if hasattr(body, "consts") else ClosedJaxpr(body, ()), values, scope, source)
         if name in _LOOPS:
-            return _LOOPS[name](eqn.params, values, lambda body, args: self.run(body, args, inside))
+            return _LOOPS[name](eqn.params, values, lambda body, args: self.run(body, args, scope, source))
         begin = time.perf_counter()
         out = jax.block_until_ready(evaluate(eqn, *values))
         took = time.perf_counter() - begin
-        place = Place(name, scope_of(f"{inside}/{name}")[1], source_of(eqn))
         if id(eqn) not in self._known:
             self._known[id(eqn)] = _cost(eqn)
-        self.costs[place].add(took, 1, *self._known[id(eqn)])
+        self.costs[Place(name, scope_of(f"{scope}/{name}")[1], source)].add(took, 1, *self._known[id(eqn)])
         return out
 
 

@@ -12,21 +12,48 @@ import jax
 
 from .._model import is_module, models_of
 
-# What the structure of a program adds to the names of scopes: calls, bodies of loops, branches.
-_CALLS = "jit|pjit|closed_call|core_call|remat|checkpoint|rematted_computation|custom_jvp_call|custom_vjp_call"
-_STRUCTURE = re.compile(
-    rf"(?:^|(?<=/))(?:(?:{_CALLS})(?:\([^/()]*\))?|(?:transpose\()?jvp\(\)\)?|vmap\(\)|"
-    r"while/(?:body|cond)(?:/closed_call)?|cond/branch_\d+_fun)(?:/|$)"
+# What the structure of a program adds to the names of scopes: calls, the bodies of loops, branches.
+_CALLS = frozenset(
+    """
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat rematted_computation
+    """.split()  # noqa: SIM905 (words read better)
 )
+_BRANCH = re.compile(r"branch_\d+_fun")
 
 
 def scope_of(op_name: str) -> tuple[str, str]:
     """The operation of JAX and its scopes, from a name such as `jit(f)/layer/while/body/mix/dot_general`."""
-    before = None
-    while before != op_name:
-        before, op_name = op_name, _STRUCTURE.sub("", op_name)
-    scope, _, operation = op_name.rpartition("/")
-    return operation, scope
+    *scopes, operation = _parts(op_name)
+    return operation, _without_structure(scopes)
+
+
+def _parts(name: str) -> list[str]:
+    """A name at those of its strokes that are not in brackets."""
+    parts, depth = [""], 0
+    for character in name:
+        depth += (character == "(") - (character == ")")
+        if character == "/" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _without_structure(parts: list[str]) -> str:
+    kept = []
+    for i, part in enumerate(parts):
+        before, after = parts[i - 1] if i else "", parts[i + 1] if i + 1 < len(parts) else ""
+        opens = (part == "while" and after in {"body", "cond"}) or (part == "cond" and _BRANCH.fullmatch(after))
+        inside = (part in {"body", "cond"} and before == "while") or (_BRANCH.fullmatch(part) and before == "cond")
+        outer, bracket, inner = part.removesuffix(")").partition("(")
+        if opens or inside or outer in _CALLS:
+            continue
+        if bracket and part.endswith(")"):
+            # A transform of scopes, such as `transpose(jvp(layer))`.
+            inner = _without_structure(_parts(inner))
+            part = f"{outer}({inner})" if inner else ""
+        kept.append(part)
+    return "/".join(filter(None, kept))
 
 
 def modules_of(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> dict[str, Any]:

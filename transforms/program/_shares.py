@@ -10,6 +10,10 @@ from ._cost import flops, is_product, weight
 from ._hlo import Instruction, Program
 from ._scopes import scope_of
 
+# XLA names a product that it has put together with another view of an operand after the view.
+_VIEWS = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "rev"})
+_PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -71,12 +75,14 @@ def is_mixed(program: Program, instruction: Instruction) -> bool:
 def _place(program: Program, instruction: Instruction) -> Place:
     if instruction.op_name:
         op, scope = scope_of(instruction.op_name)
-        return Place(op, scope, program.source(instruction))
+        if op in _VIEWS and is_product(instruction):
+            op = _PRODUCTS[instruction.opcode]
+        return Place(op or instruction.opcode, scope, program.source(instruction))
     named = next(_neighbours(program, instruction), None)
     scope, source = (scope_of(named.op_name)[1], program.source(named)) if named else ("", "")
     parts = list(program.inside(instruction)) if instruction.opcode == "fusion" else []
     most = max(parts, key=lambda x: (weight(program, x), x.root), default=instruction)
-    return Place(most.opcode, scope, source)
+    return Place(_PRODUCTS.get(most.opcode, most.opcode), scope, source)
 
 
 def _neighbours(program: Program, instruction: Instruction) -> Iterator[Instruction]:

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from plurax.ensemble import Ensemble
+from plurax.transforms import vmap
 from plurax.transforms.program import Profile, profile
+from plurax.transforms.program._scopes import scope_of
 
 
 class Block(nnx.Module):
@@ -98,6 +101,35 @@ def nested(x: jax.Array, ws: jax.Array) -> jax.Array:
             return jax.lax.scan(inner, x, ws)[0] * 0.5, None
 
     return jax.lax.scan(turn, x, None, length=5)[0]
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sin", ("sin", "")),
+        ("jit(f)/sin", ("sin", "")),
+        ("jit(f)/a/b/dot_general", ("dot_general", "a/b")),
+        ("jit(vmap(step))/a/dot_general", ("dot_general", "a")),
+        ("jit(f)/a/jit(relu)/max", ("max", "a")),
+        ("jit(f)/a/while/body/b/sin", ("sin", "a/b")),
+        ("jit(f)/a/while/body/closed_call/b/sin", ("sin", "a/b")),
+        ("jit(f)/a/while/cond/lt", ("lt", "a")),
+        ("jit(f)/a/while", ("while", "a")),
+        ("jit(f)/a/cond/branch_1_fun/sin", ("sin", "a")),
+        ("jit(f)/cond/sin", ("sin", "cond")),
+        ("jit(f)/body/while/sin", ("sin", "body/while")),
+        ("jit(f)/transpose(jvp(a/b))/c/mul", ("mul", "transpose(jvp(a/b))/c")),
+        ("jit(f)/vmap(transpose(jvp()))/mul", ("mul", "")),
+        ("jit(f)/jvp(a/jit(relu))/max", ("max", "jvp(a)")),
+        ("jit(f)/vmap(while/body/a)/sin", ("sin", "vmap(a)")),
+        ("jit(f)/remat/checkpoint/rematted_computation/a/sin", ("sin", "a")),
+    ],
+)
+def test_scopes_are_names_without_the_structure_of_the_program(name: str, expected: tuple[str, str]) -> None:
+    assert scope_of(name) == expected
 
 
 # Compiled.
@@ -231,6 +263,19 @@ def test_linen_modules_have_their_own_scopes() -> None:
     assert set(flops_of(found, "dot_general")) == {"Net/first", "Net/second"}
 
 
+def test_products_with_turned_operands_are_products() -> None:
+    found = profile(jax.vmap(lambda x, w: w.T @ x, (0, None)), jnp.ones((3, 8)), jnp.ones((8, 5)), repeats=1)
+    assert flops_of(found, "dot_general") == {"": 2 * 3 * 8 * 5}
+
+
+def test_ensembles_and_transforms_are_profiled() -> None:
+    ensemble = Ensemble.create(lambda rngs: nnx.Linear(8, 5, rngs=rngs), 3, seed=0)
+    x = jnp.ones((2, 8))
+    assert sum(flops_of(profile(ensemble, x, repeats=1), "dot_general").values()) == 3 * 2 * 2 * 8 * 5
+    each = vmap(lambda model, x: model(x).sum(), in_axes=(0, None))
+    assert sum(flops_of(profile(each, ensemble, x, repeats=1), "dot_general").values()) == 3 * 2 * 2 * 8 * 5
+
+
 def test_a_jitted_function_keeps_its_settings() -> None:
     @partial(jax.jit, static_argnums=1, donate_argnums=0)
     def power(x: jax.Array, n: int) -> jax.Array:
@@ -300,6 +345,11 @@ def test_eager_says_that_its_sum_is_not_the_jitted_time(cnn: CNN) -> None:
     assert "This sum is not the time of the compiled function" in heading
     assert sum(row.share for row in found.operations) == pytest.approx(1.0)
     assert set(flops_of(found, "conv_general_dilated")) == {"first", "blocks/0/conv", "blocks/1/conv"}
+
+
+def test_eager_lines_of_jitted_functions_are_those_that_call_them() -> None:
+    found = profile(lambda x: jnp.linalg.norm(x) + jax.nn.gelu(x), jnp.ones(3), mode="eager", repeats=1)
+    assert all("test_profile.py:" in row.source for row in found.operations)
 
 
 def test_both_modes_agree_on_flops_of_products(cnn: CNN, of_cnn: Profile) -> None:
