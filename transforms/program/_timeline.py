@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -67,23 +66,27 @@ class _Event:
 
 
 def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[_Event]]]:
-    """The instructions of each run, and the number of the program that it was of."""
-    planes = [(plane.name, list(plane.lines)) for plane in profile.planes]
+    """The instructions of each run on each device, and the number of the program that it was of."""
+    planes = [(plane.name, [event for line in plane.lines for event in line.events]) for plane in profile.planes]
+    marks = sorted(
+        (event.start_ns, int(event.name.removeprefix(_MARK)))
+        for _, events in planes
+        for event in events
+        if event.name.startswith(_MARK)
+    )
     # On a GPU both the host, which enqueues, and the device, which computes, speak of instructions.
     on_device = [name for name, _ in planes if name.startswith("/device:")]
     runs: dict[Any, list[_Event]] = defaultdict(list)
     begun: dict[int, _Event] = {}
     ends: dict[int, float] = {}
-    marks: list[tuple[float, int]] = []
-    for name, lines in planes:
-        for event in itertools.chain.from_iterable(line.events for line in lines):
-            if event.name.startswith(_MARK):
-                marks.append((event.start_ns, int(event.name.removeprefix(_MARK))))
-                continue
+    for name, events in planes:
+        for event in events:
             stats = dict(event.stats)
-            if "hlo_op" in stats and stats.get("hlo_module") in modules and (name in on_device or not on_device):
+            if stats.get("hlo_module") in modules and "hlo_op" in stats and (name in on_device or not on_device):
                 found = _Event(stats["hlo_op"], event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
-                runs[stats.get("run_id"), stats.get("device_ordinal"), name].append(found)
+                # A call has ended before the next one begins, so it is told by the time.
+                call = max(bisect.bisect(marks, (event.start_ns, len(marks))) - 1, 0)
+                runs[call, name, stats.get("device_ordinal")].append(found)
                 if "_p" in stats:
                     begun[stats["_p"]] = found
             elif event.name.startswith("end: ") and "_c" in stats:
@@ -91,33 +94,26 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[_Event]]]:
     for key, begin in begun.items():
         # One that is divided among threads returns at once, and says so when it is done.
         begin.end = max(begin.end, ends.get(key, begin.end))
-    marks.sort()
-    each = sorted(runs.values(), key=lambda events: min(event.start for event in events))
-    return [(_program_at(marks, min(event.start for event in events)), events) for events in each]
-
-
-def _program_at(marks: list[tuple[float, int]], start: float) -> int:
-    """The program whose call was the last to begin before some time."""
-    return marks[max(bisect.bisect(marks, (start * 1e9, len(marks))) - 1, 0)][1]
+    return [(marks[call][1], events) for (call, *_), events in runs.items()]
 
 
 def _timeline(program: Program, events: list[_Event]) -> Timeline:
     events.sort(key=lambda event: event.start)
     _bound(program, events)
     seconds: dict[str, float] = defaultdict(float)
-    changes = [(x.start, True, i) for i, x in enumerate(events)] + [(x.end, False, i) for i, x in enumerate(events)]
+    changes = [(time, i) for i, x in enumerate(events) if x.end > x.start for time in (x.start, x.end)]
     changes.sort()
     active: set[int] = set()
     loops: set[int] = set()
     before = 0.0
-    for time, begins, i in changes:
+    for time, i in changes:
         at_work = active or loops
         for j in at_work:
             seconds[events[j].name] += (time - before) / len(at_work)
         before = time
         instruction = program.instructions.get(events[i].name)
-        group = loops if instruction and instruction.opcode in CONTAINERS else active
-        (group.add if begins else group.discard)(i)
+        # It begins or ends.
+        (loops if instruction and instruction.opcode in CONTAINERS else active).symmetric_difference_update([i])
     span = max(x.end for x in events) - events[0].start
     return Timeline(dict(seconds), dict(Counter(x.name for x in events)), span)
 
