@@ -56,7 +56,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
       path: the file, JSON; one that is there is replaced once the new one is whole.
       fun: as for `profile`.
       *args: as for `profile`.
-      repeats: how many calls are watched; at least two.
+      repeats: how many calls are watched, as for `profile`; at least two.
 
     Returns:
       What was written.

@@ -18,6 +18,7 @@ _CALLED = re.compile(
     rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
 )
 _BITS = re.compile(r"\d+")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 # Operations that do nothing: other names for what is there already.
 NAMES = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
@@ -77,6 +78,12 @@ class Instruction:
     rest: str
 
     @cached_property
+    def turns(self) -> int:
+        """How often a loop runs what it calls; 1 where that depends on data, and for what is no loop."""
+        found = _TURNS.search(self.rest) if self.opcode == "while" else None
+        return int(found[1]) if found else 1
+
+    @cached_property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs."""
         found = (match[1] or match[2] for match in _CALLED.finditer(self.rest))
@@ -132,6 +139,14 @@ class Program:
     def instructions(self) -> dict[str, Instruction]:
         """All instructions by name."""
         return {x.name: x for computation in self.computations.values() for x in computation}
+
+    def runs(self, computation: str = "") -> Iterator[tuple[Instruction, int]]:
+        """The instructions that a call runs and how often, loops that depend on data once; fusions as one."""
+        for x in self.computations[computation or self.entry]:
+            if x.opcode not in NAMES:
+                yield x, 1
+            for name in x.called if x.opcode in CONTAINERS else ():
+                yield from ((inner, times * x.turns) for inner, times in self.runs(name))
 
     @cached_property
     def _users(self) -> dict[str, list[Instruction]]:

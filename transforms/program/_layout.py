@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from ._hlo import Instruction, Program
 from ._prepared import Prepared
-
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
@@ -45,20 +42,13 @@ def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     """
     program = Prepared("count_layout_ops", fun, args).compiled.program
     counts: Counter[str] = Counter()
-    _count(program, program.entry, 1, counts)
+    for instruction, times in program.runs():
+        for x in program.inside(instruction) if instruction.opcode == "fusion" else (instruction,):
+            kind = _kind(program, x)
+            if kind:
+                counts[kind] += times
+                counts["bytes"] += 2 * times * sum(array.bytes for array in x.results)
     return {name: counts[name] for name in ("transpose", "copy", "bytes")}
-
-
-def _count(program: Program, computation: str, times: int, counts: Counter[str]) -> None:
-    for x in program.computations[computation]:
-        kind = _kind(program, x)
-        if kind:
-            counts[kind] += times
-            counts["bytes"] += 2 * times * sum(array.bytes for array in x.results)
-        turns = _TURNS.search(x.rest) if x.opcode == "while" else None
-        if x.opcode in {"fusion", "while", "conditional", "call"}:
-            for name in x.called:
-                _count(program, name, times * int(turns[1] if turns else 1), counts)
 
 
 def _kind(program: Program, instruction: Instruction) -> str:

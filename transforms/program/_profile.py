@@ -201,7 +201,8 @@ def profile(
         changed.
       *args: its arguments, of which numbers become arrays as under `jax.jit`.
       mode: `compiled` or `eager`.
-      repeats: how many calls are watched; at least one.
+      repeats: how many calls are watched, at least one; of a program that runs very many instructions fewer, but not
+        less than three.
 
     Returns:
       A `Profile`: `print` it, or see `table`, `to_dict` and `plot`.

@@ -17,6 +17,8 @@ from ._prepared import Compiled
 
 # What the trace shows around each call, and behind it the number of the program.
 _MARK = "plurax program "
+# Reading a trace takes a second for about 20,000 instructions that were run.
+_EVENTS, _LEAST_RUNS = 100_000, 3
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,17 @@ class Timeline:
 
 
 def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
-    """Run some programs in turns under the profiler, each so many times.
+    """Run some programs in turns under the profiler, each so many times, or less often if they run very much.
 
     Returns:
       For each program its runs, one for each device.
     """
+    events = sum(times for compiled in programs for _, times in compiled.program.runs())
+    runs = min(runs, max(_EVENTS // max(events, 1), _LEAST_RUNS))
     calls = [compiled.calls(runs) for compiled in programs]
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
+    options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
             for i in range(runs):

@@ -283,7 +283,7 @@ def trace_diff(
       control: a function, a bound method or a module, or the path of a capture: see `capture`.
       test: what to compare with it; both are functions or both are captures.
       *args: the arguments for both functions; none for captures.
-      repeats: how many calls of each are watched; at least two.
+      repeats: how many calls of each are watched, as for `profile`; at least two.
 
     Returns:
       A `TraceDiff`: `print` it; its categories are `added`, `deleted`, `increased`, `decreased` and `unchanged`.
