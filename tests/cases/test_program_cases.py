@@ -69,6 +69,7 @@ def model() -> Model:
     model = Model(nnx.Rngs(0))
     for i, part in enumerate(part for _, part in nnx.iter_modules(model) if isinstance(part, nnx.BatchNorm)):
         for j, array in enumerate((part.mean, part.var, part.scale, part.bias)):
+            assert array is not None
             array[...] = jnp.asarray([0.3 + 0.4 * i + 0.1 * j])
     model.eval()
     return model
