@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -62,11 +63,16 @@ def interpret(
 
 
 def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
-    """The results of one operation on arrays, under the named scopes and from the line that it was written in."""
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names):
+    """The results of one operation on arrays, as from `at_source`."""
+    with at_source(eqn):
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def at_source(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """Where what is computed bears the named scopes and the source line of an operation."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
