@@ -19,6 +19,7 @@ from jax import lax
 from .._jaxpr import evaluate
 from ._flat import Node, Pairs, Value, carried, correspondence
 
+PRODUCTS = ("conv_general_dilated", "dot_general")
 _ARITHMETIC = frozenset({"add", "add_any", "sub", "mul", "div", "neg"})
 Read = Callable[[Value], np.ndarray]
 
@@ -257,7 +258,7 @@ class Site:
 def site_of(node: Node) -> Site | None:
     """An operation as a product of data with static weights; None if it is not one."""
     params = node.eqn.params
-    if node.name not in ("conv_general_dilated", "dot_general"):
+    if node.name not in PRODUCTS:
         return None
     avals = [x.aval for x in (*node.inputs, *node.outputs)]
     if any(_number(x.dtype) != "real" or 0 in x.shape for x in avals):

@@ -230,8 +230,10 @@ def correspondence(eqn: JaxprEqn) -> Pairs | None:
         new = [i for i in range(len(target)) if i not in places or not same[places.index(i)]]
         pairs = [((i,), (place,) if same[i] else ()) for i, place in enumerate(places)]
         return [*pairs, *(((), (i,)) for i in new)]
-    if name == "reshape" and params["dimensions"] is None and 0 not in source:
-        return _reshaped(source, target)
+    if name == "reshape" and 0 not in source:
+        order = params["dimensions"] or range(len(source))
+        found = _reshaped([source[i] for i in order], target)
+        return [(tuple(order[i] for i in sources), targets) for sources, targets in found]
     return None
 
 

@@ -77,7 +77,7 @@ def fold_bn(
     names = _names(params)
     leaves, structure = _apart(params, numbers=False)
     for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, Tracer):
+        if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
                 f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit, jax.grad "
                 "and jax.vmap, and use the function it returns inside."
@@ -91,7 +91,6 @@ def fold_bn(
     folded, report, first = plan.parameters(), plan.report(), plan.fingerprint()
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
     recorded = tuple(answers.given)
-    del plan, flat, leaves, params  # what is not needed any more need not be held by what is returned
 
     def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
         flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)

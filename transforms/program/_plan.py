@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jaxpr import at_source, evaluate
-from ._affine import Chain, Site, Step, axes_of, names_of, site_of, sizes_only, step_of
+from ._affine import PRODUCTS, Chain, Site, Step, axes_of, names_of, site_of, sizes_only, step_of
 from ._flat import Flat, Node, Rewrite, Value, insides, needed, read, run
 from ._report import Candidate, FoldReport, where
 
@@ -72,9 +72,8 @@ class Fold:
 
     @property
     def dtype(self) -> Any:
-        """The widest dtype from the product to its end: that in which the shift is added."""
-        after = self.after.steps if self.after else ()
-        return jnp.result_type(*(x.aval.dtype for x in (self.site.out, *(step.after for step in after))))
+        """The widest dtype on the way, in which the shift is added."""
+        return jnp.result_type(*(x.aval.dtype for x in (self.site.out, *(step.after for step in self.steps))))
 
 
 class Plan:
@@ -345,7 +344,8 @@ class Plan:
         for steps in chains.values():
             known = [reason for step in steps for reason in self._reasons.get(step.node, ())]
             reason = inside or "; ".join(dict.fromkeys(known)) or _why_alone(steps[0])
-            if any(step.learned and step.differs < 2 for step in steps):
+            # A table, such as that of rotary positions, is no scale of channels.
+            if reason and any(step.learned and (step.differs < 2 or (known and step.static.leaves)) for step in steps):
                 yield self._candidate(steps, "", reason)
 
     def _candidate(self, steps: Sequence[Step], kernel: str, reason: str) -> Candidate:
@@ -358,11 +358,18 @@ class Plan:
 
 
 def _why_alone(step: Step) -> str:
+    """Why a chain, of which `step` is the first, is at no product; nothing if it only completes a norm of examples."""
     before = step.before.node
     if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):
         return "complex numbers are not folded"
-    if before is not None and before.name in ("conv_general_dilated", "dot_general"):
+    if before is not None and before.name in PRODUCTS:
         return f"the weights of the `{before.name}` before it depend on data"
-    if before is not None and next(insides(before), None) is not None:
-        return f"what goes into it comes out of a `{before.name}`, and no convolution or dense product follows"
+    if before is not None and _has_product(before):
+        return f"the product before it is inside a `{before.name}`"
+    if before is not None and before.name in ("mul", "div", "rsqrt"):
+        return ""
     return "no convolution or dense product is next to it"
+
+
+def _has_product(node: Node) -> bool:
+    return any(x.name in PRODUCTS or _has_product(x) for inner in insides(node) for x in inner.nodes)

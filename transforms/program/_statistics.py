@@ -62,10 +62,10 @@ def batch_statistics(nodes: Sequence[Node]) -> Node | None:
 
 
 def _of_channels(statistic: _Statistic, axes: dict[Value, _Axes]) -> bool:
-    known = axes.get(statistic.source)
-    if known is not None:
-        return bool(statistic.left) and known.channels.issuperset(statistic.left)
-    return len(statistic.source.aval.shape) > 1 and len(statistic.left) == 1 and statistic.left != (0,)
+    known, left = axes.get(statistic.source), statistic.left
+    if not 0 < len(left) < len(statistic.source.aval.shape):
+        return False
+    return known.channels.issuperset(left) if known is not None else len(left) == 1 and left != (0,)
 
 
 def _statistic(node: Node, moving: Sequence[Value], found: Sequence[_Statistic | None]) -> _Statistic | None:
