@@ -7,7 +7,7 @@ finds the products that a chain can be folded into; s and t go from axis to axis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,10 +248,10 @@ class Site:
             ones = (1,) * len(places)
             params |= {"padding": ((0, 0),) * len(places), "window_strides": ones, "lhs_dilation": ones}
         params |= {"precision": (lax.Precision.HIGHEST,) * 2, "preferred_element_type": None}
-        data = jnp.asarray(np.broadcast_to(x, shape).astype(weights.dtype))
-        operands = (weights, data) if self.kernel == 0 else (data, weights)
+        dtype = jnp.result_type(weights, jnp.float32)
         with jax.ensure_compile_time_eval():
-            (found,) = evaluate(self.node.eqn.replace(params=params), *operands)
+            operands = [jnp.asarray(np.broadcast_to(x, shape).astype(dtype)), jnp.asarray(weights, dtype)]
+            (found,) = evaluate(self.node.eqn.replace(params=params), *operands[:: 1 if self.kernel else -1])
         return np.asarray(found, np.float64)
 
 
@@ -292,8 +292,3 @@ def _along(x: np.ndarray, axes: Mapping[int, int], ndim: int) -> np.ndarray:
     for i in order:
         shape[axes[i]] = x.shape[i]
     return x.transpose([*order, *(i for i in range(x.ndim) if i not in axes)]).reshape(shape)
-
-
-def names_of(users: Sequence[Node | None]) -> str:
-    """What uses a value, for a message."""
-    return " and ".join(sorted({"the output" if user is None else f"`{user.name}`" for user in users}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,13 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jaxpr import at_source, evaluate
-from ._affine import PRODUCTS, Chain, Site, Step, axes_of, names_of, site_of, sizes_only, step_of
-from ._flat import Flat, Node, Rewrite, Value, insides, needed, read, run
-from ._report import Candidate, FoldReport, where
-
-
-class Changed(Exception):
-    """The answers to another plan's questions do not fit this one."""
+from ._affine import Chain, Site, Step, axes_of, site_of, sizes_only, step_of
+from ._flat import Flat, Node, Rewrite, Value, needed, read, run
+from ._report import FoldReport, candidate, kept
 
 
 class Answers:
@@ -30,14 +26,12 @@ class Answers:
 
     def __init__(self, recorded: Sequence[bool] | None = None) -> None:
         self.given: list[bool] = []
-        self._recorded: Iterator[bool] | None = None if recorded is None else iter(recorded)
+        self._recorded = None if recorded is None else iter(recorded)
 
-    def __call__(self, question: Callable[[], Any]) -> bool:
-        answer = bool(question()) if self._recorded is None else next(self._recorded, None)
-        if answer is None:
-            raise Changed
-        self.given.append(answer)
-        return answer
+    def __call__(self, question: Callable[[], bool]) -> bool:
+        # A plan that asks more than the first is another; that it is refused is up to who compares them.
+        self.given.append(question() if self._recorded is None else next(self._recorded, False))
+        return self.given[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +104,7 @@ class Plan:
             if len(value.uses) != 1:
                 for i, user in enumerate(value.uses):
                     others = [*value.uses[:i], *value.uses[i + 1 :]]
-                    self._because(user, f"what goes into it is also used by {names_of(others)}")
+                    self._because(user, f"what goes into it is also used by {_users(others)}")
                 break
             step = step_of(value.uses[0], value) if value.uses[0] else None
             if step is None:
@@ -147,7 +141,7 @@ class Plan:
             return
         others = [user for user, site in zip(data.uses, users, strict=True) if site is None]
         if others:
-            self._because(steps[-1].node, f"what comes out of it is also used by {names_of(others)}")
+            self._because(steps[-1].node, f"what comes out of it is also used by {_users(others)}")
         elif any(site.mixes_batch for site in sites):
             self._because(steps[-1].node, "the convolution after it has a batch_group_count")
         elif any(site.dilutes for site in sites) and not self._answer(lambda: self._keeps_zero(chain)):
@@ -186,34 +180,32 @@ class Plan:
         found = chain.affine(self._read)
         return found is not None and not np.any(found[1])
 
-    def _weights(self, fold: Fold) -> tuple[Any, np.ndarray]:
-        """The folded weights, not yet rounded to their dtype, and the shift of the result, in all its axes.
+    def _weights(self, fold: Fold) -> tuple[np.ndarray, np.ndarray]:
+        """The folded weights, and the shift of the result in all its axes, in float64.
 
         With data s·x + t and a result that becomes u·y + v: u·(W(s·x + t)) + v = (u·W·s)x + (u·(Wt) + v).
         """
-        site = fold.site
-        weights = self._value(site.weights)
-        with jax.ensure_compile_time_eval(), np.errstate(all="ignore"):
-            weights = jnp.asarray(weights, jnp.result_type(weights, jnp.float32, fold.dtype))
-            factor, shift = np.ones(()), np.zeros(())
+        site, original = fold.site, self._value(fold.site.weights)
+        weights, shift = np.asarray(original, np.float64), np.zeros(())
+        with np.errstate(all="ignore"):
             if fold.before and (found := fold.before.affine_at_end(self._read)):
-                factor = site.factor_before(found[0])
+                weights = weights * site.factor_before(found[0])
                 if fold.before.shifts and not site.dilutes:
-                    shift = site.of_shift(found[1], weights)
+                    shift = site.of_shift(found[1], original)
             if fold.after and (found := fold.after.affine(self._read)):
-                factor, shift = factor * site.factor_after(found[0]), shift * found[0] + found[1]
-            return weights * jnp.asarray(factor, weights.dtype), shift
+                weights, shift = weights * site.factor_after(found[0]), shift * found[0] + found[1]
+        return weights, shift
 
     def _sound(self, fold: Fold) -> bool:
-        """Whether the folded weights are finite, and small ones are not lost among those of their feature."""
-        exact, shift = self._weights(fold)
+        """Whether the folded weights are finite, and rounding does not lose small ones among those of their feature."""
+        weights, shift = self._weights(fold)
         dtype = fold.site.weights.aval.dtype
-        with jax.ensure_compile_time_eval():
-            axes = tuple(i for i in range(exact.ndim) if i not in fold.site.outputs.values())
-            lost = jnp.abs(exact.astype(dtype).astype(exact.dtype) - exact)
-            most = jnp.max(jnp.abs(exact), axis=axes, keepdims=True)
-            fits = jnp.isfinite(exact) & (lost <= jnp.finfo(dtype).eps * most)
-            return bool(jnp.all(fits)) and bool(np.all(np.isfinite(shift.astype(fold.dtype))))
+        axes = tuple(i for i in range(weights.ndim) if i not in fold.site.outputs.values())
+        with np.errstate(all="ignore"):
+            lost = np.abs(weights.astype(dtype).astype(np.float64) - weights)
+            most = np.abs(weights).max(axes, keepdims=True)
+            fits = np.isfinite(weights) & (lost <= float(jnp.finfo(dtype).eps) * most)
+            return bool(fits.all() and np.isfinite(shift.astype(fold.dtype).astype(np.float64)).all())
 
     # ---- The new program
 
@@ -248,15 +240,18 @@ class Plan:
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of the new program."""
-        found = {self._names[i]: jnp.asarray(self._known[self._flat.arguments[i]]) for i in self._leaves}
-        for node, (kernel, bias) in self._entries.items():
-            fold = self._folds[node]
-            exact, shift = self._weights(fold)
-            found[kernel] = exact.astype(fold.site.weights.aval.dtype)
-            if bias:
-                sizes = [fold.site.out.aval.shape[i] if i in fold.site.outputs else 1 for i in range(shift.ndim)]
-                kept = [size for i, size in enumerate(sizes) if i in fold.site.outputs]
-                found[bias] = jnp.asarray(np.broadcast_to(shift, sizes).reshape(kept), fold.dtype)
+        with jax.ensure_compile_time_eval():
+            found = {self._names[i]: jnp.asarray(self._known[self._flat.arguments[i]]) for i in self._leaves}
+            for node, (kernel, bias) in self._entries.items():
+                fold = self._folds[node]
+                weights, shift = self._weights(fold)
+                devices = getattr(self._value(fold.site.weights), "sharding", None)
+                found[kernel] = jax.device_put(weights.astype(fold.site.weights.aval.dtype), devices)
+                if bias:
+                    channels = sorted(fold.site.outputs)
+                    sizes = [n if i in channels else 1 for i, n in enumerate(fold.site.out.aval.shape)]
+                    shift = np.broadcast_to(shift, sizes).reshape([sizes[i] for i in channels])
+                    found[bias] = jnp.asarray(shift.astype(fold.dtype))
         return dict(sorted(found.items()))
 
     def __call__(self, parameters: dict[str, Any], arguments: Sequence[Any]) -> list[Any]:
@@ -321,55 +316,15 @@ class Plan:
         ]
         return folds, self._leaves, self._answer.given
 
-    # ---- The report
-
     def report(self) -> FoldReport:
         """What was folded, and what was not."""
-        folded = []
-        for chain, sites in self._chains:
-            kernels = ", ".join(self._entries[site.node][0] for site in sites)
-            folded.append(self._candidate(chain.steps, kernels, ""))
-        return FoldReport(tuple(folded), tuple(self._kept(self._flat, "")))
-
-    def _kept(self, flat: Flat, inside: str) -> Iterator[Candidate]:
-        chains: dict[Node, list[Step]] = {}
-        for node in flat.nodes:
-            within = inside or f"it is inside a `{node.name}`"
-            for inner in insides(node):
-                yield from self._kept(inner, within)
-            step = None if node in self._claimed else step_of(node)
-            if step is not None:
-                before = step.before.node if len(step.before.uses) == 1 else None
-                chains[node] = [*(chains.pop(before, []) if before else []), step]
-        for steps in chains.values():
-            known = [reason for step in steps for reason in self._reasons.get(step.node, ())]
-            reason = inside or "; ".join(dict.fromkeys(known)) or _why_alone(steps[0])
-            # A table, such as that of rotary positions, is no scale of channels.
-            if reason and any(step.learned and (step.differs < 2 or (known and step.static.leaves)) for step in steps):
-                yield self._candidate(steps, "", reason)
-
-    def _candidate(self, steps: Sequence[Step], kernel: str, reason: str) -> Candidate:
-        factors = [step for step in steps if step.learned]
-        statics = [step.static for step in factors if step.static is not None]
-        what = "batch norm" if any(x.rooted for x in statics) else "per-channel scale"
-        names = [self._names[leaf] for x in statics for leaf in sorted(x.leaves)]
-        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
-        return Candidate(what, ", ".join(owners), where(factors[0].node.eqn), kernel, reason)
+        kernels = [", ".join(self._entries[site.node][0] for site in sites) for _, sites in self._chains]
+        folded = [
+            candidate(chain.steps, self._names, kernel=kernel)
+            for (chain, _), kernel in zip(self._chains, kernels, strict=True)
+        ]
+        return FoldReport(tuple(folded), tuple(kept(self._flat, self._names, self._claimed, self._reasons)))
 
 
-def _why_alone(step: Step) -> str:
-    """Why a chain, of which `step` is the first, is at no product; nothing if it only completes a norm of examples."""
-    before = step.before.node
-    if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):
-        return "complex numbers are not folded"
-    if before is not None and before.name in PRODUCTS:
-        return f"the weights of the `{before.name}` before it depend on data"
-    if before is not None and _has_product(before):
-        return f"the product before it is inside a `{before.name}`"
-    if before is not None and before.name in ("mul", "div", "rsqrt"):
-        return ""
-    return "no convolution or dense product is next to it"
-
-
-def _has_product(node: Node) -> bool:
-    return any(x.name in PRODUCTS or _has_product(x) for inner in insides(node) for x in inner.nodes)
+def _users(users: Sequence[Node | None]) -> str:
+    return " and ".join(sorted({"the output" if user is None else f"`{user.name}`" for user in users}))
