@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ._jaxpr import CALLS, aval, bodies, evaluate, interpret
+from ._jaxpr import CALLS, ELEMENTWISE, aval, bodies, evaluate, interpret
 
 # A window of more positions than this stays as it is: each is one slice in the program.
 _MOST_SLICES = 64
@@ -32,15 +32,6 @@ _MOST_SLICES = 64
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 _RUN_AGAIN = frozenset({"checkpoint", "remat2"})
 _WITH_BODIES = frozenset({"scan", "while", "cond"}) | _RUN_AGAIN
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
-    cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
-    logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor
-    """.split()  # noqa: SIM905 (words read better)
-)
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +84,7 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         out = _WINDOWS[name](eqn, *values)
         if out is not None:
             return [out]
-    elif laid is not None and name in _ELEMENTWISE:
+    elif laid is not None and name in ELEMENTWISE:
         arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, laid.order) for x in values]
         return [_Laid(x, laid.order) for x in evaluate(eqn, *arrays)]
     elif laid is not None and name in _REDUCTIONS:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 # Operations that only call a program, and where that is among their parameters.
@@ -17,6 +19,17 @@ CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
+
+# Operations of which each number of the result depends on the numbers at its place alone.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
+    cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
+    logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
+    tanh xor
+    """.split()  # noqa: SIM905 (words read better)
+)
 
 
 def interpret(
@@ -50,9 +63,16 @@ def interpret(
 
 
 def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
-    """The results of one operation on arrays."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    """The results of one operation on arrays, as from `at_source`."""
+    with at_source(eqn):
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def at_source(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """Where what is computed bears the named scopes and the source line of an operation."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:

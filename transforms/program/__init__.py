@@ -3,13 +3,17 @@
 from ._capture import Capture, capture
 from ._depend import depend
 from ._donation import assert_donated
+from ._fold import fold_bn
 from ._layout import count_layout_ops
 from ._profile import Operation, Profile, profile
+from ._report import Candidate, FoldReport
 from ._trace_diff import Difference, TraceDiff, trace_diff
 
 __all__ = [
+    "Candidate",
     "Capture",
     "Difference",
+    "FoldReport",
     "Operation",
     "Profile",
     "TraceDiff",
@@ -17,6 +21,7 @@ __all__ = [
     "capture",
     "count_layout_ops",
     "depend",
+    "fold_bn",
     "profile",
     "trace_diff",
 ]
