@@ -14,7 +14,8 @@ from .._compat import Tracer
 from .._model import dotted, is_model, split, to_parts
 from ._flat import Flat, Value, insides, parameter
 from ._plan import Answers, Plan
-from ._report import FoldReport, where
+from ._report import FoldReport
+from ._source import where
 from ._statistics import batch_statistics
 
 _CURE = (

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
 from ._affine import PRODUCTS, Step, step_of
 from ._flat import Flat, Node, insides
+from ._source import where
 
 
 @dataclass(frozen=True)
@@ -122,21 +120,3 @@ def _why_alone(step: Step) -> str:
 
 def _has_product(node: Node) -> bool:
     return any(x.name in PRODUCTS or _has_product(x) for inner in insides(node) for x in inner.nodes)
-
-
-def where(eqn: Any) -> str:
-    """The named scopes around an operation, and the innermost line that is not one of a library of modules."""
-    source = eqn.source_info
-    frames = [] if source.traceback is None else source.traceback.frames
-    libraries = _libraries()
-    users = (frame for frame in frames if not frame.file_name.startswith(libraries))
-    frame = next(users, frames[0] if frames else None)
-    line = f"{os.path.basename(frame.file_name)}:{frame.line_num}" if frame else "unknown line"
-    scope = str(source.name_stack)
-    return f"{scope} ({line})" if scope else line
-
-
-def _libraries() -> tuple[str, ...]:
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in ("jax", "flax", "equinox", "functools")]
-    files.append(os.path.dirname(os.path.abspath(__file__)))  # of which the folder is that of plurax.transforms
-    return ("<string>", *(os.path.dirname(file) + os.sep for file in files if file))

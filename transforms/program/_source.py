@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,3 +29,9 @@ def source_of(eqn: JaxprEqn) -> str:
     traceback = eqn.source_info.traceback
     frames: Any = traceback.frames if traceback is not None else ()
     return users_line(f"{frame.file_name}:{frame.line_num}" for frame in frames)
+
+
+def where(eqn: JaxprEqn) -> str:
+    """The scopes around an operation, and the line that it comes from, for a message."""
+    line, scope = os.path.basename(source_of(eqn)) or "unknown line", str(eqn.source_info.name_stack)
+    return f"{scope} ({line})" if scope else line
