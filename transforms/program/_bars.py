@@ -43,10 +43,10 @@ def _axes(ax: Any, rows: int, height: float) -> Any:
 
 def _named(ax: Any, names: Sequence[str], label: str) -> Any:
     short = [name if len(name) <= _LONGEST else f"...{name[-_LONGEST + 3 :]}" for name in names]
-    ax.set_yticks(range(len(names)), short)
+    ax.set_yticks(range(len(names)), short, parse_math=False)
     ax.invert_yaxis()
     ax.margins(x=0.12)
     ax.set_xlim(left=0)
-    ax.set_xlabel(label)
+    ax.set_xlabel(label, parse_math=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import re
+import platform
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 
 from .._arguments import check_count
 from ._operations import count_operations
@@ -22,7 +24,6 @@ from ._shares import shares
 from ._timeline import Timeline, timelines
 
 _FORMAT = "plurax capture 1"
-_METADATA = re.compile(r", metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*\}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
       {('sin', ''): 1}
     """
     check_count("capture", "repeats", repeats, least=2)
-    (found,) = captures([Prepared("capture", fun, args)], repeats)
+    (found,) = captures("capture", [Prepared("capture", fun, args)], repeats)
     path = Path(path)
     content = {
         "format": _FORMAT,
@@ -105,24 +106,43 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
         content = json.loads(Path(path).read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
-        rows = {(row["op"], row["scope"]): row for row in content["operations"]}
-        return Capture(
-            content["name"],
-            {key: int(row["count"]) for key, row in rows.items()},
-            {key: [float(x) for x in row["seconds"]] for key, row in rows.items() if row["seconds"]},
-            content["program"],
-            content["machine"],
-        )
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+        return _checked(content)
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
 
 
-def captures(prepared: Sequence[Prepared], repeats: int) -> list[Capture]:
+def _checked(content: dict[str, Any]) -> Capture:
+    for name in ("name", "program", "machine"):
+        if not isinstance(content[name], str):
+            raise ValueError(f"{name!r} is no string")
+    rows = {(row["op"], row["scope"]): row for row in content["operations"]}
+    if len(rows) < len(content["operations"]):
+        raise ValueError("two operations are the same")
+    for (op, scope), row in rows.items():
+        if not isinstance(op, str) or not isinstance(scope, str):
+            raise ValueError("the name of an operation is no string")
+        if type(row["count"]) is not int or row["count"] < 0:
+            raise ValueError(f"the count of {op!r} is no whole number from 0 on")
+        times = row["seconds"]
+        if not isinstance(times, list) or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
+            raise ValueError(f"the seconds of {op!r} are no times")
+    if len({len(row["seconds"]) for row in rows.values() if row["seconds"]}) > 1:
+        raise ValueError("some operations have more runs than others")
+    return Capture(
+        content["name"],
+        {key: row["count"] for key, row in rows.items()},
+        {key: [float(x) for x in row["seconds"]] for key, row in rows.items() if row["seconds"]},
+        content["program"],
+        content["machine"],
+    )
+
+
+def captures(api: str, prepared: Sequence[Prepared], repeats: int) -> list[Capture]:
     """Run some programs in turns, and say what each runs."""
     programs = [one.apart for one in prepared]
     for compiled in programs:
         jax.block_until_ready(compiled.calls(1)[0]())
-    return [_captured(*one) for one in zip(prepared, timelines(programs, repeats), strict=True)]
+    return [_captured(*one) for one in zip(prepared, timelines(api, programs, repeats), strict=True)]
 
 
 def _captured(prepared: Prepared, runs: list[Timeline]) -> Capture:
@@ -141,11 +161,11 @@ def _captured(prepared: Prepared, runs: list[Timeline]) -> Capture:
 
 
 def _digest(prepared: Prepared) -> str:
-    _, _, text = prepared.apart.text.partition("\n")
-    without = _METADATA.sub("", text[max(text.find("\n%"), 0) :])
-    return hashlib.sha256(without.encode()).hexdigest()
+    return hashlib.sha256(prepared.apart.program.anonymous().encode()).hexdigest()
 
 
 def _machine() -> str:
     device = jax.devices()[0]
-    return f"{device.platform} {device.device_kind}, jax {jax.__version__}"
+    kind = platform.processor() or platform.machine() if device.platform == "cpu" else device.device_kind
+    devices = f"{jax.device_count()} x {device.platform} {kind}, {os.cpu_count()} cores"
+    return f"{devices}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"

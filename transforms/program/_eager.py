@@ -15,11 +15,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._compat import scan_counts
 from .._jaxpr import CALLS, aval, evaluate, interpret
-from ._cost import flops, memory
+from ._cost import flops
 from ._hlo import Program
 from ._scopes import scope_of
 from ._shares import Place
 from ._source import source_of
+
+_REWRITTEN = frozenset({"while", "reduce-window"})
 
 
 @dataclass
@@ -77,27 +79,26 @@ class Eager:
         out = jax.block_until_ready(evaluate(eqn, *values))
         took = time.perf_counter() - begin
         if id(eqn) not in self._known:
-            self._known[id(eqn)] = _cost(eqn)
+            self._known[id(eqn)] = _cost(eqn, values)
         self.costs[Place(name, scope_of(f"{scope}/{name}")[1], source)].add(took, 1, *self._known[id(eqn)])
         return out
 
 
-def _cost(eqn: JaxprEqn) -> tuple[int, int]:
+def _cost(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
     """Floating point operations and bytes of one operation, by what it is lowered to."""
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(aval, eqn.invars) if hasattr(x, "shape")]
-    if len(arrays) != len(eqn.invars):  # tokens
+    if eqn.effects:
         return 0, 0
-    program = Program(jax.jit(partial(evaluate, eqn)).lower(*arrays).as_text("hlo"))
-    work, called = 0, [program.entry]
-    for name in called:
-        for x in program.computations[name]:
-            work += flops(program, x)
-            called += x.called if x.opcode == "call" else ()
-    entry = program.computations[program.entry]
-    moved = memory(program, entry[-1]) if len(entry) == len(eqn.invars) + 1 else None
-    if moved is None:
-        moved = sum(x.size * x.dtype.itemsize for x in [*arrays, *map(aval, eqn.outvars)])
-    return work, moved
+    lowered: Any = jax.jit(partial(evaluate, eqn)).lower(*values)
+    program = Program(lowered.as_text("hlo"))
+    if any(x.opcode in _REWRITTEN for x in program.instructions.values()):
+        # What XLA makes of a window over all that is before, or how often a loop turns, is known only then.
+        program = Program(lowered.compile().as_text())
+    work = sum(times * flops(program, x) for x, times in program.runs())
+    return work, sum(x.size * x.dtype.itemsize for x in map(aval, [*eqn.invars, *eqn.outvars]) if _is_sized(x))
+
+
+def _is_sized(x: Any) -> bool:
+    return hasattr(x, "size") and hasattr(x.dtype, "itemsize")
 
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]

@@ -17,7 +17,11 @@ _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _CALLED = re.compile(
     rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
 )
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_METADATA = re.compile(rf", metadata=\{{(?:[^{{}}\"]|{_QUOTED.pattern})*\}}")
 _BITS = re.compile(r"\d+")
+_ESCAPED = re.compile(r"\\([0-7]{3}|.)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 # Operations that do nothing: other names for what is there already.
@@ -92,13 +96,18 @@ class Instruction:
     @cached_property
     def op_name(self) -> str:
         """The scopes and the operation of JAX that it comes from, such as `jit(f)/layer/dot_general`; may be empty."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
-        return found[1].replace("\\'", "'") if found else ""
+        found = re.search(rf"op_name={_QUOTED.pattern}", self.rest)
+        return _unescaped(found[1]) if found else ""
 
     def attribute(self, name: str) -> str:
         """A setting such as `window={size=3x3}`, without its braces; empty where it is not given."""
-        found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|([\w.\->]+))", self.rest)
+        found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|([\w.\->]+))", self._settings)
         return (found[1] if found[1] is not None else found[2]) if found else ""
+
+    @cached_property
+    def _settings(self) -> str:
+        """What is behind the operands, without what is quoted."""
+        return _QUOTED.sub('""', self.rest)
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """A setting that is a list of whole numbers."""
@@ -117,6 +126,7 @@ class Program:
     """
 
     def __init__(self, text: str) -> None:
+        self._text = text
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         tables: dict[str, dict[int, str]] = {}
@@ -139,6 +149,16 @@ class Program:
     def instructions(self) -> dict[str, Instruction]:
         """All instructions by name."""
         return {x.name: x for computation in self.computations.values() for x in computation}
+
+    def anonymous(self) -> str:
+        """What tells it from other programs: the text apart from names, and from where in the source it comes from."""
+        numbers: dict[str, int] = {}
+        lines = []
+        for line in self._text.splitlines():
+            if _INSTRUCTION.match(line) or _COMPUTATION.match(line):
+                plain = _METADATA.sub("", line)
+                lines.append(re.sub(r"%[\w.\-]+", lambda x: f"%{numbers.setdefault(x[0], len(numbers))}", plain))
+        return "\n".join(lines)
 
     def runs(self, computation: str = "") -> Iterator[tuple[Instruction, int]]:
         """The instructions that a call runs and how often, loops that depend on data once; fusions as one."""
@@ -175,8 +195,8 @@ class Program:
         frame = instruction.attribute("stack_frame_id")
         if frame:
             return self._line(int(frame))
-        file = re.search(r'source_file="([^"]*)"', instruction.rest)
-        return f"{file[1]}:{instruction.attribute('source_line')}" if file else ""
+        file = re.search(rf"source_file={_QUOTED.pattern}", instruction.rest)
+        return f"{_unescaped(file[1])}:{instruction.attribute('source_line')}" if file else ""
 
     def _line(self, frame: int) -> str:
         if frame not in self._sources:
@@ -193,7 +213,7 @@ class Program:
             frame = caller - shift
             place = dict(re.findall(r"(\w+)=(\d+)", self._tables["FileLocations"][location]))
             file = self._tables["FileNames"][int(place["file_name_id"])]
-            yield f"{file.strip(chr(34))}:{place['line']}"
+            yield f"{_unescaped(file[1:-1])}:{place['line']}"
 
 
 def _instruction(root: str | None, name: str, text: str) -> Instruction:
@@ -205,6 +225,12 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
     operands = () if opcode[1] in {"constant", "parameter"} else _operands(text[opcode.end() : end])
     arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
     return Instruction(name, opcode[1], arrays, operands, root is not None, text[end + 1 :])
+
+
+def _unescaped(text: str) -> str:
+    """As it was before XLA wrote it in quotes: bytes of UTF-8 in octal, and strokes before some."""
+    plain = _ESCAPED.sub(lambda x: chr(int(x[1], 8)) if x[1].isdigit() else _ESCAPES.get(x[1], x[1]), text)
+    return plain.encode("latin-1", "replace").decode("utf-8", "replace")
 
 
 def _array(dtype: str, lengths: str, order: str) -> Array:

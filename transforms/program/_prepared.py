@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, cast
@@ -15,18 +16,24 @@ import numpy as np
 from .._arguments import argument_name, check_callable
 from .._call import arrays_apart
 from .._changes import call_with_models, changes
+from .._compat import Tracer
 from .._model import models_of, owner_of, refuse_shared_state, split, to_parts
 from ._hlo import Program
-from ._scopes import module_scopes, modules_of
+from ._module_scopes import module_scopes, modules_of
 from ._shares import is_mixed
 
 # XLA's CPU backend hands parts of a program, or all of it, to a library as one instruction whose parts cannot be timed.
 # With these each matrix product and convolution is handed over alone.
-_APART = {
+_PRODUCTS_APART = {
     "xla_cpu_experimental_ynn_fusion_type": ",".join(
         f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}" for kind in ("DOT", "CONVOLUTION")
     )
 }
+# And it compiles small loops into one function that the trace does not look into.
+_LOOPS_APART = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
+_SMALL_LOOP = "xla_cpu_small_call"
+# What is changed while a function is traced or compiled, modules and a setting of JAX, is seen by all threads.
+_LOCK = threading.RLock()
 
 
 class Prepared:
@@ -46,30 +53,33 @@ class Prepared:
 
     def __init__(self, api: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         check_callable(api, fun)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(to_parts(args))):
+            raise TypeError(
+                f"{api}: the arguments have no values under jax.jit, jax.grad or jax.vmap; call it outside."
+            )
         self.name: str = getattr(fun, "__name__", type(fun).__name__)
         owner, function = owner_of(fun)
         refuse_shared_state(api, fun, owner, args, {})
+        modules = modules_of(fun, owner, args)
         # Taken apart while they are named: so are then the copies that are put together from the parts.
-        with module_scopes(modules_of(fun, owner, args)):
+        with _LOCK, module_scopes(modules):
             if isinstance(fun, type(jax.jit(len))) and not models_of(args):
-                self._args, jitted = args, cast(Any, fun)
+                self.traced: Any = cast(Any, fun).trace(*args)
+                dynamic = _dynamic(fun, args, self.traced)
+                self._args = tuple(args[i] for i in dynamic)
+                if modules:
+                    # JAX may remember a trace of it without the scopes.
+                    static = tuple(i for i in range(len(args)) if i not in dynamic)
+                    self.traced = jax.jit(_anew(cast(Any, fun)), static_argnums=static).trace(*args)
             else:
                 arrays, join = arrays_apart(jax.tree.map(_as_array, to_parts((owner, args, {}))))
-                self._args, jitted = (arrays,), jax.jit(_of_arrays(function, join, self.name))
-            self.traced: Any = jitted.trace(*self._args)
-        if jitted is fun:
-            self._args = self._without_static(fun, args)
-        self._lowered: Any = self.traced.lower()
-
-    def _without_static(self, fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments that are left in the program: a static one is not among the names of its inputs."""
-        named = {re.split(r"[.\[]", name or "", maxsplit=1)[0] for name in self.traced.jaxpr.jaxpr.debug_info.arg_names}
-        names = (argument_name(fun, args, i).partition("[")[0] for i in range(len(args)))
-        return tuple(x for x, name in zip(args, names, strict=True) if name in named or not jax.tree.leaves(x))
+                self._args = (arrays,)
+                self.traced = jax.jit(_of_arrays(function, join, self.name)).trace(arrays)
+            self._lowered: Any = self.traced.lower()
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
         """The program, compiled."""
-        with _names_in_cache_key():
+        with _LOCK, _names_in_cache_key():
             return Compiled(self._lowered.compile(compiler_options=options), self._args)
 
     def arrays(self) -> list[Any]:
@@ -83,12 +93,15 @@ class Prepared:
 
     @cached_property
     def apart(self) -> Compiled:
-        """The program with its products as instructions of their own, where XLA can keep them so."""
+        """The program with its products and small loops as instructions of their own, where XLA can keep them so."""
         program = self.compiled.program
-        if not any(is_mixed(program, x) for x in program.instructions.values()):
-            return self.compiled
+        options = {}
+        if any(is_mixed(program, x) for x in program.instructions.values()):
+            options |= _PRODUCTS_APART
+        if _SMALL_LOOP in self.compiled.text:
+            options |= _LOOPS_APART
         try:
-            return self.compile(_APART)
+            return self.compile(options) if options else self.compiled
         except jax.errors.JaxRuntimeError:  # another version of XLA, without these options
             return self.compiled
 
@@ -107,16 +120,58 @@ class Compiled:
         self.program = Program(self.text)
         self.module = re.split(r"[\s,]", self.text.split("HloModule ", 1)[1], maxsplit=1)[0]
         self._executable, self._args = executable, args
-        donated = (
-            info.donated for info in jax.tree.leaves(executable.args_info, is_leaf=lambda x: hasattr(x, "donated"))
-        )
-        self._donates = any(donated)
+        self._donates = any(info.donated for info in jax.tree.leaves(executable.args_info, is_leaf=_is_info))
 
     def calls(self, number: int) -> list[Callable[[], Any]]:
         """So many calls of it, each of which can be made once."""
         each = [jax.tree.map(jnp.copy, self._args) if self._donates else self._args for _ in range(number)]
         jax.block_until_ready(each)
         return [partial(self._executable, *args) for args in each]
+
+
+def _is_info(x: Any) -> bool:
+    return hasattr(x, "donated")
+
+
+def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[int]:
+    """The positions of the arguments of a jitted function that are not static, by what its program takes."""
+    infos, _ = traced.args_info
+    names = iter(traced.jaxpr.jaxpr.debug_info.arg_names)
+    firsts = []
+    for info in infos:
+        leaves = jax.tree.leaves(info, is_leaf=_is_info)
+        firsts.append([str(next(names)) for _ in leaves][:1])
+
+    def fits(i: int, k: int) -> bool:
+        name = argument_name(fun, args, i)
+        if not all(re.split(r"[.\[]", x, maxsplit=1)[0] == name.partition("[")[0] for x in firsts[k]):
+            return False
+        leaves, structure = jax.tree.flatten(args[i])
+        expected, other = jax.tree.flatten(infos[k], is_leaf=_is_info)
+        return (
+            structure == other
+            and all(hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex)) for x in leaves)
+            and all(np.shape(x) == info.shape for x, info in zip(leaves, expected, strict=True))
+        )
+
+    def match(i: int, k: int) -> list[int] | None:
+        if k == len(infos):
+            return []
+        if i == len(args):
+            return None
+        found = match(i + 1, k + 1) if fits(i, k) else None
+        return match(i + 1, k) if found is None else [i, *found]
+
+    found = match(0, 0)
+    return list(range(len(args))) if found is None else found
+
+
+def _anew(fun: Any) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return fun.__wrapped__(*args)
+
+    call.__name__ = getattr(fun, "__name__", "call")
+    return call
 
 
 @contextmanager

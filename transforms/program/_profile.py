@@ -18,11 +18,13 @@ from ._cost import memory
 from ._eager import Cost, Eager
 from ._prepared import Compiled, Prepared
 from ._shares import Place, shares
-from ._table import count, seconds, table
+from ._table import check_groups, count, seconds, table
 from ._timeline import timelines
 
 _SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
 _GROUPS = ("op", "scope", "source")
+# Times as long as when nobody watches.
+_TOO_LONG = 1.5
 _Run = TypeVar("_Run")
 
 
@@ -31,14 +33,18 @@ class Operation:
     """A row of a profile.
 
     Attributes:
-      op: the operation of JAX, such as `dot_general`; `copy` and the like where XLA has added it.
+      op: the operation of JAX, such as `dot_general`; for what XLA has added that of the instruction, such as `copy`.
+        What JAX writes out as others, such as random numbers, is named after these.
       scope: the scopes it is in, such as `layers/0/attention`; empty where there are none.
       source: the line of the user's code, as `file:line`; empty where it is not known.
-      count: how often it runs in a call.
+      count: how many instructions do it in a call, each as often as it runs; XLA may put several operations of one name
+        and line into one instruction. In eager mode: how often it runs.
       mean: seconds of one of these, the mean over the quicker half of the calls that were watched.
       share: its part of the time of a call, from 0 to 1.
-      flops: floating point operations in a call.
-      bytes: bytes read and written in a call; of a fusion in proportion to the time.
+      flops: floating point operations in a call, two for each multiplication of a product and one for each number of
+        other arithmetic, integers and functions such as `tanh` included; none for sorting, Fourier transforms and
+        decompositions. Over several devices, those of one.
+      bytes: bytes read and written in a call, likewise; of a fusion in proportion to the time.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,11 +74,13 @@ class Profile:
       name: of the function.
       jitted: seconds of a call of the compiled function, the median of calls that were not watched.
       watched: seconds of a call as it was watched, of which `share` is a part: of the compiled program from the first
-        operation to the last, in eager mode of all operations together; the mean over the quicker half of the calls.
+        operation to the last, over several devices on the slowest; in eager mode of all operations together. The mean
+        over the quicker half of the calls.
       attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
       estimated: the part of it that is of several operations that XLA has fused, and is divided by their flops.
-      apart: whether XLA's CPU backend would hand several operations at once to a library, and was told not to. The
-        calls that were watched are then of a program of other instructions than those of `jitted`.
+      apart: whether XLA's CPU backend would hand several operations at once to a library, or compile a small loop into
+        one function, and was told not to. The calls that were watched are then of a program of other instructions than
+        those of `jitted`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,11 +115,9 @@ class Profile:
           TypeError: `top` is not a whole number.
         """
         check_count("Profile.table", "top", top, optional=True)
-        if sort not in _SORTS:
+        if not isinstance(sort, str) or sort not in _SORTS:
             raise ValueError(f"Profile.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
-        groups = (by,) if isinstance(by, str) else tuple(by)
-        if not groups or set(groups) - set(_GROUPS):
-            raise ValueError(f"Profile.table: by must be some of {', '.join(_GROUPS)}, but got {describe(by)}.")
+        groups = check_groups("Profile.table", by, _GROUPS)
         rows = _grouped(self.operations, groups)
         rows.sort(key=(lambda row: getattr(row, sort)) if sort in _GROUPS else (lambda row: -_largest(row, sort)))
         head = [*groups, "count", "mean", "share", "flops", "bytes"]
@@ -141,15 +147,20 @@ class Profile:
                 f"compiled function, which takes {seconds(self.jitted)}."
             )
         text = (
-            f"{self.name}, compiled: {seconds(self.jitted)} a call, {seconds(self.watched)} of it in the program; "
-            f"{self.attributed:.1%} of that attributed"
+            f"{self.name}, compiled: {seconds(self.jitted)} a call; {seconds(self.watched)} in the program while it is "
+            f"watched, {self.attributed:.1%} of that attributed"
         )
         if self.estimated >= 0.0005:
             text += f", {self.estimated:.1%} in fused operations, divided among them by their flops"
         if self.apart:
             text += (
-                ".\nXLA hands several operations at once to a library here; these figures are of the program with each "
-                "matrix product and convolution handed over alone"
+                ".\nXLA puts several operations into one instruction here; these figures are of the program with each "
+                "matrix product, convolution and loop kept apart"
+            )
+        if self.watched > _TOO_LONG * self.jitted:
+            text += (
+                ".\nWatching takes much of the time here, some tenths of a microsecond for each instruction that is run: "
+                "trust the shares of longer ones only"
             )
         return text + "."
 
@@ -208,13 +219,14 @@ def profile(
       A `Profile`: `print` it, or see `table`, `to_dict` and `plot`.
 
     Raises:
-      TypeError: `fun` cannot be called, `repeats` is not a whole number.
+      TypeError: `fun` cannot be called, `repeats` is not a whole number, or the arguments have no values, as under
+        `jax.jit`.
       ValueError: `mode` is neither, `repeats` is less than one.
-      RuntimeError: the program runs nothing, so there is nothing to measure.
+      RuntimeError: the program runs nothing, so there is nothing to measure; JAX's profiler is running already.
 
     Cost:
-      Compiling `fun` (twice where XLA's CPU backend hands several operations to a library at once), twice `repeats`
-      calls and one more. A trace takes memory for each instruction that is run.
+      Compiling `fun` (twice where XLA's CPU backend keeps several operations in one instruction), and about twice
+      `repeats` calls. A trace takes memory for each instruction that is run.
 
     Source:
       PyTorch's tutorial "Building a Simple CPU Performance Profiler with FX".
@@ -258,7 +270,7 @@ def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
     program = compiled.program
     if compiled is not prepared.compiled:
         jax.block_until_ready(compiled.calls(1)[0]())
-    runs = _quickest(timelines([compiled], repeats)[0], lambda run: run.span)
+    runs = _quickest(timelines("profile", [compiled], repeats)[0], lambda run: run.span)
     if not runs:
         raise RuntimeError(
             f"profile: the compiled `{prepared.name}` runs nothing, so there is nothing to measure; does it compute "

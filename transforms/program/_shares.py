@@ -54,8 +54,10 @@ def shares(program: Program, instruction: Instruction) -> list[Share]:
     parts: dict[Place, float] = defaultdict(float)
     counts: dict[Place, int] = defaultdict(int)
     for x in program.inside(instruction) if instruction.opcode == "fusion" else ():
-        if x.op_name and (needed := weight(program, x)):
-            place = _place(program, x)
+        if needed := weight(program, x):
+            # What XLA has made of an operation may have no name; what waits for it has.
+            named = x if is_named(x) else next(_named_around(program, x), instruction)
+            place = _place(program, named)
             parts[place] += needed
             counts[place] += flops(program, x)
     if not parts:
@@ -72,23 +74,27 @@ def is_mixed(program: Program, instruction: Instruction) -> bool:
     return any(map(is_product, working)) and len({scope_of(x.op_name) for x in working}) > 1
 
 
+def is_named(instruction: Instruction) -> bool:
+    """Whether it has the name of an operation: those of parameters are the names of variables, as in `params['w']`."""
+    return instruction.op_name.startswith(("jit(", "pjit(")) and bool(scope_of(instruction.op_name)[0])
+
+
 def _place(program: Program, instruction: Instruction) -> Place:
-    if instruction.op_name:
+    if is_named(instruction):
         op, scope = scope_of(instruction.op_name)
         if op in _VIEWS and is_product(instruction):
             op = _PRODUCTS[instruction.opcode]
-        return Place(op or instruction.opcode, scope, program.source(instruction))
-    named = next(_neighbours(program, instruction), None)
+        return Place(op, scope, program.source(instruction))
+    named = next(_named_around(program, instruction), None)
     scope, source = (scope_of(named.op_name)[1], program.source(named)) if named else ("", "")
     parts = list(program.inside(instruction)) if instruction.opcode == "fusion" else []
     most = max(parts, key=lambda x: (weight(program, x), x.root), default=instruction)
     return Place(_PRODUCTS.get(most.opcode, most.opcode), scope, source)
 
 
-def _neighbours(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+def _named_around(program: Program, instruction: Instruction) -> Iterator[Instruction]:
     """The named instructions that wait for one, then those it waits for."""
-    around = [*program.waiting(instruction.name), *instruction.operands]
-    for name in around:
+    for name in (*program.waiting(instruction.name), *instruction.operands):
         found = program.instructions[name]
-        if found.op_name and found.opcode != "parameter":
+        if is_named(found):
             yield found

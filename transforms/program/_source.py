@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jaxlib
 from jax.extend.core import JaxprEqn
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_OF_JAX = re.compile(r"[/\\](jax|jaxlib)[/\\]")
-_OWN = str(Path(__file__).parents[1])
+_OF_JAX = tuple(str(Path(module.__file__).parent) + os.sep for module in (jax, jaxlib))
+_OWN = str(Path(__file__).parents[1]) + os.sep
+# Where what is looked at is called.
+_CALLERS = tuple(str(Path(__file__).parent / name) for name in ("_prepared.py", "_fold.py"))
 
 
 def users_line(stack: Iterable[str]) -> str:
     """Of the lines that led to something, the innermost first, the first that is the user's own.
 
-    Where all are in installed packages it is the first that is not in JAX; empty where there is none.
+    Where all are in installed packages it is the first that is not in JAX; empty where there is none. What is outside
+    of these tools, which is the line that calls them, does not count.
     """
-    lines = [line for line in stack if not line.startswith(_OWN) and not _OF_JAX.search(line)]
+    inside = itertools.takewhile(lambda line: not line.startswith(_CALLERS), stack)
+    lines = [line for line in inside if not line.startswith((_OWN, *_OF_JAX))]
     return next((line for line in lines if not _INSTALLED.search(line)), lines[0] if lines else "")
 
 

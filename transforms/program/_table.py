@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from .._arguments import describe
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
@@ -32,3 +35,11 @@ def count(number: float) -> str:
         if number >= 0.9995 * size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def check_groups(api: str, by: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """What the rows of a table are added up by: a name, or several."""
+    groups = (by,) if isinstance(by, str) else tuple(by) if isinstance(by, (tuple, list)) else ()
+    if not groups or set(groups) - set(names):
+        raise ValueError(f"{api}: by must be one or some of {', '.join(names)}, but got {describe(by)}.")
+    return groups

@@ -37,11 +37,11 @@ class Timeline:
     span: float
 
 
-def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
+def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
     """Run some programs in turns under the profiler, each so many times, or less often if they run very much.
 
     Returns:
-      For each program its runs, one for each device.
+      For each program its runs; over several devices, on the one that took longest.
     """
     events = sum(times for compiled in programs for _, times in compiled.program.runs())
     runs = min(runs, max(_EVENTS // max(events, 1), _LEAST_RUNS))
@@ -50,17 +50,27 @@ def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
     options.python_tracer_level = 0
     options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory, profiler_options=options):
+        try:
+            jax.profiler.start_trace(directory, profiler_options=options)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{api}: JAX's profiler cannot be started, as it is running already; stop it first "
+                f"(jax.profiler.stop_trace). {error}"
+            ) from error
+        try:
             for i in range(runs):
                 for j in range(len(programs)):
                     with jax.profiler.TraceAnnotation(f"{_MARK}{j}"):
                         jax.block_until_ready(calls[j][i]())
+        finally:
+            jax.profiler.stop_trace()
         (path,) = Path(directory).rglob("*.xplane.pb")
         found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
-    return [
-        [_timeline(compiled.program, events) for which, events in found if which == j]
-        for j, compiled in enumerate(programs)
-    ]
+    runs_of: dict[int, list[Timeline]] = {j: [] for j in range(len(programs))}
+    for which, devices in found:
+        each = [_timeline(programs[which].program, events) for events in devices]
+        runs_of[which].append(max(each, key=lambda run: run.span))
+    return list(runs_of.values())
 
 
 @dataclass
@@ -70,8 +80,8 @@ class _Event:
     end: float
 
 
-def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[_Event]]]:
-    """The instructions of each run on each device, and the number of the program that it was of."""
+def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event]]]]:
+    """The number of the program of each run, and the instructions of the run on each device."""
     planes = [(plane.name, [event for line in plane.lines for event in line.events]) for plane in profile.planes]
     marks = sorted(
         (event.start_ns, int(event.name.removeprefix(_MARK)))
@@ -99,7 +109,10 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[_Event]]]:
     for key, begin in begun.items():
         # One that is divided among threads returns at once, and says so when it is done.
         begin.end = max(begin.end, ends.get(key, begin.end))
-    return [(marks[call][1], events) for (call, *_), events in runs.items()]
+    calls: dict[int, list[list[_Event]]] = defaultdict(list)
+    for (call, *_), events in runs.items():
+        calls[call].append(events)
+    return [(marks[call][1], calls[call]) for call in sorted(calls)]
 
 
 def _timeline(program: Program, events: list[_Event]) -> Timeline:

@@ -13,7 +13,7 @@ from .._arguments import check_callable, check_count, describe
 from ._bars import pairs_of_bars
 from ._capture import Capture, captures, read_capture
 from ._prepared import Prepared
-from ._table import seconds, table
+from ._table import check_groups, seconds, table
 
 _GROUPS = ("op", "scope")
 _MICRO = 1e6
@@ -40,7 +40,7 @@ class Difference:
     Attributes:
       op: the operation, such as `dot_general`; empty in what is added up by scope.
       scope: the scopes it is in; empty in what is added up by operation.
-      control_counts, test_counts: how often it runs in a call.
+      control_counts, test_counts: how often it runs in a call: see `trace_diff`.
       control_total_duration, test_total_duration: how long that takes.
       diff_counts: how much oftener it runs in the test.
       diff_duration: how much longer it takes in the test.
@@ -94,6 +94,11 @@ class TraceDiff:
         return (self.control.program, self.control.machine) == (self.test.program, self.test.machine)
 
     @property
+    def _can_differ(self) -> bool:
+        """Whether a duration can be a change: of another program on the same kind of machine."""
+        return self.control.machine == self.test.machine and not self.same_program
+
+    @property
     def added(self) -> tuple[Difference, ...]:
         """The operations that the test alone runs."""
         return self._of("added")
@@ -130,9 +135,7 @@ class TraceDiff:
         Raises:
           ValueError: `by` is none of these.
         """
-        groups = (by,) if isinstance(by, str) else tuple(by)
-        if not groups or set(groups) - set(_GROUPS):
-            raise ValueError(f"TraceDiff: by must be 'op', 'scope' or both, but got {', '.join(map(repr, groups))}.")
+        groups = check_groups("TraceDiff", by, _GROUPS)
         control, test = (_added_up(x, groups) for x in (self.control, self.test))
         least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
         keys = sorted({**control, **test})
@@ -149,7 +152,7 @@ class TraceDiff:
         category: Category = "unchanged"
         if not control.count or not test.count:
             category = "deleted" if control.count else "added"
-        elif more or (abs(longer) > max(noise, least, _LEAST * max(medians)) and not self.same_program):
+        elif more or (self._can_differ and abs(longer) > max(noise, least, _LEAST * max(medians))):
             category = "increased" if (more or longer) > 0 else "decreased"
         return Difference(
             names.get("op", ""),
@@ -184,9 +187,9 @@ class TraceDiff:
           TypeError: `top` is not a whole number.
         """
         check_count("TraceDiff.table", "top", top, optional=True)
-        if sort not in _SORTS:
+        if not isinstance(sort, str) or sort not in _SORTS:
             raise ValueError(f"TraceDiff.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
-        groups = (by,) if isinstance(by, str) else tuple(by)
+        groups = check_groups("TraceDiff.table", by, _GROUPS)
         rows = sorted(self.differences(groups), key=_SORTS[sort])
         lines = [self.heading()]
         head = ["", *groups, "count", "", "duration", "", "change", "noise"]
@@ -208,7 +211,7 @@ class TraceDiff:
         if self.same_program:
             return f"{text}; the compiled programs are the same"
         if self.control.machine != self.test.machine:
-            return f"{text}; on {self.control.machine}, and on {self.test.machine}"
+            return f"{text}; durations are not compared, on {self.control.machine}, and on {self.test.machine}"
         return text
 
     def to_dict(self) -> dict[str, Any]:
@@ -275,9 +278,12 @@ def trace_diff(
     """Compare what two functions run for the same arguments, and how long it takes.
 
     Operations are those of the program as JAX wrote it (and what XLA has added, such as copies), by scope, each with
-    how often it runs, which is exact, and how long it takes, which is measured: the two run in turns. A duration counts
-    as changed only where it does by more than it wanders from run to run in both together, by a tenth of itself and by
-    a hundredth of the call. Programs that are the same instructions have no change at all.
+    how often it runs and how long it takes. How often is what the program says: a scan counts as often as it turns, the
+    body of a `while` and each branch of a `cond` once, as how often these run depends on data. How long is measured,
+    the two in turns. A duration counts as changed only where it does by more than it wanders from run to run in both
+    together, by a tenth of itself and by a hundredth of the call. Programs that are the same instructions, and captures
+    of different machines, have no change of duration. An operation that JAX writes out as others, such as random
+    numbers, has its time there.
 
     Args:
       control: a function, a bound method or a module, or the path of a capture: see `capture`.
@@ -323,7 +329,9 @@ def trace_diff(
         return TraceDiff(*found)
     for name, fun in (("control", control), ("test", test)):
         check_callable("trace_diff", fun, name)
-    return TraceDiff(*captures([Prepared("trace_diff", cast(Any, fun), args) for fun in (control, test)], repeats))
+    return TraceDiff(
+        *captures("trace_diff", [Prepared("trace_diff", cast(Any, fun), args) for fun in (control, test)], repeats)
+    )
 
 
 @dataclass(frozen=True)

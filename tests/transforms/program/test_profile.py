@@ -420,7 +420,7 @@ def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
         profile(lambda: None)
     with pytest.raises(ValueError, match="sort must be one of time, mean, count, .*, but got 'size'"):
         of_cnn.table(sort="size")
-    with pytest.raises(ValueError, match="by must be some of op, scope, source, but got 'layer'"):
+    with pytest.raises(ValueError, match="by must be one or some of op, scope, source, but got 'layer'"):
         of_cnn.table(by="layer")
     with pytest.raises(ValueError, match="Profile.table: top must be at least 1, but got 0"):
         of_cnn.table(top=0)

@@ -71,7 +71,7 @@ def mark(start: int, program: int = 0) -> Event:
 def seconds(*events: Event) -> dict[str, float]:
     """What a trace on a CPU says of one run, in units of its clock."""
     trace = Trace([Plane("/host:CPU", [Line([mark(0)]), *(Line([event]) for event in events)])])
-    ((_, found),) = _events(trace, {"jit_f"})
+    ((_, (found,)),) = _events(trace, {"jit_f"})
     return {name: pytest.approx(time * 1e9) for name, time in _timeline(PROGRAM, found).seconds.items()}
 
 
@@ -117,14 +117,14 @@ def test_where_there_is_a_device_the_host_only_enqueues() -> None:
             Plane("/device:GPU:1", [Line([op("first", 11, 5)])]),
         ]
     )
-    found = [sorted(event.name for event in events) for _, events in _events(trace, {"jit_f"})]
-    assert found == [["first", "second"], ["first"]]
+    ((_, devices),) = _events(trace, {"jit_f"})
+    assert [sorted(event.name for event in events) for events in devices] == [["first", "second"], ["first"]]
 
 
 def test_runs_are_told_apart_by_the_calls_they_are_in() -> None:
     calls = [mark(0, 0), op("first", 5, 1), mark(10, 1), op("other", 15, 1), mark(20, 0), op("first", 25, 1)]
     found = _events(Trace([Plane("/host:CPU", [Line(calls)])]), {"jit_f"})
-    assert [(program, [event.name for event in events]) for program, events in found] == [
+    assert [(program, [event.name for event in events]) for program, (events,) in found] == [
         (0, ["first"]),
         (1, ["other"]),
         (0, ["first"]),
