@@ -653,6 +653,14 @@ def test_norms_of_examples_are_neither_refused_nor_candidates(name: str) -> None
     assert [row for row in report.kept if "no convolution" in row.reason] == []
 
 
+def test_a_batch_norm_of_what_was_gated_or_scaled_is_a_candidate() -> None:
+    gated = lambda p, x: bn(p["bn"], squeeze_and_excite(p, x))
+    assert "no convolution or dense product" in kept_because(gated, PARAMS, IMAGE)
+    scaled = lambda p, x: (lambda y: bn(p["bn"], y) + y)(x * p["b"])
+    _, _, report = fold_bn(scaled, PARAMS, IMAGE)
+    assert [row.what for row in report.kept] == ["per-channel scale", "batch norm"]
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_norms_of_modules_are_neither_refused_nor_candidates(batch: int) -> None:
     model = Norms(nnx.Rngs(0))
