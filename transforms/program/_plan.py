@@ -136,7 +136,7 @@ class Plan:
             if found is not None and all(axes_of(found) <= set(site.inputs) for site in sites):
                 break
             self._because(steps.pop(0).node, "it differs along axes over which the product after it does not sum")
-        chain = Chain(data, tuple(steps))
+        chain = Chain(steps[0].before if steps else data, tuple(steps))
         if not chain.learned:
             return
         others = [user for user, site in zip(data.uses, users, strict=True) if site is None]
@@ -177,7 +177,8 @@ class Plan:
         return array[tuple(slice(0, size) for size in value.sizes)]
 
     def _keeps_zero(self, chain: Chain) -> bool:
-        found = chain.affine(self._read)
+        with np.errstate(all="ignore"):
+            found = chain.affine(self._read)
         return found is not None and not np.any(found[1])
 
     def _weights(self, fold: Fold) -> tuple[np.ndarray, np.ndarray]:

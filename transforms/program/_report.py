@@ -94,9 +94,10 @@ def kept(
             chains[node] = [*(chains.pop(before, []) if before else []), step]
     for steps in chains.values():
         known = list(dict.fromkeys(reason for step in steps for reason in reasons.get(step.node, ())))
-        reason = inside or "; ".join(known) or _why_alone(steps[0])
-        if reason and any(_scales(step, bool(known)) for step in steps):
-            yield candidate(steps, names, reason=reason)
+        if any(_scales(step, bool(known)) for step in steps):
+            found = candidate(steps, names, reason=inside or "; ".join(known) or _why_alone(steps[0]))
+            if known or found.what == "batch norm" or not _completes_norm(steps[0].before.node):
+                yield found
 
 
 def _scales(step: Step, beside: bool) -> bool:
@@ -105,7 +106,7 @@ def _scales(step: Step, beside: bool) -> bool:
 
 
 def _why_alone(step: Step) -> str:
-    """Why a chain, of which `step` is the first, is at no product; nothing if it only completes a norm of examples."""
+    """Why a chain, of which `step` is the first, is at no product."""
     before = step.before.node
     if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):
         return "complex numbers are not folded"
@@ -113,9 +114,14 @@ def _why_alone(step: Step) -> str:
         return f"the weights of the `{before.name}` before it depend on data"
     if before is not None and _has_product(before):
         return f"the product before it is inside a `{before.name}`"
-    if before is not None and before.name in ("mul", "div", "rsqrt"):
-        return ""
     return "no convolution or dense product is next to it"
+
+
+def _completes_norm(node: Node | None) -> bool:
+    """Whether the node before a chain is the last of a norm of each example, or a gate, of which this is the scale."""
+    if node is None or node.name not in ("mul", "div", "rsqrt"):
+        return False
+    return not any(x.static for x in node.inputs)
 
 
 def _has_product(node: Node) -> bool:

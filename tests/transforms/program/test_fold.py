@@ -438,6 +438,8 @@ def test_a_norm_goes_through_flattening_where_it_must() -> None:
     folds(fun, params, normal(5, 2, 2, 3, 4), folded=1)
     fun = lambda p, x: bn(p["n"], jax.nn.relu(conv(x, p["w"]))).reshape(-1, 12) @ p["v"]
     folds(fun, params, normal(5, 2, 2, 3, 4), folded=1)
+    fun = lambda p, x: jnp.einsum("buc,uco->bo", bn(p["bn"], jnp.sin(x)).reshape(-1, 3, 4), p["v"].reshape(3, 4, 3))
+    folds(fun, params, normal(5, 2, 12), folded=1)
 
 
 def test_zero_shifts_fold_into_padded_and_transposed_convolutions() -> None:
@@ -498,6 +500,7 @@ PARAMS = {"w": normal(1, 3, 2, 4, 4), "b": normal(2, 4), "bn": norm(3, 4), "v": 
             "differs along axes over which the product after it does not sum",
         ),
         (lambda p, x: (x @ p["v"] - p["b"]) / (p["b"] - p["b"]), "would not be finite, or lost in float32"),
+        (lambda p, x: conv((jnp.sin(x) - p["b"]) / (p["b"] - p["b"]), p["w"]), "pads with zeros"),
         (lambda p, x: (x @ p["v"].astype(complex) * p["b"]).real, "complex numbers are not folded"),
     ],
 )
@@ -648,6 +651,14 @@ def test_norms_of_examples_are_neither_refused_nor_candidates(name: str) -> None
     _, _, report = fold_bn(fun, PARAMS, IMAGE)
     assert len(report.folded) == 0
     assert [row for row in report.kept if "no convolution" in row.reason] == []
+
+
+def test_a_batch_norm_of_what_was_gated_or_scaled_is_a_candidate() -> None:
+    gated = lambda p, x: bn(p["bn"], squeeze_and_excite(p, x))
+    assert "no convolution or dense product" in kept_because(gated, PARAMS, IMAGE)
+    scaled = lambda p, x: (lambda y: bn(p["bn"], y) + y)(x * p["b"])
+    _, _, report = fold_bn(scaled, PARAMS, IMAGE)
+    assert [row.what for row in report.kept] == ["per-channel scale", "batch norm"]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -902,11 +913,11 @@ def networks(draw: st.DrawFn) -> tuple[Callable[..., Any], dict[str, Any]]:
     return fun, params
 
 
-@given(networks())
-def test_any_network_gives_what_it_gave(network: tuple[Callable[..., Any], dict[str, Any]]) -> None:
+@given(networks(), st.integers(1, 2))
+def test_any_network_gives_what_it_gave(network: tuple[Callable[..., Any], dict[str, Any]], batch: int) -> None:
     fun, params = network
     x = normal(7, 2, 3, 5, 4)
-    new, new_params, report = fold_bn(fun, params, x)
+    new, new_params, report = fold_bn(fun, params, x[:batch])
     assert_close(new(new_params, x), fun(params, x), 2e-5)
     assert_close(new(new_params, x[:1]), fun(params, x[:1]), 2e-5)
     norms = sum(isinstance(part, dict) for part in params.values())
