@@ -50,7 +50,7 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
         compiled = traced.lower().compile()
-    given = jax.tree.leaves(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    given = jax.tree.leaves(compiled.args_info, is_leaf=lambda x: isinstance(x, jax.stages.ArgInfo))
     names = [x or f"array {i}" for i, x in enumerate(traced.jaxpr.jaxpr.debug_info.arg_names)]
     donated = {name: info for name, info in zip(names, given, strict=True) if info.donated}
     if not donated:

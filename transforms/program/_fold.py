@@ -13,6 +13,7 @@ from .._changes import call_with_models, changes
 from .._compat import Tracer
 from .._model import dotted, is_model, split, to_parts
 from ._flat import Flat, Value, insides, parameter
+from ._module_scopes import module_paths, modules_of, scoped_calls
 from ._plan import Answers, Plan
 from ._report import FoldReport
 from ._source import where
@@ -77,7 +78,9 @@ def fold_bn(
     """
     check_callable("fold_bn", fun)
     names = _names(params)
-    leaves, structure = _apart(params, numbers=False)
+    with module_paths(modules_of(fun, None, (params, *example))) as kinds:
+        leaves, structure = _apart(params, numbers=False)
+        arguments, argument_structure = _apart(example)
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
@@ -85,8 +88,8 @@ def fold_bn(
                 "and jax.vmap, and use the function it returns inside."
             )
     leaf_types = _types(leaves)
-    arguments, argument_structure = _apart(example)
-    flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+    with scoped_calls(kinds):
+        flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
     _refuse_training(flat)
     answers = Answers()
     plan = Plan(flat, names, leaves, answers)
@@ -95,7 +98,8 @@ def fold_bn(
     recorded = tuple(answers.given)
 
     def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
-        flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+        with scoped_calls(kinds):
+            flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
         plan = Plan(flat, names, (), Answers(recorded))
         if plan.fingerprint() != first:
             raise ValueError(

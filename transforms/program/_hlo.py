@@ -155,8 +155,9 @@ class Program:
         numbers: dict[str, int] = {}
         lines = []
         for line in self._text.splitlines():
-            if _INSTRUCTION.match(line) or _COMPUTATION.match(line):
-                plain = _METADATA.sub("", line)
+            computation = _COMPUTATION.match(line)
+            if computation or _INSTRUCTION.match(line):
+                plain = f"%{computation[2]}" if computation else _METADATA.sub("", line)
                 lines.append(re.sub(r"%[\w.\-]+", lambda x: f"%{numbers.setdefault(x[0], len(numbers))}", plain))
         return "\n".join(lines)
 

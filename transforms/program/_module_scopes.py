@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -17,6 +17,8 @@ from .._model import is_model, is_module
 
 # An attribute of a module is part of its structure, so it stays where a module is taken apart and put together again.
 _PATH = "_plurax_path"
+# What is changed for a while, modules and their classes, is seen by all threads.
+LOCK = threading.RLock()
 # Functions of these refer to much, and to no module of the user's.
 _LIBRARIES = frozenset({"builtins", "equinox", "flax", "functools", "jax", "jaxlib", "numpy", "optax", "plurax"})
 
@@ -91,33 +93,44 @@ def _references(name: str, value: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def module_scopes(modules: dict[str, Any]) -> Iterator[None]:
-    """Let each part of these NNX modules name a scope while it is called in this thread: its path of attributes.
+def module_paths(modules: dict[str, Any]) -> Iterator[list[type]]:
+    """Let each part of these NNX modules know its path of attributes, and give the classes of the parts.
 
-    The scopes are relative, as the calls are nested. The modules have one attribute more meanwhile, and their classes
-    another `__call__`; types and identities stay as they are.
+    The parts have one attribute more meanwhile, and so have what is taken apart and the copies that are made of it.
     """
     named: list[Any] = []
-    classes: list[tuple[type, Any]] = []
-    try:
-        for path, part in _parts(modules):
-            if hasattr(part, _PATH):
-                continue
-            setattr(part, _PATH, path)
-            named.append(part)
-        active: list[str] = []
-        for kind in dict.fromkeys(map(type, named)):
-            classes.append((kind, vars(kind).get("__call__")))
-            kind.__call__ = _scoped(kind.__call__, active, threading.get_ident())
-        yield
-    finally:
-        for kind, own in reversed(classes):
-            if own is None:
-                del kind.__call__
-            else:
-                kind.__call__ = own
-        for part in named:
-            delattr(part, _PATH)
+    with LOCK:
+        try:
+            for path, part in _parts(modules):
+                if not hasattr(part, _PATH):
+                    setattr(part, _PATH, path)
+                    named.append(part)
+            yield list(dict.fromkeys(map(type, named)))
+        finally:
+            for part in named:
+                delattr(part, _PATH)
+
+
+@contextmanager
+def scoped_calls(kinds: Iterable[type]) -> Iterator[None]:
+    """Let modules of these classes that know their path name a scope while they are called in this thread.
+
+    The scopes are relative, as the calls are nested. The classes have another `__call__` meanwhile.
+    """
+    classes: list[tuple[Any, Any]] = []
+    active: list[str] = []
+    with LOCK:
+        try:
+            for kind in kinds:
+                classes.append((kind, vars(kind).get("__call__")))
+                setattr(kind, "__call__", _scoped(kind.__call__, active, threading.get_ident()))  # noqa: B010 (for types)
+            yield
+        finally:
+            for kind, own in reversed(classes):
+                if own is None:
+                    del kind.__call__
+                else:
+                    kind.__call__ = own
 
 
 def _parts(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -19,7 +18,7 @@ from .._changes import call_with_models, changes
 from .._compat import Tracer
 from .._model import models_of, owner_of, refuse_shared_state, split, to_parts
 from ._hlo import Program
-from ._module_scopes import module_scopes, modules_of
+from ._module_scopes import LOCK, module_paths, modules_of, scoped_calls
 from ._shares import is_mixed
 
 # XLA's CPU backend hands parts of a program, or all of it, to a library as one instruction whose parts cannot be timed.
@@ -32,8 +31,6 @@ _PRODUCTS_APART = {
 # And it compiles small loops into one function that the trace does not look into.
 _LOOPS_APART = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
 _SMALL_LOOP = "xla_cpu_small_call"
-# What is changed while a function is traced or compiled, modules and a setting of JAX, is seen by all threads.
-_LOCK = threading.RLock()
 
 
 class Prepared:
@@ -62,7 +59,7 @@ class Prepared:
         refuse_shared_state(api, fun, owner, args, {})
         modules = modules_of(fun, owner, args)
         # Taken apart while they are named: so are then the copies that are put together from the parts.
-        with _LOCK, module_scopes(modules):
+        with module_paths(modules) as kinds, scoped_calls(kinds):
             if isinstance(fun, type(jax.jit(len))) and not models_of(args):
                 self.traced: Any = cast(Any, fun).trace(*args)
                 dynamic = _dynamic(fun, args, self.traced)
@@ -79,7 +76,7 @@ class Prepared:
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
         """The program, compiled."""
-        with _LOCK, _names_in_cache_key():
+        with LOCK, _names_in_cache_key():
             return Compiled(self._lowered.compile(compiler_options=options), self._args)
 
     def arrays(self) -> list[Any]:
@@ -95,7 +92,7 @@ class Prepared:
     def apart(self) -> Compiled:
         """The program with its products and small loops as instructions of their own, where XLA can keep them so."""
         program = self.compiled.program
-        options = {}
+        options: dict[str, str] = {}
         if any(is_mixed(program, x) for x in program.instructions.values()):
             options |= _PRODUCTS_APART
         if _SMALL_LOOP in self.compiled.text:
@@ -130,7 +127,11 @@ class Compiled:
 
 
 def _is_info(x: Any) -> bool:
-    return hasattr(x, "donated")
+    return isinstance(x, jax.stages.ArgInfo)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=_is_info)
 
 
 def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[int]:
@@ -146,8 +147,8 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
         name = argument_name(fun, args, i)
         if not all(re.split(r"[.\[]", x, maxsplit=1)[0] == name.partition("[")[0] for x in firsts[k]):
             return False
-        leaves, structure = jax.tree.flatten(args[i])
-        expected, other = jax.tree.flatten(infos[k], is_leaf=_is_info)
+        leaves, structure = _flatten(args[i])
+        expected, other = _flatten(infos[k])
         return (
             structure == other
             and all(hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex)) for x in leaves)

@@ -159,8 +159,8 @@ class Profile:
             )
         if self.watched > _TOO_LONG * self.jitted:
             text += (
-                ".\nWatching takes much of the time here, some tenths of a microsecond for each instruction that is run: "
-                "trust the shares of longer ones only"
+                ".\nWatching takes much of the time here, some tenths of a microsecond for each instruction that is "
+                "run: trust the shares of longer ones only"
             )
         return text + "."
 

@@ -14,7 +14,7 @@ import jaxlib
 from jax.extend.core import JaxprEqn
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_OF_JAX = tuple(str(Path(module.__file__).parent) + os.sep for module in (jax, jaxlib))
+_OF_JAX = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (jax, jaxlib))
 _OWN = str(Path(__file__).parents[1]) + os.sep
 # Where what is looked at is called.
 _CALLERS = tuple(str(Path(__file__).parent / name) for name in ("_prepared.py", "_fold.py"))

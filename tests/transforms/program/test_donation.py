@@ -71,6 +71,12 @@ def test_all_that_are_not_reused_are_listed() -> None:
         assert_donated(total, f32(5), f32(4), f32(3))
 
 
+def test_names_may_have_any_letters() -> None:
+    names = ["it's", 'q"q', "ü", "a b"]
+    step = jax.jit(lambda state: {name: x + 1.0 for name, x in state.items()}, donate_argnums=0)
+    assert_donated(step, {name: f32(3 + i) for i, name in enumerate(names)})
+
+
 def test_parts_of_modules_are_named() -> None:
     step = jax.jit(lambda model, x: (model(x), model.bias[...]), donate_argnums=0)
     with pytest.raises(AssertionError, match="`model.kernel.value`, an array of shape .3, 2."):

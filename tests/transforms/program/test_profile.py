@@ -1,7 +1,9 @@
 """Where the time of a call goes: what is attributed, and that it is attributed where it belongs."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -13,8 +15,11 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import vmap
-from plurax.transforms.program import Profile, profile
+from plurax.transforms.program import Profile, count_layout_ops, profile
+from plurax.transforms.program._cost import flops
+from plurax.transforms.program._prepared import Prepared
 from plurax.transforms.program._scopes import scope_of
+from plurax.transforms.program._shares import shares
 
 
 class Block(nnx.Module):
@@ -247,6 +252,85 @@ def test_modules_are_named_wherever_they_come_from(cnn: CNN) -> None:
     assert two == {"a/conv", "b/conv"}
 
 
+def test_modules_are_found_in_whatever_a_function_refers_to(cnn: CNN) -> None:
+    conv, x = cnn.blocks[0], jnp.ones((1, 5, 6, 16))
+
+    class Caller:
+        def __init__(self) -> None:
+            self.model = conv
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.model(x)
+
+        def method(self, x: jax.Array) -> jax.Array:
+            return self.model(x)
+
+    def direct(x: jax.Array) -> jax.Array:
+        return conv(x)
+
+    def unassigned(x: jax.Array) -> jax.Array:
+        return never() if x is None else conv(x)
+
+    if len(x) > 1:
+        never = jnp.sin
+    held = {"a": [conv]}
+    for fun in (
+        lambda x: direct(x),
+        jax.grad(lambda x: direct(x).sum()),
+        partial(lambda model, x: model(x), conv),
+        partial(lambda x, model: model(x), model=conv),
+        lambda x, model=conv: model(x),
+        lambda x: held["a"][0](x),
+        Caller(),
+        Caller().method,
+        unassigned,
+    ):
+        found = profile(fun, x, repeats=1)
+        assert "conv" in {
+            scope.removeprefix("jvp(").removesuffix(")") for scope in flops_of(found, "conv_general_dilated")
+        }
+
+
+def test_several_modules_have_the_names_of_their_variables(cnn: CNN) -> None:
+    x = jnp.ones((1, 5, 6, 16))
+    found = profile(
+        lambda models, x: models["b"](models["a"](x)), {"a": cnn.blocks[0], "b": cnn.blocks[1]}, x, repeats=1
+    )
+    assert set(flops_of(found, "conv_general_dilated")) == {"models['a']/conv", "models['b']/conv"}
+
+
+def test_a_module_that_looks_at_types_runs_as_it_does() -> None:
+    class ByType(nnx.Module):
+        def __init__(self) -> None:
+            self.linear = nnx.Linear(8, 5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = self.linear(x)
+            return jnp.tanh(y) if type(self.linear) is nnx.Linear else y
+
+    found = profile(ByType(), jnp.ones((2, 8)), repeats=1)
+    assert "tanh" in {row.op for row in found.operations}
+
+
+def test_a_jitted_function_that_was_called_before_has_its_scopes(cnn: CNN) -> None:
+    conv, x = cnn.blocks[0], jnp.ones((1, 5, 6, 16))
+    jitted = jax.jit(lambda x, times: conv(x) * times, static_argnums=1)
+    jitted(x, 3)
+    assert set(flops_of(profile(jitted, x, 3, repeats=1), "conv_general_dilated")) == {"conv"}
+
+
+def test_threads_leave_modules_and_settings_as_they_were() -> None:
+    model, x = Block(4, nnx.Rngs(0)), jnp.ones((1, 5, 6, 4))
+    model.eval()
+    before = vars(model.conv).keys(), nnx.Conv.__call__
+    with ThreadPoolExecutor(3) as pool:
+        # The profiler itself can run only once at a time.
+        counts = list(pool.map(lambda _: count_layout_ops(model, x), range(6)))
+    assert counts == counts[:1] * 6
+    assert (vars(model.conv).keys(), nnx.Conv.__call__) == before
+    assert not jax.config.values["jax_compilation_cache_include_metadata_in_key"]
+
+
 def test_a_module_that_is_called_out_of_its_parent_has_its_whole_path(cnn: CNN) -> None:
     found = profile(lambda model, x: model.blocks[0].conv(x), cnn, jnp.ones((1, 5, 6, 16)), repeats=1)
     assert set(flops_of(found, "conv_general_dilated")) == {"blocks/0/conv"}
@@ -287,6 +371,72 @@ def test_a_jitted_function_keeps_its_settings() -> None:
     found = profile(power, x, 3)
     assert sum(row.count for row in found.operations if row.op == "dot_general") == 3
     assert not x.is_deleted()
+
+
+def test_static_arguments_of_every_kind(cnn: CNN) -> None:
+    x = jnp.ones((2, 3))
+    graphdef, state = nnx.split(cnn)
+    for fun, args, op in (
+        (
+            jax.jit(lambda graph, state, x: nnx.merge(graph, state)(x), static_argnums=0),
+            (graphdef, state, IMAGES),
+            "max",
+        ),
+        (jax.jit(lambda x, nothing: jnp.sin(x), static_argnums=1), (x, None), "sin"),
+        (jax.jit(lambda x, nothing: jnp.sin(x)), (x, None), "sin"),
+        (jax.jit(lambda x, none, n: jnp.sin(x) * n, static_argnums=1), (x, (), 2.0), "sin"),
+        (jax.jit(lambda *a: jnp.sin(a[0]) * a[1] * a[2], static_argnums=1), (x, 3, x), "sin"),
+        (jax.jit(lambda x, mode, y: jnp.sin(x) + y, static_argnames="mode"), (x, "fast", x), "sin"),
+        (jax.jit(lambda x, unused: jnp.sin(x)), (x, jnp.ones(5)), "sin"),
+    ):
+        assert op in {row.op for row in profile(fun, *args, repeats=1).operations}
+
+
+def test_small_loops_are_looked_into() -> None:
+    def mapped(x: jax.Array) -> jax.Array:
+        with jax.named_scope("mapped"):
+            return jax.lax.map(jnp.sin, x)
+
+    found = profile(mapped, jnp.ones((7, 3)), repeats=1)
+    assert flops_of(found, "sin") == {"mapped": 21}
+    found = profile(lambda x: jax.lax.scan(lambda c, _: (c @ x, None), x, None, length=12)[0], jnp.eye(4), repeats=1)
+    assert flops_of(found, "dot_general") == {"": 12 * 2 * 4**3}
+
+
+def test_products_of_vectors_have_all_their_flops() -> None:
+    found = profile(jnp.dot, jnp.ones(1000), jnp.ones(1000), repeats=1)
+    assert 1999 <= sum(row.flops for row in found.operations) <= 2100
+
+
+def test_shares_of_a_fusion_have_all_its_flops(of_cnn: Profile, cnn: CNN) -> None:
+    program = Prepared("test", cnn, (IMAGES,)).compiled.program
+    for instruction in program.instructions.values():
+        found = shares(program, instruction)
+        assert sum(share.flops for share in found) == flops(program, instruction)
+        assert sum(share.part for share in found) == pytest.approx(1.0)
+
+
+def test_scopes_may_have_any_letters() -> None:
+    for name in ("ünï", "it's", 'a "b"', "a b", "back\\slash"):
+
+        def fun(x: jax.Array, name: str = name) -> jax.Array:
+            with jax.named_scope(name):
+                return jnp.cosh(x) @ x
+
+        for mode in ("compiled", "eager"):
+            assert set(flops_of(profile(fun, jnp.ones((5, 5)), mode=mode, repeats=1), "dot_general")) == {name}
+
+
+def test_under_a_transform_or_another_profile_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="profile: the arguments have no values under jax.jit, jax.grad or jax.vmap"):
+        jax.jit(lambda x: profile(jnp.sin, x))(1.0)
+    with (
+        jax.profiler.trace(str(tmp_path)),
+        pytest.raises(
+            RuntimeError, match="profile: JAX's profiler cannot be started, as it is running already; stop it"
+        ),
+    ):
+        profile(jnp.sin, 1.0)
 
 
 def test_numbers_are_arrays() -> None:
@@ -356,6 +506,11 @@ def test_both_modes_agree_on_flops_of_products(cnn: CNN, of_cnn: Profile) -> Non
     eager = profile(cnn, IMAGES, mode="eager", repeats=1)
     for op in ("conv_general_dilated", "dot_general"):
         assert flops_of(eager, op) == flops_of(of_cnn, op)
+
+
+def test_eager_flops_are_those_of_what_runs() -> None:
+    found = profile(lambda x: jnp.cumsum(x, 1), jnp.ones((10, 1000)), mode="eager", repeats=1)
+    assert sum(row.flops for row in found.operations) < 50 * 10 * 1000
 
 
 def test_eager_evaluates_reversed_and_empty_scans_and_custom_rules() -> None:

@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from plurax.transforms.program import Capture, TraceDiff, capture, trace_diff
+from plurax.transforms.program._operations import count_operations
 
 CATEGORIES = ("added", "deleted", "increased", "decreased", "unchanged")
 
@@ -110,6 +113,55 @@ def test_what_no_result_needs_does_not_count() -> None:
         return jnp.sin(x)
 
     assert [row.op for row in trace_diff(jnp.sin, wasteful, X, repeats=2).differences()] == ["sin"]
+
+
+def test_dead_outputs_of_calls_and_loops_do_not_count() -> None:
+    both = jax.jit(lambda x: (jnp.sin(x), jnp.tanh(x @ x)))
+
+    def carried(x: jax.Array) -> jax.Array:
+        def turn(carry: Any, _: None) -> Any:
+            used, unused, chained = carry
+            return (jnp.sin(used) + chained, jnp.tanh(unused), chained * 2.0), jnp.exp(used)
+
+        return jax.lax.scan(turn, (x, x, x), None, length=3)[0][0]
+
+    counts = count_operations(jax.make_jaxpr(lambda x: both(x)[0])(jnp.eye(3)).jaxpr)
+    assert counts == {("sin", ""): 1}
+    assert count_operations(jax.make_jaxpr(carried)(X).jaxpr) == {("sin", ""): 3, ("add", ""): 3, ("mul", ""): 3}
+
+
+def test_branches_count_once_and_loops_without_turns_do_not() -> None:
+    def branches(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x.sum() > 0.0, jnp.sin, jnp.cos, x)
+
+    counts = count_operations(jax.make_jaxpr(branches)(X).jaxpr)
+    assert (counts["sin", ""], counts["cos", ""]) == (1, 1)
+
+    def never(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (jnp.sin(x), None), x, None, length=0)[0] + 1.0
+
+    assert count_operations(jax.make_jaxpr(never)(X).jaxpr) == {("add", ""): 1}
+
+
+def test_what_each_device_runs_counts() -> None:
+    mesh = jax.make_mesh((1,), ("d",))
+
+    def sharded(x: jax.Array) -> jax.Array:
+        return jax.shard_map(lambda x: jnp.tanh(jnp.tanh(x)), mesh=mesh, in_specs=P("d"), out_specs=P("d"))(x)
+
+    x = jax.device_put(X, NamedSharding(mesh, P("d")))
+    assert count_operations(jax.make_jaxpr(sharded)(x).jaxpr) == {("tanh", ""): 2}
+
+
+def test_names_of_variables_and_lines_make_no_other_program() -> None:
+    one, other = jax.jit(lambda a: jnp.fft.fft(a)), jax.jit(
+        lambda another: jnp.fft.fft(another)
+    )  # fmt: skip
+    assert trace_diff(one, other, X, repeats=2).same_program
+    assert trace_diff(
+        jax.jit(lambda a: jnp.sin(a @ a.T)), jax.jit(lambda b: jnp.sin(b @ b.T)), X, repeats=2
+    ).same_program
+    assert not trace_diff(lambda a: jnp.sin(a + 1.0), lambda a: jnp.sin(a + 2.0), X, repeats=2).same_program
 
 
 def test_a_longer_duration_is_called_above_the_noise_only() -> None:
@@ -220,6 +272,24 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         trace_diff(path, path)
     with pytest.raises(FileNotFoundError):
         trace_diff(tmp_path / "none", path)
+    row = {"op": "sin", "scope": "", "count": 1, "seconds": [1.0]}
+    content = {"format": "plurax capture 1", "name": "f", "program": "p", "machine": "m"}
+    for rows, said in (
+        ([row | {"count": 2.7}], "the count of 'sin' is no whole number from 0 on"),
+        ([row | {"count": -1}], "the count of 'sin' is no whole number"),
+        ([row | {"seconds": "12"}], "the seconds of 'sin' are no times"),
+        ([row | {"seconds": [float("nan")]}], "the seconds of 'sin' are no times"),
+        ([row | {"seconds": [-1.0]}], "the seconds of 'sin' are no times"),
+        ([row, row], "two operations are the same"),
+        ([row | {"op": 3}], "the name of an operation is no string"),
+        ([row, row | {"op": "cos", "seconds": [1.0, 2.0]}], "some operations have more runs than others"),
+    ):
+        path.write_text(json.dumps({**content, "operations": rows}))
+        with pytest.raises(ValueError, match=f"is not a capture .{said}"):
+            trace_diff(path, path)
+    path.write_text(json.dumps({**content, "machine": None, "operations": [row]}))
+    with pytest.raises(ValueError, match="'machine' is no string"):
+        trace_diff(path, path)
     with pytest.raises(TypeError, match="trace_diff: control and test must both be functions, or both be paths"):
         trace_diff(path, jnp.sin, X)
     with pytest.raises(TypeError, match="trace_diff: captures take no arguments"):
@@ -229,6 +299,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trace_diff: repeats must be at least 2, but got 1"):
         trace_diff(jnp.sin, jnp.sin, X, repeats=1)
     found = by_duration([1.0], [1.0])
+    with pytest.raises(ValueError, match="by must be one or some of op, scope, but got None"):
+        found.table(by=None)
     with pytest.raises(ValueError, match="sort must be one of change, duration, count, op, scope, but got 'size'"):
         found.table(sort="size")
     with pytest.raises(ValueError, match="by must be one or some of op, scope, but got 'line'"):
