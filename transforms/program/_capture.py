@@ -68,7 +68,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
       OSError: the file cannot be written.
 
     Cost:
-      Compiling `fun`, at most twice, and `repeats` calls.
+      Compiling `fun`, at most twice, and one call more than `repeats`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp

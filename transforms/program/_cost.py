@@ -32,8 +32,9 @@ def is_product(instruction: Instruction) -> bool:
 def flops(program: Program, instruction: Instruction) -> int:
     """Floating point operations of running an instruction once: two for each multiplication of a product, else one.
 
-    Operations on integers and comparisons count too, and each function such as `tanh` counts as one, as XLA's own cost
-    analysis has it. What a loop runs is counted where it runs.
+    Operations on integers and comparisons count too, and each function such as `tanh` counts as one, as in XLA's own
+    cost analysis; unlike there, sorts, Fourier transforms and decompositions count nothing. What a loop runs is counted
+    where it runs.
     """
     opcode, size = instruction.opcode, sum(x.size for x in instruction.results)
     if opcode == "dot":
@@ -137,9 +138,9 @@ def _of_convolution(program: Program, instruction: Instruction) -> int:
     return met
 
 
-def _window(instruction: Instruction, name: str, places: int = 0, default: int = 1) -> list[int]:
+def _window(instruction: Instruction, name: str, places: int = 0) -> list[int]:
     found = _setting(instruction, name)
-    return [int(x) for x in found.split("x")] if found else [default] * places
+    return [int(x) for x in found.split("x")] if found else [1] * places
 
 
 def _setting(instruction: Instruction, name: str) -> str:

@@ -265,4 +265,5 @@ def _closing(text: str, start: int) -> int:
 def _operands(text: str) -> tuple[str, ...]:
     """The names between the brackets, before which there may be types, and numbers as a help to the eye."""
     text = re.sub(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]", "", text)
+    text = re.sub(r"\([^()]*\)", "", text)
     return tuple(x.split()[-1].lstrip("%") for x in text.split(",") if x.strip())

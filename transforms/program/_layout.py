@@ -23,7 +23,7 @@ def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     Returns:
       `transpose`: how often numbers are put in another order in memory in a call; `copy`: how often they are copied in
       the same order; `bytes`: what both read and write together. Those inside fusions count too, and those of a scan as
-      often as it turns (a loop whose turns depend on data counts once).
+      often as it turns; a loop whose turns depend on data, and each branch of a condition, counts once.
 
     Raises:
       TypeError: `fun` cannot be called.

@@ -22,6 +22,11 @@ class Candidate:
       where: the named scopes around it, and the line it was written in.
       kernel: the entries of the new parameters it was folded into; empty if it was kept.
       reason: why it was kept; empty if it was folded.
+
+    Example:
+      >>> from plurax.transforms.program import Candidate
+      >>> print(Candidate("batch norm", "bn", "block (net.py:12)", "conv.kernel", ""))
+      batch norm bn at block (net.py:12): into conv.kernel
     """
 
     what: str

@@ -301,7 +301,7 @@ def trace_diff(
       OSError: a file cannot be read.
 
     Cost:
-      For functions, compiling both, at most twice, and `repeats` calls of each.
+      For functions, compiling both, at most twice, and one call more than `repeats` of each.
 
     Source:
       PyTorch's tutorial "Trace Diff using Holistic Trace Analysis".
