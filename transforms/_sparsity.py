@@ -185,7 +185,8 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
     Warns:
       UserWarning: what comes out of some primitive is taken to depend on all that goes in.
     """
-    from ._dependence import UNKNOWN, dependence, is_set, unit_sets
+    from ._dependence import dependence
+    from ._sets import UNKNOWN, is_set, unit_sets
 
     def push(primals: Any, tangents: Any) -> Any:
         return jax.jvp(lambda *primals: call(*primals)[0], primals, tangents)[1]

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.experimental.ode import odeint
 from jax.experimental.sparse import BCOO
 
-from plurax.transforms import _compressed, _dependence, hessian, jacobian, vmap
+from plurax.transforms import _compressed, _set_rules, hessian, jacobian, vmap
 
 X = np.array([0.5, -1.0, 2.0, 0.3, 1.7, -0.6], np.float32)
 XS = np.sin(np.arange(42.0, dtype=np.float32)).reshape(7, 6)
@@ -462,7 +462,7 @@ def test_dense_with_a_warning_where_fun_branches_on_values() -> None:
 
 
 def test_dense_with_a_warning_where_the_search_stumbles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_dependence._RULES, "reduce_sum", lambda eqn, values: eqn.params["another name"])
+    monkeypatch.setitem(_set_rules._RULES, "reduce_sum", lambda eqn, values: eqn.params["another name"])
     with pytest.warns(UserWarning, match=r"cannot be found, .*: looking for it failed with KeyError\('another name'\)"):
         found = jacobian(lambda x: x.sum() * x, sparsity="auto")(X)
     assert_equals(found, jax.jacfwd(lambda x: x.sum() * x)(X))
