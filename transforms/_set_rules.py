@@ -116,25 +116,12 @@ _MOVES = {
 
 # ---- Operations number by number
 
-_ELEMENTWISE = {
-    *("neg", "add", "add_any", "sub", "mul", "div", "convert_element_type", "reduce_precision", "real", "imag", "conj"),
-    *(
-        "complex",
-        "abs",
-        "max",
-        "min",
-        "sign",
-        "sin",
-        "cos",
-        "tanh",
-        "exp",
-        "log",
-        "integer_pow",
-        "pow",
-        "square",
-        "sqrt",
-    ),
-}
+_ELEMENTWISE = frozenset(
+    """
+    abs add add_any complex conj convert_element_type cos div exp imag integer_pow log max min mul neg pow real
+    reduce_precision sign sin sqrt square sub tanh
+    """.split()  # noqa: SIM905 (words read better)
+)
 
 
 def _spread(value: Any, x: Any, eqn: JaxprEqn) -> Any:
