@@ -154,12 +154,14 @@ def _reduced(eqn: JaxprEqn, values: list[Any]) -> Any:
 def _cumulated(eqn: JaxprEqn, values: list[Any]) -> Any:
     axis, places = eqn.params["axis"], places_of(eqn.invars[0])
     lines = np.moveaxis(places, axis, -1).reshape(-1, places.shape[axis])
-    length = lines.shape[1]
+    count, length = lines.shape
+    if count * length * (length + 1) // 2 > PAIRS:
+        line = np.empty(places.size, int)
+        line[lines] = np.arange(count)[:, None]
+        return grouped(values[0], line, count)[line]
     after, before = np.tril_indices(length)
     if eqn.params["reverse"]:
         after, before = before, after
-    if lines.shape[0] * len(after) > PAIRS:
-        return None
     return matrix_at(lines[:, after], lines[:, before], (places.size, places.size)) @ values[0]
 
 

@@ -21,7 +21,7 @@ from ._jaxpr import aval
 
 # A value that does not depend on what is asked about, and is not known.
 UNKNOWN = object()
-# Above so many pairs a sum counts as one over everything along its axes.
+# Above so many pairs each number of a sum is taken to depend on all along the axes that are summed over, zeros too.
 PAIRS = 2**23
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from plurax.transforms import jacobian
+from plurax.transforms import _set_rules, _set_windows, jacobian
 
 X = np.array([0.5, -1.0, 2.0, 0.3, 1.7, -0.6], np.float32)
 MASK = np.array([1, 0, 1, 0, 1, 0], bool)
@@ -197,6 +197,20 @@ def test_programs_of_programs(names: list[str]) -> None:
         found = jax.jit(jacobian(fun, mode="forward", sparsity="auto"))(X)
     expected = jax.jit(jax.jacfwd(fun))(X)
     np.testing.assert_allclose(found.todense(), expected, rtol=1e-3, atol=1e-3 * (1 + np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"), [("sums along", 18), ("banded", 36), ("convolution of groups of a batch", None)]
+)
+def test_sums_of_too_many_pairs_go_over_all_along_their_axes(
+    name: str, entries: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fun = PROGRAMS[name][0]
+    for file in (_set_rules, _set_windows):
+        monkeypatch.setattr(file, "PAIRS", 0)
+    found = jacobian(fun, mode="forward", sparsity="auto")(X)
+    assert entries in (None, found.nse)
+    np.testing.assert_allclose(found.todense(), jax.jacfwd(fun)(X), rtol=2e-5, atol=2e-5)
 
 
 def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:
