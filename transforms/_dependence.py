@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -46,7 +45,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], blind: list[s
         if not any(map(is_set, values)):
             return _constant(eqn, values)
         name = eqn.primitive.name
-        if not any(map(_differentiable, eqn.outvars)):
+        if not any(map(_holds_tangents, eqn.outvars)):
             return [UNKNOWN] * len(eqn.outvars)
         if name in CALLS:
             body = eqn.params[CALLS[name]]
@@ -59,15 +58,19 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], blind: list[s
                 blind.append(name)
                 found = everything(eqn, values)
         return [
-            value if not is_set(value) or (value.nnz and _differentiable(x)) else UNKNOWN
+            value if not is_set(value) or (value.nnz and _holds_tangents(x)) else UNKNOWN
             for value, x in zip(found, eqn.outvars, strict=True)
         ]
 
     return interpret(jaxpr, consts, args, visit)
 
 
-def _differentiable(x: Any) -> bool:
-    return jnp.issubdtype(aval(x).dtype, jnp.inexact)
+def _holds_tangents(x: Any) -> bool:
+    """Whether a result can hold a tangent; a truth value only chooses, and tangents nearby make the same choice.
+
+    Whole numbers can, though JAX gives them none: a rule that a user wrote may round a tangent by its bits.
+    """
+    return aval(x).dtype not in (np.bool_, jax.dtypes.float0)
 
 
 def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:

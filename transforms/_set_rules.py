@@ -118,8 +118,8 @@ _MOVES = {
 
 _ELEMENTWISE = frozenset(
     """
-    abs add add_any complex conj convert_element_type cos div exp imag integer_pow log max min mul neg pow real
-    reduce_precision sign sin sqrt square sub tanh
+    abs add add_any and complex conj convert_element_type cos div exp imag integer_pow log max min mul neg not or pow
+    real reduce_precision shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh xor
     """.split()  # noqa: SIM905 (words read better)
 )
 
@@ -138,6 +138,11 @@ def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
             places = np.arange(found.shape[0])
             return picked(found, np.where(np.broadcast_to(factor, aval(eqn.outvars[0]).shape).ravel() != 0, places, -1))
     return found
+
+
+def _bits(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Bits as another dtype; of another width, numbers are cut or put together."""
+    return values[0] if aval(eqn.invars[0]).shape == aval(eqn.outvars[0]).shape else None
 
 
 # ---- Sums
@@ -224,6 +229,7 @@ def _scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Any]] = {
     "reduce_sum": _reduced,
     "cumsum": _cumulated,
+    "bitcast_convert_type": _bits,
     "dot_general": _product,
     "conv_general_dilated": convolved,
     "reduce_window_sum": windowed,

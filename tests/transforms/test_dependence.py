@@ -213,6 +213,41 @@ def test_sums_of_too_many_pairs_go_over_all_along_their_axes(
     np.testing.assert_allclose(found.todense(), jax.jacfwd(fun)(X), rtol=2e-5, atol=2e-5)
 
 
+def halved(t: Any) -> Any:
+    """Rounded by its bits, as half of them."""
+    bits = lax.bitcast_convert_type(t, np.uint32)
+    return lax.bitcast_convert_type((bits + 0x8000) & np.uint32(0xFFFF0000), np.float32)
+
+
+def fixed(t: Any) -> Any:
+    """In steps of 1/1024."""
+    return (t * 1024).astype(int).astype(np.float32) / 1024
+
+
+def in_bytes(t: Any) -> Any:
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(t, np.uint8)[:, ::-1][:, ::-1], np.float32)
+
+
+def guarded(t: Any) -> Any:
+    """None of it where some is not finite, which makes no entry."""
+    return jnp.where(jnp.isfinite(t).all(), t, 0.0)
+
+
+@pytest.mark.parametrize(("rule", "entries"), [(halved, 6), (fixed, 6), (in_bytes, 36), (guarded, 6)])
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_tangents_in_whole_numbers_and_truth_values(mode: str, rule: Any, entries: int) -> None:
+    """In a derivative that a user wrote, where JAX gives integers none."""
+    if mode == "forward":
+        fun = jax.custom_jvp(jnp.sin)
+        fun.defjvp(lambda x, t: (jnp.sin(*x), rule(jnp.cos(*x) * t[0])))
+    else:
+        fun = jax.custom_vjp(jnp.sin)
+        fun.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (rule(jnp.cos(x) * g),))
+    found = jax.jit(jacobian(fun, mode=mode, sparsity="auto"))(X)
+    assert found.nse == entries
+    np.testing.assert_allclose(found.todense(), np.diag(np.cos(X)), rtol=1e-2)
+
+
 def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:
     with pytest.warns(UserWarning, match="what comes out of `erf_inv`, `fft` is taken to depend on all that goes in"):
         jacobian(lambda x: odd(x) + jnp.fft.fft(x).real, sparsity="auto")(X)
