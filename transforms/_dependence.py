@@ -53,10 +53,10 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], blind: list[s
         elif name in _LOOPS:
             found = _LOOPS[name](eqn, values, blind)
         else:
-            found = sets_of_results(eqn, values)
-            if found is None:
+            ruled = sets_of_results(eqn, values)
+            if ruled is None:
                 blind.append(name)
-                found = everything(eqn, values)
+            found = everything(eqn, values) if ruled is None else ruled
         return [
             value if not is_set(value) or (value.nnz and _holds_tangents(x)) else UNKNOWN
             for value, x in zip(found, eqn.outvars, strict=True)

@@ -237,6 +237,7 @@ def guarded(t: Any) -> Any:
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_tangents_in_whole_numbers_and_truth_values(mode: str, rule: Any, entries: int) -> None:
     """In a derivative that a user wrote, where JAX gives integers none."""
+    fun: Any
     if mode == "forward":
         fun = jax.custom_jvp(jnp.sin)
         fun.defjvp(lambda x, t: (jnp.sin(*x), rule(jnp.cos(*x) * t[0])))
