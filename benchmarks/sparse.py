@@ -101,7 +101,10 @@ def chained_powell(x: jax.Array) -> jax.Array:
 
 def problems(smoke: bool) -> list[Problem]:
     line, side, image, few, many = (32, 6, 5, 10, 24) if smoke else (2048, 48, 32, 100, 2000)
-    at = lambda size: jnp.linspace(0.5, 1.5, size)  # noqa: E731 (short, and used below only)
+
+    def at(size: int) -> jax.Array:
+        return jnp.linspace(0.5, 1.5, size)
+
     return [
         Problem(f"Brusselator, {line}", brusselator, at(line)),
         Problem(f"heat on a square, {side**2}", heat, at(side**2)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,22 +12,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import leaf_name
 from ._budget import lower_apart
 from ._call import Call
 from ._coloring import Coloring, coloring_of, cost, symmetric_coloring_of
-from ._compat import NeedsValues, Tracer
+from ._compat import NeedsValues
 from ._dense import check_output, check_real, checkpoint, map_slices, sizes_of
-from ._mode import DECISIVE, Choice, Way, choose_mode, dense_way, output_shapes
-from ._sparsity import Pattern, UnknownPattern, found_pattern, full_pattern, given_pattern, strides_of
+from ._mode import DECISIVE, Choice, Way, choose_mode, dense_way, output_shapes, possible_modes
+from ._probe import probe
+from ._sparsity import (
+    Entries,
+    Pattern,
+    UnknownPattern,
+    blocks_of,
+    found_pattern,
+    full_pattern,
+    given_pattern,
+    starts_of,
+    strides_of,
+)
 
-# For each array of the output, for each array of the input, the entries of their block, row by row.
-Entries = list[list[jax.Array]]
 # Up to how many seeds are constants of the program, and up to how many XLA may compute with while it compiles: what it
 # makes of a linear function is then a constant too, but it computes slowly.
 _CONSTANT, _FOLDED = 2**24, 2**18
-# The probe takes so many products in two parts, and lets so many times the difference that this makes pass.
-_PARTS, _ROUNDING = 4, 50
 
 
 def sparse_way(
@@ -47,19 +53,19 @@ def sparse_way(
     out = output_shapes(api, call)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     shape = sum(sizes_of(outputs)), sum(sizes_of(inputs))
-    modes = _possible(call, out) if mode == "auto" else (mode,)
-    probe = partial(_probe, forward="forward" in modes) if check else None
+    modes = possible_modes(call, out) if mode == "auto" else (mode,)
+    checked = partial(probe, modes[0]) if check else None
     choice = partial(Choice, inputs=shape[1], outputs=shape[0], flops=None)
 
     def dense(pattern: Pattern, why: str) -> tuple[Way, Choice]:
         chosen = choose_mode(api, call).mode if len(modes) == 2 else modes[0]
         way = dense_way(api, call, chosen)
-        compute = partial(_sparse, pattern, partial(_of_dense, pattern, way.compute), probe)
+        compute = partial(_sparse, pattern, partial(_of_dense, pattern, way.compute), checked)
         return Way(compute, way.slices), choice(chosen, why=why)
 
     try:
         if isinstance(sparsity, str):
-            pattern = found_pattern(api, call, modes[0] == "forward")
+            pattern = found_pattern(api, call, modes[0])
         else:
             form = jax.tree.structure(nest(out, [[0] * len(inputs)] * len(outputs)))
             pattern = given_pattern(api, sparsity, form, outputs, inputs)
@@ -75,7 +81,7 @@ def sparse_way(
         if symmetric and shape[0] == shape[1]
         else coloring_of(api, pattern, modes)
     )
-    compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), probe)
+    compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), checked)
     count = coloring.counts
     found = "both" if all(count) else "reverse" if count[1] else "forward"
     why = f"{count[0]} products in forward and {count[1]} in reverse mode give all {len(pattern.rows)} entries"
@@ -90,35 +96,6 @@ def sparse_way(
         return way
 
 
-def _possible(call: Call, out: Any) -> tuple[str, ...]:
-    """The modes that differentiate the call."""
-    if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
-        return ("forward",)
-
-    # Mapped, since only then a derivative that does not exist is missed before anything is computed.
-    def push() -> Any:
-        push = jax.linearize(call, *call.primals, has_aux=True)[1]
-        return jax.vmap(push)(*jax.tree.map(lambda x: jnp.asarray(x)[None], call.primals))
-
-    def pull() -> Any:
-        value, pull, _ = jax.vjp(call, *call.primals, has_aux=True)
-        return jax.vmap(pull)(jax.tree.map(lambda x: x[None], value))
-
-    modes, errors = [], []
-    for mode, product in (("forward", push), ("reverse", pull)):
-        try:
-            jax.eval_shape(product)
-        except NeedsValues:
-            modes.append(mode)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            errors.append(error)
-        else:
-            modes.append(mode)
-    if not modes:
-        raise errors[0]
-    return tuple(modes)
-
-
 def _work(api: str, call: Call, way: Way) -> float:
     """The operations of a program and the bytes that it reads and writes, as XLA counts both."""
     analysis = lower_apart(partial(way.compute, api, call, None)).cost_analysis() or {}
@@ -128,7 +105,7 @@ def _work(api: str, call: Call, way: Way) -> float:
 def _sparse(
     pattern: Pattern,
     entries_of: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
-    probe: Callable[[str, Call, Any, Pattern, Entries], None] | None,
+    check: Callable[[str, Call, Any, Pattern, Entries], None] | None,
     api: str,
     call: Call,
     chunk_size: int | None,
@@ -138,10 +115,10 @@ def _sparse(
 
     out, entries, rest = entries_of(api, call, chunk_size)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
-    if probe is not None:
-        probe(api, call, out, pattern, entries)
+    if check is not None:
+        check(api, call, out, pattern, entries)
     blocks: list[list[Any]] = [[] for _ in outputs]
-    for j, i, _, (rows, cols) in _blocks(pattern, outputs, inputs):
+    for j, i, _, (rows, cols) in blocks_of(pattern, outputs, inputs):
         shape, data = jnp.shape(outputs[j]) + jnp.shape(inputs[i]), entries[j][i]
         # Where every entry is kept they are numbers in a row, which XLA makes.
         whole = 0 < len(data) == math.prod(shape)
@@ -151,25 +128,6 @@ def _sparse(
             BCOO((data, jnp.asarray(indices, np.int32)), shape=shape, indices_sorted=True, unique_indices=True)
         )
     return out, blocks, rest
-
-
-def _blocks(
-    pattern: Pattern, outputs: list[Any], inputs: list[Any]
-) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
-    """For each array of the output and each of the input: their numbers, which entries are theirs, and where."""
-    row, col = _starts(outputs), _starts(inputs)
-    borders = np.searchsorted(pattern.rows, row)
-    for j in range(len(outputs)):
-        within = np.arange(borders[j], borders[j + 1])
-        array = np.searchsorted(col, pattern.cols[within], "right") - 1
-        for i in range(len(inputs)):
-            chosen = within[array == i]
-            yield j, i, chosen, (pattern.rows[chosen] - row[j], pattern.cols[chosen] - col[i])
-
-
-def _starts(arrays: list[Any]) -> np.ndarray:
-    """Where the numbers of each array start among those of all, and where they end."""
-    return np.cumsum([0, *sizes_of(arrays)])
 
 
 def _of_dense(
@@ -183,7 +141,7 @@ def _of_dense(
     out, dense, rest = compute(api, call, chunk_size)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     entries: Entries = [[] for _ in outputs]
-    for j, i, _, (rows, cols) in _blocks(pattern, outputs, inputs):
+    for j, i, _, (rows, cols) in blocks_of(pattern, outputs, inputs):
         array = dense[j][i]
         if len(rows) == array.size:
             entries[j].append(array.reshape(-1))
@@ -218,7 +176,7 @@ def _of_products(
         ),
         False: _products(lambda seed: pull(jax.tree.unflatten(form, seed)), outputs, coloring.rows, number, chunk_size),
     }
-    starts = {True: _starts(outputs), False: _starts(inputs)}
+    starts = {True: starts_of(outputs), False: starts_of(inputs)}
 
     def read(chosen: np.ndarray, dtype: Any) -> jax.Array:
         """These entries, wherever they are."""
@@ -239,7 +197,7 @@ def _of_products(
         return jnp.concatenate(parts)[np.argsort(np.concatenate(order))]
 
     entries: Entries = [[] for _ in outputs]
-    for j, i, chosen, _ in _blocks(pattern, outputs, inputs):
+    for j, i, chosen, _ in blocks_of(pattern, outputs, inputs):
         entries[j].append(read(chosen, jnp.result_type(outputs[j] if count else inputs[i])))
     return out, entries, rest
 
@@ -250,7 +208,7 @@ def _products(
     """For each array that comes out the products with the sums of the unit vectors of a colour, one a row."""
     if not count:
         return []
-    starts = _starts(arrays)
+    starts = starts_of(arrays)
     # XLA repeats a comparison wherever a sum is used, which took twice the time; it reads a constant.
     known = count * len(colors) <= _CONSTANT
     seeds: Any = colors == np.arange(count)[:, None] if known else np.arange(count)
@@ -264,70 +222,3 @@ def _products(
         return [leaf.reshape(-1) for leaf in jax.tree.leaves(product(units))]
 
     return map_slices(of_color if chunk_size is None else checkpoint(of_color), seeds, 0, chunk_size)
-
-
-def _probe(api: str, call: Call, out: Any, pattern: Pattern, entries: Entries, forward: bool) -> None:
-    """Refuse entries whose product with a random vector is not that of the Jacobian: a pattern that lacks some."""
-
-    def of(*primals: Any) -> Any:
-        return call(*primals)[0]
-
-    random = np.random.default_rng(0)
-
-    def vector(x: Any) -> jax.Array:
-        return jnp.asarray(random.standard_normal(jnp.shape(x)), jnp.result_type(x))
-
-    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
-    product: Callable[[Any], Any]
-    if forward:
-        given, named = jax.tree.map(vector, call.primals), [("output", out)]
-        push = jax.linearize(of, *call.primals)[1]
-        product = lambda vectors: push(*vectors)  # noqa: E731 (one of two)
-    else:
-        given, named = jax.tree.map(vector, out), [(call.name(k), primal) for k, primal in enumerate(call.primals)]
-        product = jax.vjp(of, *call.primals)[1]
-    expected = jax.tree.leaves(product(given))
-    # A product taken in two parts is the same but for rounding.
-    noise = [jnp.abs(x - x) for x in expected]
-    for _ in range(_PARTS):
-        part = jax.tree.map(lambda x: x * random.integers(0, 2, x.shape).astype(x.dtype), given)
-        rest = jax.tree.map(lambda x, y: x - y, given, part)
-        both = zip(*(jax.tree.leaves(product(x)) for x in (part, rest)), strict=True)
-        noise = [jnp.maximum(old, jnp.abs(a + b - x)) for old, (a, b), x in zip(noise, both, expected, strict=True)]
-    vectors = [x.reshape(-1) for x in jax.tree.leaves(given)]
-    sums = [jnp.zeros(x.size, jnp.promote_types(x.dtype, np.float32)) for x in expected]
-    sizes = [jnp.abs(x) for x in sums]
-    for j, i, _, (rows, cols) in _blocks(pattern, outputs, inputs):
-        (to, at), (source, places) = ((j, rows), (i, cols)) if forward else ((i, cols), (j, rows))
-        terms = entries[j][i].astype(sums[to].dtype) * vectors[source][places]
-        sums[to] = sums[to].at[at].add(terms)
-        sizes[to] = sizes[to].at[at].add(jnp.abs(terms))
-    off = []
-    for found, size, *pair in zip(sums, sizes, expected, noise, strict=True):
-        right, rounding = (x.reshape(-1) for x in pair)
-        eps = float(jnp.finfo(right.dtype).eps)
-        largest = jnp.where(jnp.isfinite(right), jnp.abs(right), 0).max(initial=0)
-        usual = jnp.where(jnp.isfinite(rounding), rounding, 0).mean() if rounding.size else 0
-        rounding = jnp.maximum(rounding, usual)  # a row may have had luck
-        bound = eps**0.5 * (size + jnp.abs(right)) + 10 * eps * largest + _ROUNDING * rounding
-        off.append(jnp.isfinite(right) & ~(jnp.abs(found - right) <= bound))
-    names = [
-        (leaf_name(name, path), jnp.shape(x)) for name, tree in named for path, x in jax.tree.leaves_with_path(tree)
-    ]
-
-    def refuse(*off: Any) -> None:
-        wrong = [(name, shape, np.flatnonzero(x)) for (name, shape), x in zip(names, off, strict=True) if np.any(x)]
-        if wrong:
-            name, shape, places = wrong[0]
-            index = f"[{', '.join(map(str, np.unravel_index(places[0], shape)))}]" if shape else ""
-            raise ValueError(
-                f"{api}: the sparsity pattern lacks entries: {'row' if forward else 'column'} `{name}{index}` of the "
-                f"result, and {sum(len(places) for *_, places in wrong) - 1} others, do not give the product with a "
-                "random vector that the function gives; add every entry that can differ from zero, or leave sparsity "
-                "out."
-            )
-
-    if any(isinstance(x, Tracer) for x in off):
-        jax.debug.callback(refuse, *off)
-    else:
-        refuse(*off)

@@ -16,6 +16,10 @@ from ._dense import DENSE, by_columns, by_rows, check_output, sizes_of
 
 # Where one side is so many times as large as the other, nothing else needs to be asked.
 DECISIVE = 4
+# What JAX raises where a mode does not differentiate a function: forward mode does not pass through a custom_vjp
+# (TypeError), reverse mode through a while_loop or a callback (ValueError), neither through an operation without a rule
+# (NotImplementedError). A mistake in the function itself was met before, when its output was asked for.
+_NO_DERIVATIVE = (TypeError, ValueError, NotImplementedError)
 
 
 class Choice(NamedTuple):
@@ -53,12 +57,48 @@ class Way(NamedTuple):
     slices: Callable[[], int]
 
 
+def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
+    """From primals, and tangents or cotangents, to the product of the Jacobian with these, or of these with it."""
+
+    def fun(*primals: Any) -> Any:
+        return call(*primals)[0]
+
+    def push(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(fun, primals, tangents)[1]
+
+    def pull(primals: Any, cotangents: Any) -> Any:
+        return jax.vjp(fun, *primals)[1](cotangents)
+
+    return push if mode == "forward" else pull
+
+
+def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
+    """The modes that differentiate a call with this output."""
+    if _is_complex(out):
+        return ("forward",)
+    modes, errors = [], []
+    for mode, vectors in (("forward", call.primals), ("reverse", out)):
+        # Mapped, since only then a derivative that does not exist is missed before anything is computed.
+        product = jax.vmap(partial(product_in(mode, call), call.primals))
+        try:
+            jax.eval_shape(product, jax.tree.map(_one_of, vectors))
+        except NeedsValues:
+            modes.append(mode)
+        except _NO_DERIVATIVE as error:
+            errors.append(error)
+        else:
+            modes.append(mode)
+    if not modes:
+        raise errors[0]
+    return tuple(modes)
+
+
 def choose_mode(api: str, call: Call) -> Choice:
     """The cheaper mode for a dense Jacobian."""
     out = output_shapes(api, call)
     inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
     choice = partial(Choice, inputs=inputs, outputs=outputs)
-    if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
+    if _is_complex(out):
         return choice("forward", flops=None, why="the output is complex, which reverse mode does not take")
     first, other = ("reverse", "forward") if outputs < inputs else ("forward", "reverse")
     few, many = sorted((inputs, outputs))
@@ -73,7 +113,7 @@ def choose_mode(api: str, call: Call) -> Choice:
             flops[mode] = analysis.get("flops", 0.0)
         except NeedsValues:
             return choice(first, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except _NO_DERIVATIVE as error:
             errors[mode] = error
     if len(errors) == 2:
         raise errors[first]
@@ -84,6 +124,14 @@ def choose_mode(api: str, call: Call) -> Choice:
         return choice("reverse", flops=flops, why="XLA counts as many operations either way; rows lie in one piece")
     mode = min(flops, key=flops.__getitem__)
     return choice(mode, flops=flops, why="XLA counts fewer operations")
+
+
+def _one_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, *jnp.shape(x)), jnp.result_type(x))
+
+
+def _is_complex(out: Any) -> bool:
+    return any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out))
 
 
 def output_shapes(api: str, call: Call) -> Any:

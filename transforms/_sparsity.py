@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,12 @@ import numpy as np
 from ._arguments import describe
 from ._call import Call
 from ._compat import NeedsValues, Tracer
+from ._dense import sizes_of
 from ._jaxpr import bodies
+from ._mode import product_in
+
+# For each array of the output, for each array of the input, the entries of their block, row by row.
+Entries = list[list[jax.Array]]
 
 
 class Pattern(NamedTuple):
@@ -32,10 +37,6 @@ class Pattern(NamedTuple):
     rows: np.ndarray
     cols: np.ndarray
     shape: tuple[int, int]
-
-    def of(self, chosen: np.ndarray) -> Pattern:
-        """Some of the entries."""
-        return Pattern(self.rows[chosen], self.cols[chosen], self.shape)
 
 
 class UnknownPattern(Exception):
@@ -55,6 +56,25 @@ def full_pattern(shape: tuple[int, int]) -> Pattern:
     """The pattern with every entry."""
     rows, cols = np.indices(shape).reshape(2, -1)
     return Pattern(rows, cols, shape)
+
+
+def blocks_of(
+    pattern: Pattern, outputs: list[Any], inputs: list[Any]
+) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
+    """For each array of the output and each of the input: their numbers, which entries are theirs, and where."""
+    row, col = starts_of(outputs), starts_of(inputs)
+    borders = np.searchsorted(pattern.rows, row)
+    for j in range(len(outputs)):
+        within = np.arange(borders[j], borders[j + 1])
+        array = np.searchsorted(col, pattern.cols[within], "right") - 1
+        for i in range(len(inputs)):
+            chosen = within[array == i]
+            yield j, i, chosen, (pattern.rows[chosen] - row[j], pattern.cols[chosen] - col[i])
+
+
+def starts_of(arrays: list[Any]) -> np.ndarray:
+    """Where the numbers of each array start among those of all, and where they end."""
+    return np.cumsum([0, *sizes_of(arrays)])
 
 
 def strides_of(shape: Sequence[int]) -> np.ndarray:
@@ -168,7 +188,7 @@ def _entries(
     return rows, cols
 
 
-def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
+def found_pattern(api: str, call: Call, mode: str) -> Pattern:
     """The pattern of a call, for any values of what it is differentiated for.
 
     It is that of the derivative as a program, by which entries come out and go in, so rules for derivatives that a user
@@ -177,7 +197,7 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
     Args:
       api: what to call the transform in an error.
       call: the call.
-      forward: whether to look at derivatives in forward mode, or in reverse mode.
+      mode: "forward" or "reverse": of which mode to look at the derivative.
 
     Raises:
       UnknownPattern: the program cannot be traced, or seen through.
@@ -185,20 +205,16 @@ def found_pattern(api: str, call: Call, forward: bool) -> Pattern:
     Warns:
       UserWarning: what comes out of some primitive is taken to depend on all that goes in.
     """
-    from ._dependence import UNKNOWN, dependence, is_set, unit_sets
+    from ._dependence import dependence
+    from ._sets import UNKNOWN, is_set, unit_sets
 
-    def push(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(lambda *primals: call(*primals)[0], primals, tangents)[1]
-
-    def pull(primals: Any, cotangents: Any) -> Any:
-        return jax.vjp(lambda *primals: call(*primals)[0], *primals)[1](cotangents)
-
+    forward = mode == "forward"
     try:
         vectors = call.primals
         if not forward:
             out = jax.eval_shape(lambda: call(*call.primals)[0])
             vectors = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), out)
-        closed = jax.make_jaxpr(push if forward else pull)(call.primals, vectors)
+        closed = jax.make_jaxpr(product_in(mode, call))(call.primals, vectors)
     except NeedsValues:
         raise UnknownPattern("fun branches on values") from None
     primals, moved = jax.tree.leaves(call.primals), jax.tree.leaves(vectors)

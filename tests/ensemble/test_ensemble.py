@@ -29,24 +29,6 @@ def test_stack_and_unstack_are_inverse(plain, assert_same):
         assert_same(back, member)
 
 
-@pytest.mark.parametrize("seed", [0, 12, np.int64(3)])
-def test_created_members_are_those_of_their_own_keys(stateful, leaves, seed):
-    ens = Ensemble.create(stateful, 3, seed=seed)
-    for i in range(3):
-        alone = stateful(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))
-        for a, b in zip(leaves(ens[i]), leaves(alone), strict=True):
-            (np.testing.assert_array_max_ulp if a.dtype.kind == "f" else np.testing.assert_array_equal)(a, b)
-
-
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
-def test_create_takes_a_key_of_any_kind(plain, leaves, kind):
-    key = jax.random.key(5, impl=kind)
-    ens = Ensemble.create(plain, 3, seed=key)
-    for i in range(3):
-        for a, b in zip(leaves(ens[i]), leaves(plain(nnx.Rngs(jax.random.fold_in(key, i)))), strict=True):
-            np.testing.assert_array_max_ulp(a, b)
-
-
 def test_members_of_a_created_ensemble_do_not_depend_on_its_size(plain, assert_same):
     assert_same(Ensemble.create(plain, 2, seed=1)[1], Ensemble.create(plain, 5, seed=1)[1])
 

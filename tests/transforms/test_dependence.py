@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from plurax.transforms import jacobian
+from plurax.transforms import _set_rules, _set_windows, jacobian
 
 X = np.array([0.5, -1.0, 2.0, 0.3, 1.7, -0.6], np.float32)
 MASK = np.array([1, 0, 1, 0, 1, 0], bool)
@@ -197,6 +197,56 @@ def test_programs_of_programs(names: list[str]) -> None:
         found = jax.jit(jacobian(fun, mode="forward", sparsity="auto"))(X)
     expected = jax.jit(jax.jacfwd(fun))(X)
     np.testing.assert_allclose(found.todense(), expected, rtol=1e-3, atol=1e-3 * (1 + np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"), [("sums along", 18), ("banded", 36), ("convolution of groups of a batch", None)]
+)
+def test_sums_of_too_many_pairs_go_over_all_along_their_axes(
+    name: str, entries: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fun = PROGRAMS[name][0]
+    for file in (_set_rules, _set_windows):
+        monkeypatch.setattr(file, "PAIRS", 0)
+    found = jacobian(fun, mode="forward", sparsity="auto")(X)
+    assert entries in (None, found.nse)
+    np.testing.assert_allclose(found.todense(), jax.jacfwd(fun)(X), rtol=2e-5, atol=2e-5)
+
+
+def halved(t: Any) -> Any:
+    """Rounded by its bits, as half of them."""
+    bits = lax.bitcast_convert_type(t, np.uint32)
+    return lax.bitcast_convert_type((bits + 0x8000) & np.uint32(0xFFFF0000), np.float32)
+
+
+def fixed(t: Any) -> Any:
+    """In steps of 1/1024."""
+    return (t * 1024).astype(int).astype(np.float32) / 1024
+
+
+def in_bytes(t: Any) -> Any:
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(t, np.uint8)[:, ::-1][:, ::-1], np.float32)
+
+
+def guarded(t: Any) -> Any:
+    """None of it where some is not finite, which makes no entry."""
+    return jnp.where(jnp.isfinite(t).all(), t, 0.0)
+
+
+@pytest.mark.parametrize(("rule", "entries"), [(halved, 6), (fixed, 6), (in_bytes, 36), (guarded, 6)])
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_tangents_in_whole_numbers_and_truth_values(mode: str, rule: Any, entries: int) -> None:
+    """In a derivative that a user wrote, where JAX gives integers none."""
+    fun: Any
+    if mode == "forward":
+        fun = jax.custom_jvp(jnp.sin)
+        fun.defjvp(lambda x, t: (jnp.sin(*x), rule(jnp.cos(*x) * t[0])))
+    else:
+        fun = jax.custom_vjp(jnp.sin)
+        fun.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (rule(jnp.cos(x) * g),))
+    found = jax.jit(jacobian(fun, mode=mode, sparsity="auto"))(X)
+    assert found.nse == entries
+    np.testing.assert_allclose(found.todense(), np.diag(np.cos(X)), rtol=1e-2)
 
 
 def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:

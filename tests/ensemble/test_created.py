@@ -1,0 +1,81 @@
+"""Created members are those of their own keys, to an ulp.
+
+The last bits are the compiler's, which does not optimise while the tests run. So this file is also a script, that has
+the compiler as users have it.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from plurax.ensemble import Ensemble
+
+# For each: the model, and the seed, or of which kind the key is.
+WAYS = {
+    "0": ("Stateful", 0),
+    "12": ("Stateful", 12),
+    "int64": ("Stateful", np.int64(3)),
+    "threefry2x32": ("Plain", "threefry2x32"),
+    "rbg": ("Plain", "rbg"),
+}
+
+
+def leaves(module):
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(module)]
+
+
+def assert_to_an_ulp(a, b):
+    (np.testing.assert_array_max_ulp if a.dtype.kind == "f" else np.testing.assert_array_equal)(a, b)
+
+
+def created(make, seed):
+    key = jax.random.key(5, impl=seed) if isinstance(seed, str) else jax.random.key(seed)
+    ens = Ensemble.create(make, 3, seed=key if isinstance(seed, str) else seed)
+    for i in range(3):
+        alone = make(nnx.Rngs(jax.random.fold_in(key, i)))
+        for a, b in zip(leaves(ens[i]), leaves(alone), strict=True):
+            assert_to_an_ulp(a, b)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What went wrong: a traceback, or nothing."""
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.xdist_group("created")
+@pytest.mark.parametrize("way", WAYS)
+def test_created_members_are_those_of_their_own_keys(way, outcomes):
+    assert not outcomes[way], outcomes[way]
+
+
+def test_two_ulps_would_be_seen():
+    with pytest.raises(AssertionError, match="1 ULP"):
+        assert_to_an_ulp(np.ones(2, np.float32), np.ones(2, np.float32) + 2**-22)
+
+
+def failure_of(way):
+    name, seed = WAYS[way]
+    try:
+        created(getattr(importlib.import_module("conftest"), name), seed)
+    except Exception:  # whatever it is, the test shows it
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    Path("/dev/stdout").write_text(json.dumps({way: failure_of(way) for way in WAYS}))
