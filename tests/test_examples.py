@@ -28,6 +28,7 @@ OTHERS = {
     "examples/multi_host.py",
     "examples/agents.py",
     "examples/laplacian.py",
+    "examples/profile_resnet.py",
     "examples/stiff_brusselator.py",
     "examples/sweep_digits.py",
     "examples/uncertainty_digits.py",
@@ -36,6 +37,7 @@ SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
     "examples/jacobians_hessians.py": (),
+    "examples/channels_last.py": ("--images", "1", "--side", "8", "--layers", "2", "--rounds", "1"),
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
     "benchmarks/ensemble.py": ("--smoke",),
     "benchmarks/jacobian.py": ("--smoke",),
@@ -43,6 +45,7 @@ SMALL = {
     "benchmarks/dpsgd.py": ("--smoke",),
     "benchmarks/long_runs.py": ("--smoke",),
     "benchmarks/sparse.py": ("--smoke",),
+    "benchmarks/program.py": ("--smoke",),
 }
 
 
@@ -83,6 +86,11 @@ def test_two_processes_train_what_one_reads(tmp_path):
             "stiff_brusselator",
             ("--cells", "4", "9", "--until", "0.5", "--rounds", "1"),
             "18 unknowns, 324 entries: 6 products in forward and 0 in reverse mode give all",
+        ),
+        (
+            "profile_resnet",
+            ("--images", "1", "--side", "32", "--width", "4", "--repeats", "1"),
+            "20 batch norms folded, 0 kept",
         ),
         ("sweep_digits", ("--rates", "3", "--seeds", "2", "--steps", "40"), "The best 5 of them together: NLL"),
         ("uncertainty_digits", ("--members", "3", "--steps", "60"), "Temperature of the ensemble"),
