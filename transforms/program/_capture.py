@@ -20,7 +20,6 @@ import jaxlib
 from .._arguments import check_count
 from ._operations import count_operations
 from ._prepared import Prepared
-from ._shares import shares
 from ._timeline import Timeline, timelines
 
 _FORMAT = "plurax capture 1"
@@ -151,7 +150,7 @@ def _captured(prepared: Prepared, runs: list[Timeline]) -> Capture:
     seconds: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
     added: dict[tuple[str, str], int] = defaultdict(int)
     for name, times in runs[0].counts.items() if runs else ():
-        for share in shares(program, program.instructions[name]):
+        for share in prepared.apart.shares(program.instructions[name]):
             key = share.place.op, share.place.scope
             for i, run in enumerate(runs):
                 seconds[key][i] += share.part * run.seconds.get(name, 0.0)

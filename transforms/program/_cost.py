@@ -19,14 +19,8 @@ _ELEMENTWISE = _TRANSCENDENTAL | frozenset(
     round-nearest-afz round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign subtract xor
     """.split()  # noqa: SIM905 (words read better)
 )
-_PRODUCTS = frozenset({"dot", "convolution"})
 # About how many additions one of them takes as long as, where its data is at hand.
 _AS_LONG_AS = 10
-
-
-def is_product(instruction: Instruction) -> bool:
-    """Whether it is a matrix product or a convolution."""
-    return instruction.opcode in _PRODUCTS
 
 
 def flops(program: Program, instruction: Instruction) -> int:

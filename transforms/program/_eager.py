@@ -17,8 +17,8 @@ from .._compat import scan_counts
 from .._jaxpr import CALLS, aval, evaluate, interpret
 from ._cost import flops
 from ._hlo import Program
+from ._place import Place
 from ._scopes import scope_of
-from ._shares import Place
 from ._source import source_of
 
 _REWRITTEN = frozenset({"while", "reduce-window"})

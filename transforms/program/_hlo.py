@@ -185,6 +185,15 @@ class Program:
             else:
                 yield user.name
 
+    @cached_property
+    def _fusions(self) -> dict[str, Instruction]:
+        fusions = [x for x in self.instructions.values() if x.opcode == "fusion"]
+        return {inner.name: x for x in fusions for name in x.called for inner in self.computations.get(name, ())}
+
+    def fusion_of(self, instruction: Instruction) -> Instruction | None:
+        """The fusion that an instruction is in."""
+        return self._fusions.get(instruction.name)
+
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instructions of a fusion, those of fusions in it included."""
         for name in instruction.called:

@@ -17,9 +17,11 @@ from .._call import arrays_apart
 from .._changes import call_with_models, changes
 from .._compat import Tracer
 from .._model import models_of, owner_of, refuse_shared_state, split, to_parts
-from ._hlo import Program
+from ._hlo import Instruction, Program
+from ._lost import lost_products
 from ._module_scopes import LOCK, module_paths, modules_of, scoped_calls
-from ._shares import is_mixed
+from ._place import Place
+from ._shares import Share, is_mixed, shares
 
 # XLA's CPU backend hands parts of a program, or all of it, to a library as one instruction whose parts cannot be timed.
 # With these each matrix product and convolution is handed over alone.
@@ -77,7 +79,7 @@ class Prepared:
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
         """The program, compiled."""
         with LOCK, _names_in_cache_key():
-            return Compiled(self._lowered.compile(compiler_options=options), self._args)
+            return Compiled(self._lowered.compile(compiler_options=options), self._args, self.traced.jaxpr)
 
     def arrays(self) -> list[Any]:
         """The arguments of the program."""
@@ -112,12 +114,20 @@ class Compiled:
       module: what the trace of a run calls it.
     """
 
-    def __init__(self, executable: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, executable: Any, args: tuple[Any, ...], closed: Any) -> None:
         self.text: str = executable.as_text()
         self.program = Program(self.text)
         self.module = re.split(r"[\s,]", self.text.split("HloModule ", 1)[1], maxsplit=1)[0]
-        self._executable, self._args = executable, args
+        self._executable, self._args, self._closed = executable, args, closed
         self._donates = any(info.donated for info in jax.tree.leaves(executable.args_info, is_leaf=_is_info))
+
+    @cached_property
+    def _lost(self) -> dict[str, Place]:
+        return lost_products(self.program, self._closed)
+
+    def shares(self, instruction: Instruction) -> list[Share]:
+        """Which operations an instruction stands for."""
+        return shares(self.program, instruction, self._lost)
 
     def calls(self, number: int) -> list[Callable[[], Any]]:
         """So many calls of it, each of which can be made once."""

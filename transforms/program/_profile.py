@@ -16,8 +16,8 @@ from .._arguments import check_count, describe
 from ._bars import bars
 from ._cost import memory
 from ._eager import Cost, Eager
+from ._place import Place
 from ._prepared import Compiled, Prepared
-from ._shares import Place, shares
 from ._table import check_groups, count, seconds, table
 from ._timeline import timelines
 
@@ -283,7 +283,7 @@ def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
         instruction = program.instructions[name]
         took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
         moved = memory(program, instruction)
-        parts = shares(program, instruction)
+        parts = compiled.shares(instruction)
         for share in parts:
             costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
         fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
