@@ -56,7 +56,10 @@ class Prepared:
             raise TypeError(
                 f"{api}: the arguments have no values under jax.jit, jax.grad or jax.vmap; call it outside."
             )
-        self.name: str = getattr(fun, "__name__", type(fun).__name__)
+        named: Any = fun
+        while isinstance(named, partial):
+            named = named.func
+        self.name: str = getattr(named, "__name__", type(named).__name__)
         owner, function = owner_of(fun)
         refuse_shared_state(api, fun, owner, args, {})
         modules = modules_of(fun, owner, args)

@@ -188,7 +188,7 @@ class Profile:
         if by not in _GROUPS:
             raise ValueError(f"Profile.plot: by must be one of {', '.join(_GROUPS)}, but got {describe(by)}.")
         rows = sorted(_grouped(self.operations, (by,)), key=lambda row: -row.share)[:top]
-        values = [(_label(row, by), row.share * 100) for row in rows]
+        values = [(_label(row, by) if getattr(row, by) else f"no {by}", row.share * 100) for row in rows]
         return bars(values, f"% of the {seconds(self.watched)} of {self.name}, {self.mode}", ax)
 
     def __str__(self) -> str:
