@@ -47,9 +47,12 @@ def lost_products(program: Program, closed: Any) -> dict[str, Place]:
     written = list(_products(flat, ""))
     for x in products:
         place = place_of(program, x)
-        same = next((y for y in written if y.place == place and y.lengths == _lengths(x)), None)
-        if same is not None:
-            written.remove(same)
+        if place is not None:
+            alike = [
+                y for y in written if (y.place.op, y.place.scope, y.lengths) == (place.op, place.scope, _lengths(x))
+            ]
+            if alike:
+                written.remove(max(alike, key=lambda y: y.place.source == place.source))
     found = {}
     for x in nameless:
         near = set(around(program, x, users=False))

@@ -65,7 +65,8 @@ class Prepared:
         modules = modules_of(fun, owner, args)
         # Taken apart while they are named: so are then the copies that are put together from the parts.
         with module_paths(modules) as kinds, scoped_calls(kinds):
-            if isinstance(fun, type(jax.jit(len))) and not models_of(args):
+            jitted = isinstance(fun, type(jax.jit(len)))
+            if jitted and not models_of(args):
                 self.traced: Any = cast(Any, fun).trace(*args)
                 dynamic = _dynamic(fun, args, self.traced)
                 self._args = tuple(args[i] for i in dynamic)
@@ -74,7 +75,13 @@ class Prepared:
                     static = tuple(i for i in range(len(args)) if i not in dynamic)
                     self.traced = jax.jit(_anew(cast(Any, fun)), static_argnums=static).trace(*args)
             else:
-                arrays, join = arrays_apart(jax.tree.map(_as_array, to_parts((owner, args, {}))))
+                # Of a jitted function whole numbers may be static.
+                numbers = (float, complex) if jitted else (bool, int, float, complex)
+                kinds_of_arrays = (np.ndarray, np.generic, *numbers)
+                parts = to_parts((owner, args, {}))
+                arrays, join = arrays_apart(
+                    jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds_of_arrays) else x, parts)
+                )
                 self._args = (arrays,)
                 self.traced = jax.jit(_of_arrays(function, join, self.name)).trace(arrays)
             self._lowered: Any = self.traced.lower()
@@ -210,7 +217,3 @@ def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], n
 
     call.__name__ = name
     return call
-
-
-def _as_array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic, bool, int, float, complex)) else x

@@ -209,7 +209,7 @@ def profile(
 
     Args:
       fun: a function, a bound method or a module. NNX modules among its arguments, and those that it refers to, are not
-        changed.
+        changed; one that it puts together itself, by `nnx.merge`, has no scopes.
       *args: its arguments, of which numbers become arrays as under `jax.jit`.
       mode: `compiled` or `eager`.
       repeats: how many calls are watched, at least one; of a program that runs very many instructions fewer, but not

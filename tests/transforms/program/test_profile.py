@@ -1,6 +1,7 @@
 """Where the time of a call goes: what is attributed, and that it is attributed where it belongs."""
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from plurax.ensemble import Ensemble
 from plurax.transforms import vmap
 from plurax.transforms.program import Profile, count_layout_ops, profile
 from plurax.transforms.program._cost import flops
+from plurax.transforms.program._hlo import Program
 from plurax.transforms.program._prepared import Prepared
 from plurax.transforms.program._scopes import scope_of
 
@@ -394,6 +396,7 @@ def test_static_arguments_of_every_kind(cnn: CNN) -> None:
             (graphdef, state, IMAGES),
             "max",
         ),
+        (jax.jit(lambda model, x, n: model(x) * n, static_argnums=2), (cnn, IMAGES, 3), "max"),
         (jax.jit(lambda x, nothing: jnp.sin(x), static_argnums=1), (x, None), "sin"),
         (jax.jit(lambda x, nothing: jnp.sin(x)), (x, None), "sin"),
         (jax.jit(lambda x, none, n: jnp.sin(x) * n, static_argnums=1), (x, (), 2.0), "sin"),
@@ -584,13 +587,33 @@ def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
         profile(3, 1.0)
     with pytest.raises(ValueError, match="profile: repeats must be at least 1, but got 0"):
         profile(jnp.sin, 1.0, repeats=0)
+    with pytest.raises(TypeError, match="profile: repeats must be an int, but got 2.5 of type float"):
+        profile(jnp.sin, 1.0, repeats=2.5)
     with pytest.raises(RuntimeError, match="nothing to measure; does it compute anything"):
         profile(lambda: None)
+    with pytest.raises(RuntimeError, match="profile: `<lambda>` runs nothing, so there is nothing to measure"):
+        profile(lambda: None, mode="eager")
     with pytest.raises(ValueError, match="sort must be one of time, mean, count, .*, but got 'size'"):
         of_cnn.table(sort="size")
     with pytest.raises(ValueError, match="by must be one or some of op, scope, source, but got 'layer'"):
         of_cnn.table(by="layer")
     with pytest.raises(ValueError, match="Profile.table: top must be at least 1, but got 0"):
         of_cnn.table(top=0)
+    with pytest.raises(ValueError, match="Profile.plot: top must be at least 1, but got 0"):
+        of_cnn.plot(top=0)
     with pytest.raises(ValueError, match="Profile.plot: by must be one of op, scope, source, but got 'layer'"):
         of_cnn.plot(by="layer")
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(of_cnn: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ModuleNotFoundError, match="plots of plurax.transforms.program need matplotlib; install it with"
+    ):
+        of_cnn.plot()
+
+
+def test_a_program_that_cannot_be_read_is_refused() -> None:
+    for line in ("%x = f32[2]{0} ?(%y)", "%x = (f32[2]{0}, f32[2]{0} tuple(%y)"):
+        with pytest.raises(ValueError, match="an instruction of a compiled program that is not understood"):
+            Program(f"HloModule m\n\nENTRY %main (y: f32[2]) -> f32[2] {{\n  {line}\n}}\n")

@@ -305,5 +305,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         found.table(sort="size")
     with pytest.raises(ValueError, match="by must be one or some of op, scope, but got 'line'"):
         found.table(by="line")
-    with pytest.raises(ValueError, match="plot_counts: top must be at least 1"):
-        found.plot_counts(top=0)
+    for draw in (found.plot_counts, found.plot_durations):
+        with pytest.raises(ValueError, match=f"TraceDiff.{draw.__name__}: top must be at least 1"):
+            draw(top=0)
+        with pytest.raises(ValueError, match="by must be one or some of op, scope, but got 'line'"):
+            draw(by="line")
