@@ -43,7 +43,10 @@ def modules_of(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> di
 
 
 def _inside(name: str, tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_model)
+    try:
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=is_model)
+    except (TypeError, ValueError):  # keys of a dict that have no order: JAX takes it for no pytree
+        return []
     return [(leaf_name(name, path), leaf) for path, leaf in leaves if is_module(leaf)]
 
 

@@ -199,12 +199,14 @@ def _anew(fun: Any) -> Callable[..., Any]:
 def _names_in_cache_key() -> Iterator[None]:
     """Let the persistent cache, where there is one, not give back a program with the scopes and lines of another."""
     setting = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, setting)
-    jax.config.update(setting, True)
+    before = getattr(jax.config, setting, None)
+    if before is not None:
+        jax.config.update(setting, True)
     try:
         yield
     finally:
-        jax.config.update(setting, before)
+        if before is not None:
+            jax.config.update(setting, before)
 
 
 def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], name: str) -> Callable[..., Any]:

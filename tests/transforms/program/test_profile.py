@@ -287,8 +287,9 @@ def test_modules_are_found_in_whatever_a_function_refers_to(cnn: CNN) -> None:
 
     if len(x) > 1:
         never = jnp.sin
-    held = {"a": [conv]}
+    held, mixed = {"a": [conv]}, {"a": 1, 2: "b"}
     for fun in (
+        lambda x: conv(x) * mixed["a"],
         lambda x: direct(x),
         jax.grad(lambda x: direct(x).sum()),
         partial(lambda model, x: model(x), conv),
