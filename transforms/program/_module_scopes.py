@@ -120,13 +120,12 @@ def scoped_calls(kinds: Iterable[type]) -> Iterator[None]:
 
     The scopes are relative, as the calls are nested. The classes have another `__call__` meanwhile.
     """
-    classes: list[tuple[Any, Any]] = []
     active: list[str] = []
     with LOCK:
+        classes: list[tuple[Any, Any]] = [(kind, vars(kind).get("__call__")) for kind in kinds]
         try:
-            for kind in kinds:
-                classes.append((kind, vars(kind).get("__call__")))
-                setattr(kind, "__call__", _scoped(kind.__call__, active, threading.get_ident()))  # noqa: B010 (for types)
+            for kind, _ in classes:
+                kind.__call__ = _scoped(kind.__call__, active, threading.get_ident())
             yield
         finally:
             for kind, own in reversed(classes):
