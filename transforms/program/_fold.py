@@ -49,7 +49,8 @@ def fold_bn(
       report: what was folded, and what was not and why; `print(report)`.
 
     Raises:
-      TypeError: `fun` cannot be called, or `params` are not known, since `jax.jit` or another transform is around.
+      TypeError: `fun` cannot be called, or is a module; `params` are not known, since `jax.jit` or another transform is
+        around.
       ValueError: a batch norm is in training mode, or the call changes a module; or, by the new function: parameters
         that are not those returned here, or a program that is another for these arguments.
 
@@ -77,6 +78,11 @@ def fold_bn(
       [1.5 6. ]
     """
     check_callable("fold_bn", fun)
+    if is_model(fun):
+        raise TypeError(
+            f"fold_bn: fun must take the parameters first, but got {describe(fun)}, which holds its own; pass "
+            "fold_bn(lambda model, *args: model(*args), model, *example)."
+        )
     names = _names(params)
     with module_paths(modules_of(fun, None, (params, *example))) as kinds:
         leaves, structure = _apart(params, numbers=False)

@@ -779,6 +779,10 @@ def test_wrong_arguments_are_refused() -> None:
     fun = lambda p, x: bn(p["bn"], x @ p["v"])
     with pytest.raises(TypeError, match="fold_bn: fun must be a function"):
         fold_bn(3, PARAMS, IMAGE)
+    with pytest.raises(
+        TypeError, match="fold_bn: fun must take the parameters first, but got Linear.* which holds its own"
+    ):
+        fold_bn(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), IMAGE)
     with pytest.raises(TypeError, match=r"value of `params\.b` is not known here; call fold_bn outside of jax\.jit"):
         jax.jit(lambda p: fold_bn(fun, p, IMAGE)[1])(PARAMS)
     with pytest.raises(TypeError, match=r"the value of `params\.b` is not known here"):
