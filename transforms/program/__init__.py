@@ -4,6 +4,7 @@ from ._capture import Capture, capture
 from ._depend import depend
 from ._donation import assert_donated
 from ._fold import fold_bn
+from ._layers import scan_layers, stack_layers
 from ._layout import count_layout_ops
 from ._profile import Operation, Profile, profile
 from ._report import Candidate, FoldReport
@@ -23,5 +24,7 @@ __all__ = [
     "depend",
     "fold_bn",
     "profile",
+    "scan_layers",
+    "stack_layers",
     "trace_diff",
 ]
