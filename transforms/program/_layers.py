@@ -11,6 +11,7 @@ from jax import lax
 
 from .._arguments import check_count, describe, leaf_name
 from .._changes import call_with_models, changes
+from .._convolutions import with_loopable_gradients
 from .._model import Parts, dotted, is_module, split
 from .._stacking import Stacking
 
@@ -171,8 +172,10 @@ def scan_layers(
         return out, (y, {path: array for path, array in after.arrays().items() if path in changed})
 
     body: Any = turn
+    if jax.default_backend() == "cpu" and unroll < len(stack):
+        body = with_loopable_gradients(turn)
     if remat:
-        body = jax.checkpoint(turn, policy=None if remat is True else remat, prevent_cse=False)
+        body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
     carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)
     if changed:
         arrays = jax.tree.map_with_path(lambda path, x: changed.get(dotted(path[1:]), x), (parts.trainable, parts.rest))
