@@ -52,7 +52,7 @@ def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
 def with_loopable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` with convolutions whose derivatives are products; the same to rounding, and for a loop on a CPU.
 
-    The convolutions themselves stay, and so do custom derivative rules and what is inside of them.
+    Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.
     """
 
     def rewritten(*args: Any) -> Any:
@@ -83,15 +83,14 @@ def _differentiable(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     positions.
     """
 
-    @jax.custom_jvp
-    def convolve(lhs: Any, rhs: Any) -> Any:
-        (out,) = evaluate(eqn, lhs, rhs)
-        return out
-
     @partial(jax.checkpoint, prevent_cse=False)
     def as_products(lhs: Any, rhs: Any) -> Any:
         out = _convolve(eqn, lhs, rhs)
         return evaluate(eqn, lhs, rhs)[0] if out is None else _plain(out)
+
+    @jax.custom_jvp
+    def convolve(lhs: Any, rhs: Any) -> Any:
+        return evaluate(eqn, lhs, rhs)[0] if _is_channels_last(eqn) else as_products(lhs, rhs)
 
     @partial(convolve.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
@@ -104,6 +103,14 @@ def _differentiable(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
         return convolve(lhs, rhs), sum(terms[1:], *terms[:1])
 
     return convolve(lhs, rhs)
+
+
+def _is_channels_last(eqn: JaxprEqn) -> bool:
+    lhs, rhs, out = eqn.params["dimension_numbers"]
+    places = tuple(range(1, len(lhs) - 1))
+    last = (0, len(lhs) - 1, *places)
+    weights = (len(lhs) - 1, len(lhs) - 2, *(i - 1 for i in places))
+    return (lhs, rhs, out) == (last, weights, last) and eqn.params["batch_group_count"] == 1
 
 
 def has_convolution(jaxpr: Jaxpr) -> bool:
