@@ -1,7 +1,7 @@
 """Look at a program, and rewrite it."""
 
 from ._accumulate import accumulate
-from ._bucketed import Bucketed, bucketed
+from ._bucketed import bucketed
 from ._capture import Capture, capture
 from ._depend import depend
 from ._donation import assert_donated
@@ -14,7 +14,6 @@ from ._topk import masked_topk_mean
 from ._trace_diff import Difference, TraceDiff, trace_diff
 
 __all__ = [
-    "Bucketed",
     "Candidate",
     "Capture",
     "Difference",

@@ -158,7 +158,7 @@ def scan_layers(
         def call(layer: Any, carry: Any, *x: Any) -> Any:
             return layer(carry, *shared, *x)
 
-        arguments = before, (carry, *([] if xs is None else [x])), {}
+        arguments: Any = before, (carry, *([] if xs is None else [x])), {}
         out, models = call_with_models(call, arguments)
         after = split(models[0])
         if after.structure != structure:

@@ -24,7 +24,7 @@ class Stack(nnx.Module):
     # What `plurax.transforms.modules` knows a stack by.
     __plurax_layers__ = True
 
-    def __init__(self, layer: nnx.Module, size: int) -> None:
+    def __init__(self, layer: Any, size: int) -> None:
         self.layer = layer
         self._size = size
 

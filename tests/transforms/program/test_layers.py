@@ -64,7 +64,7 @@ BATCH = normal(6, 3), normal(6, 4, seed=1)
 
 def as_looped(tree: Any) -> dict[str, np.ndarray]:
     """Arrays by their paths, those of a stack as those of its layers."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for path, value in nnx.to_flat_state(tree):
         name = ".".join(map(str, path))
         if name.startswith("blocks.layer."):
@@ -228,9 +228,11 @@ def test_layers_alone_a_stack_of_one_and_layers_without_arrays() -> None:
 
 def test_a_frozen_kernel_needs_no_gradient_work() -> None:
     def flops(of: Any) -> float:
-        graph, chosen, rest = nnx.split(Net(nnx.Rngs(0), scanned=True, depth=2, unroll=2), of, ...)
+        apart: Any = nnx.split(Net(nnx.Rngs(0), scanned=True, depth=2, unroll=2), of, ...)
+        graph, chosen, rest = apart
         step = jax.jit(jax.grad(lambda chosen: loss(nnx.merge(graph, chosen, rest), *BATCH)))
-        return step.lower(chosen).compile().cost_analysis()["flops"]
+        analysis: Any = step.lower(chosen).compile().cost_analysis()
+        return analysis["flops"]
 
     saved = flops(nnx.Param) - flops(nnx.All(nnx.Param, nnx.Not(nnx.PathContains("kernel"))))
     assert saved >= 2 * 6 * 3 * 4 + 2 * (2 * 6 * 4 * 4)  # the products that give the kernels' gradients
@@ -422,7 +424,7 @@ class Any_(nnx.Module):
         return self.fun(self, x, *args)
 
 
-def remember(module: nnx.Module, x: Any) -> Any:
+def remember(module: Any, x: Any) -> Any:
     module.seen = nnx.Intermediate(x)
     return x
 
