@@ -56,7 +56,7 @@ class Stack(nnx.Module):
         for path, leaf in parts.arrays().items():
             if getattr(leaf, "shape", ())[:1] != (self._size,):
                 raise ValueError(
-                    f"scan_layers: `layer.{path}` of the stack has shape {getattr(leaf, 'shape', ())}, but axis 0 must "
+                    f"Stack: `layer.{path}` has shape {getattr(leaf, 'shape', ())}, but axis 0 must "
                     f"be its {self._size} layers; assign what belongs to all of them, or stack the layers again."
                 )
         return parts

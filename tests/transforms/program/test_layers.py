@@ -226,6 +226,28 @@ def test_layers_alone_a_stack_of_one_and_layers_without_arrays() -> None:
     assert scan_layers(stack_layers([Double(), Double(), Double()]), jnp.ones(2))[0].tolist() == [8.0, 8.0]
 
 
+def test_stacks_of_stacks_and_blocks_that_compute_themselves_again() -> None:
+    class Group(nnx.Module):
+        def __init__(self, seed: int) -> None:
+            self.blocks = stack_layers([Block(4, nnx.Rngs(seed + i), noisy=True) for i in range(2)])
+
+        @nnx.remat
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return scan_layers(self.blocks, x)[0]
+
+    groups = [Group(10 * i) for i in range(3)]
+    stack, x = stack_layers(groups), normal(6, 4)
+    assert stack.layer.blocks.layer.dense.kernel.shape == (3, 2, 4, 4)
+    (value, gradient), expected = value_and_grad(lambda stack: scan_layers(stack, x)[0].sum())(stack), x
+    for group in groups:
+        expected = group(expected)
+    np.testing.assert_allclose(value, expected.sum(), rtol=1e-5)
+    assert gradient["layer"]["blocks"]["layer"]["dense"]["kernel"].shape == (3, 2, 4, 4)
+    for ours, theirs in zip(stack.unstack(), groups, strict=True):
+        np.testing.assert_allclose(ours.blocks.layer.norm.mean[...], theirs.blocks.layer.norm.mean[...], atol=2e-6)
+        assert len(ours.blocks) == 2
+
+
 def test_a_frozen_kernel_needs_no_gradient_work() -> None:
     def flops(of: Any) -> float:
         apart: Any = nnx.split(Net(nnx.Rngs(0), scanned=True, depth=2, unroll=2), of, ...)
@@ -387,7 +409,7 @@ def test_a_layer_that_was_changed_after_it_was_made_is_named() -> None:
 def test_a_stack_that_was_changed_after_it_was_made_is_named() -> None:
     stack = stack_layers([Block(4, nnx.Rngs(i)) for i in range(3)])
     stack.layer.dense.kernel = nnx.Param(jnp.ones((4, 4)))
-    message = r"`layer.dense.kernel` of the stack has shape \(4, 4\), but axis 0 must be its 3 layers; assign what"
+    message = r"^Stack: `layer.dense.kernel` has shape \(4, 4\), but axis 0 must be its 3 layers; assign what"
     with pytest.raises(ValueError, match=message):
         scan_layers(stack, jnp.ones((2, 4)))
     with pytest.raises(ValueError, match=message):
