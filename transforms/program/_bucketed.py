@@ -147,9 +147,13 @@ class Bucketed:
                     f"bucketed: argument {i} holds keys, which cannot be filled up; pass one key, with None for its "
                     "axis, and split it inside of fun."
                 )
-            widths = [(0, 0)] * x.ndim
-            widths[axis] = (0, size - x.shape[axis])
-            return jnp.pad(x, widths) if isinstance(x, Tracer) else np.pad(np.asarray(x), widths)
+            axis %= x.ndim
+            if isinstance(x, Tracer):
+                return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+            # As numpy.pad, which takes five times as long for small arrays.
+            filled = np.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+            filled[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
+            return filled
 
         filled = [fill(x, axis) for x, axis in zip(leaves, broadcast_axes(axes, value), strict=True)]
         return jax.tree.unflatten(treedef, filled)
