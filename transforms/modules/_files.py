@@ -140,8 +140,10 @@ def load_params(
     missing = [f"`{name}`" for name in expected if name not in sources]
     unknown = [_say(source, name) for name, source in sources.items() if name not in expected]
     wrong = [_difference(name, x, *expected[name]) for name, x in found.items() if _outline(x) != expected[name]]
-    if wrong or (strict and (missing or unknown)) or (missing and not found):
-        raise ValueError(_misfit(file, type(model).__name__, missing, unknown, wrong))
+    needed = strict or (missing and not found)
+    if wrong or (needed and (missing or unknown)):
+        names = (missing, unknown) if needed else ([], [])
+        raise ValueError(_misfit(file, type(model).__name__, *names, wrong))
     if missing or unknown:
         left = f"left as they were: {_some(missing)}" if missing else "all were found"
         unused = f"; not used of the file: {_some(unknown)}" if unknown else ""

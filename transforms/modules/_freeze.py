@@ -9,7 +9,7 @@ from flax import nnx
 
 from .._arguments import short
 from ._filters import matching
-from ._kinds import NORMALISERS
+from ._kinds import SEEKERS
 from ._parameters import frozen, is_parameter, thawed
 from ._places import apply_to_module, dotted, enclosing, places, replaced
 
@@ -38,11 +38,12 @@ def freeze(model: Any, filter: Any) -> Any:
 
     Returns:
       A new module (or ensemble) with variables of its own, the arrays shared. What was frozen before stays so.
+      BatchNorm statistics are no parameters: unless a norm is in evaluation mode, they go on moving.
 
     Raises:
       TypeError: `model` is no module, or `filter` no filter.
-      ValueError: the filter takes no parameter; it takes one of a kind with methods of its own, or one that a
-        `nnx.WeightNorm` or `nnx.SpectralNorm` normalises, which a frozen one would escape.
+      ValueError: the filter takes no parameter; it takes one of a kind with methods of its own, or one that an
+        `nnx.WeightNorm`, `nnx.SpectralNorm` or `nnx.bridge.ToNNX` around it looks for as an `nnx.Param`.
 
     Cost:
       No arrays are copied. A gradient of the last 2 of 8 equal dense layers needs 92 MFLOP where one of all needs 193.
@@ -106,10 +107,10 @@ def unfreeze(model: Any) -> Any:
 
 def _check_freezable(name: str, parameter: Any, modules: list[Any]) -> None:
     for module in modules:
-        if isinstance(module, NORMALISERS):
+        if isinstance(module, SEEKERS):
             raise ValueError(
-                f"freeze: `{name}` is normalised in each call by a {type(module).__name__}, which would not find it if "
-                "it were frozen; leave it out of the filter, or cut its gradient with jax.lax.stop_gradient."
+                f"freeze: `{name}` is looked for in each call by a {type(module).__name__}, which finds only an "
+                "nnx.Param; leave it out of the filter, or cut its gradient with jax.lax.stop_gradient."
             )
     kind = type(thawed(parameter))
     for base in kind.__mro__[: kind.__mro__.index(nnx.Param)]:

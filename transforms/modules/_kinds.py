@@ -10,8 +10,8 @@ from flax import nnx
 from .._arguments import describe
 from ._places import Path
 
-# In each call they look for the `nnx.Param`s of another module, and put others in their place.
-NORMALISERS = (nnx.WeightNorm, nnx.SpectralNorm)
+# In each call they look for the `nnx.Param`s within them: to normalise them in their place, or to hand them to Linen.
+SEEKERS = (nnx.WeightNorm, nnx.SpectralNorm, nnx.bridge.ToNNX)
 _CONTAINERS = (nnx.List, nnx.Dict)
 
 

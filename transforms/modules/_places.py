@@ -28,8 +28,10 @@ def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
 def check_module(api: str, model: Any) -> None:
     """Refuse what is no NNX module."""
     if not is_module(model):
-        cure = "; put several modules into an nnx.Dict or nnx.List" if isinstance(model, (dict, list, tuple)) else ""
-        raise TypeError(f"{api}: model must be a Flax NNX module, but got {describe(model)}{cure}.")
+        raise TypeError(
+            f"{api}: model must be a Flax NNX module, but got {describe(model)}; put several modules into an nnx.Dict, "
+            "and a Linen module into an nnx.bridge.ToNNX."
+        )
 
 
 def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._arguments import describe
-from ._kinds import NORMALISERS, check_rules, holder, rule_for
+from ._kinds import SEEKERS, check_rules, holder, rule_for
 from ._parameters import is_parameter
 from ._places import apply_to_module, dotted, enclosing, places, replaced
 
@@ -97,8 +97,8 @@ def _checked(dtype: Any, name: str) -> Any:
 
 def _takes_dtype(module: Any) -> bool:
     """Whether the attribute `dtype` of a module says how it computes."""
-    if not isinstance(module, nnx.Module) or isinstance(module, NORMALISERS):
-        return False  # a normaliser would convert the parameters of its layer to that dtype, for good
+    if not isinstance(module, nnx.Pytree) or isinstance(module, SEEKERS):
+        return False  # a norm of weights would convert the parameters of its layer to that dtype, for good
     dtype = getattr(module, "dtype", "")
     return (dtype is None or _is_floating(dtype)) and not isinstance(getattr(type(module), "dtype", None), property)
 

@@ -74,9 +74,11 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         raise TypeError(f"reinitialize: key must be one key, such as jax.random.key(0), but got {describe(key)}.")
     nodes = places(model)
     drawn: dict[str, jax.Array] = {}
+    layers: set[str] = set()
     held: dict[type, dict[str, bool]] = {}  # for each kind the parameters of its layers, and whether one of them trains
     for path, x in {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}.values():
         length, layer = holder(nodes, path)
+        layers.add(type(layer).__name__)
         kind, name, trains = rule_for(layer, wanted), dotted(path[length:]), isinstance(x, nnx.Param)
         if kind is None:
             continue
@@ -85,7 +87,12 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
             at = [i for i in range(len(path)) if path[i] == "layer" and hasattr(type(nodes.get(path[:i])), _STACK)]
             drawn[dotted(path)] = _drawn(wanted[kind][name], x.get_raw_value(), len(at), layer, path, name, key)
     for kind, rule in rules.items():
-        _check_met(kind, rule, held.get(kind, {}), nodes)
+        if not any(isinstance(x, kind) for x in nodes.values()):
+            raise ValueError(
+                f"reinitialize: the rule for {kind.__name__} meets no layer; parameters are in those of the kinds "
+                f"{', '.join(sorted(layers))}."
+            )
+        _check_met(kind, rule, held.get(kind, {}))
     return with_leaves(model, drawn)
 
 
@@ -105,14 +112,11 @@ def _checked_rules(rules: Any) -> dict[type, dict[str, Initializer]]:
     return found
 
 
-def _check_met(kind: type, rule: Any, held: Mapping[str, bool], nodes: Mapping[Path, Any]) -> None:
-    """Refuse a rule that has nothing to do; a bare one needs one of the names of weights."""
+def _check_met(kind: type, rule: Any, held: Mapping[str, bool]) -> None:
+    """Refuse a name that no layer has; of a bare rule, both names that weights have."""
     lacking = [name for name in (rule if isinstance(rule, Mapping) else _WEIGHTS) if not held.get(name)]
     if not lacking or (not isinstance(rule, Mapping) and len(lacking) < len(_WEIGHTS)):
         return
-    if not any(isinstance(x, kind) for x in nodes.values()):
-        layers = sorted({type(x).__name__ for x in nodes.values() if isinstance(x, nnx.Module)})
-        raise ValueError(f"reinitialize: the rule for {kind.__name__} meets no layer; there are {', '.join(layers)}.")
     has = ", ".join(f"`{name}`" + (" (frozen)" if not trains else "") for name, trains in held.items())
     raise ValueError(
         f"reinitialize: the rule for {kind.__name__} meets no {' or '.join(f'`{name}`' for name in lacking)}; "

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -56,23 +56,24 @@ def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 @contextmanager
 def reading(api: str, path: Path) -> Iterator[Any]:
     """An open file of the library's; one that is damaged is refused."""
-    if not path.exists():
-        raise FileNotFoundError(f"{api}: there is no file at {path}.")
-    path.open("rb").close()  # who may not read it is told so by the system
+    library = _library(api)
     try:
-        file = _library(api).safe_open(path, "np")
-    except Exception as error:  # the library raises its own kind and the system's for one fact
-        raise _damaged(api, path, f"it is no whole file of safetensors ({error})") from error
-    with file:
-        metadata = file.metadata() or {}
-        if any("plurax" in name for name in metadata):
-            with path.open("rb") as raw:
-                match = _CHECKSUM.search(raw.read(int.from_bytes(raw.read(8), "little")))
-            if metadata.keys() != _METADATA.keys() or match is None or _checksum(path, 8 + match.start(1)) != match[1]:
-                raise _damaged(api, path, "its bytes are not those that were saved")
-            if metadata["plurax.format"] != _METADATA["plurax.format"]:
-                raise ValueError(f"{api}: {path} was written by a later version; read it with that.")
-        yield file
+        raw = path.open("rb")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{api}: there is no file at {path}.") from None
+    with raw:
+        try:
+            file = library.safe_open(path, "np")
+        except Exception as error:  # the library raises its own kind and the system's for one fact
+            raise _damaged(api, path, f"it is no whole file of safetensors ({error})") from error
+        with file:
+            metadata = file.metadata() or {}
+            if any("plurax" in name for name in metadata):
+                if metadata.keys() != _METADATA.keys() or not _is_as_saved(raw):
+                    raise _damaged(api, path, "its bytes are not those that were saved")
+                if metadata["plurax.format"] != _METADATA["plurax.format"]:
+                    raise ValueError(f"{api}: {path} was written by a later version; read it with that.")
+            yield file
 
 
 def read_array(api: str, file: Any, path: Path, name: str) -> np.ndarray:
@@ -92,14 +93,18 @@ def _library(api: str) -> Any:
     return safetensors
 
 
-def _checksum(path: Path, start: int) -> bytes:
-    """Of the bytes of a file, with zeros for the digits at `start`."""
-    with path.open("rb") as file:
-        found = zlib.crc32(_DIGITS, zlib.crc32(file.read(start)))
-        file.seek(len(_DIGITS), os.SEEK_CUR)
-        while block := file.read(1 << 24):
-            found = zlib.crc32(block, found)
-    return b"%08x" % found
+def _is_as_saved(file: BinaryIO) -> bool:
+    """Whether the checksum of a file is that of its bytes, with zeros for its digits."""
+    match = _CHECKSUM.search(file.read(int.from_bytes(file.read(8), "little")))
+    if match is None:
+        return False
+    start = 8 + match.start(1)
+    file.seek(0)
+    found = zlib.crc32(_DIGITS, zlib.crc32(file.read(start)))
+    file.seek(start + len(_DIGITS))
+    while block := file.read(1 << 24):
+        found = zlib.crc32(block, found)
+    return match[1] == b"%08x" % found
 
 
 def _damaged(api: str, path: Path, fact: str) -> Damaged:
