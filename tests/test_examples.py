@@ -1,5 +1,6 @@
 """Every example and every benchmark runs, small."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -39,6 +40,7 @@ SMALL = {
     "examples/jacobians_hessians.py": (),
     "examples/channels_last.py": ("--images", "1", "--side", "8", "--layers", "2", "--rounds", "1"),
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
+    "examples/from_torch.py": ("--file", str(ROOT / "examples/from_torch.safetensors")),
     "benchmarks/ensemble.py": ("--smoke",),
     "benchmarks/jacobian.py": ("--smoke",),
     "benchmarks/privacy.py": ("--smoke",),
@@ -106,7 +108,7 @@ def test_none_is_forgotten():
     assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, *OTHERS}
 
 
-@pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script])
+@pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script and "from_torch" not in script])
 def test_it_runs(script):
     assert run(script, *SMALL[script])
 
@@ -122,6 +124,20 @@ def test_the_tour_says_what_is_refused():
     assert "axis 0 of argument `x` has size 3, but axis 0 of argument `w` has size 2" in shown
     assert "[[ 6.  9. 12.]" not in shown
     assert "nothing is mapped: every entry of in_axes is None" in shown
+
+
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
+
+
+@pytest.mark.parametrize("live", [False, pytest.param(True, marks=NEEDS_TORCH)])
+def test_a_network_of_pytorch_is_the_same_here(live):
+    options = () if live else SMALL["examples/from_torch.py"]
+    shown = run("examples/from_torch.py", *options)
+    assert ("just now" if live else "before: from_torch.safetensors") in shown
+    assert "ValueError: load_params: the file does not fit the Net: it lacks `attention.key.kernel`" in shown
+    assert "With rules: 18 arrays of parameters with 707 numbers" in shown
+    apart = float(shown.partition("images: at most ")[2].split()[0])
+    assert apart <= 1e-5
 
 
 def test_the_demo(tmp_path):

@@ -51,10 +51,12 @@ def test_every_command_is_a_target_of_make():
 
 def test_every_name_of_the_tables_exists(namespace):
     import plurax.ensemble
+    import plurax.transforms.modules
     import plurax.transforms.privacy
     import plurax.transforms.program
 
-    modules = (plurax.ensemble, plurax.transforms, plurax.transforms.privacy, plurax.transforms.program)
+    transforms = (plurax.transforms, *(getattr(plurax.transforms, x) for x in ("modules", "privacy", "program")))
+    modules = (plurax.ensemble, *transforms)
     public = {name for module in modules for name in module.__all__}
     rows = re.findall(r"^\| (`.*?) \|", README, flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([A-Za-z_]+)", row)} - {"ens", "plurax"}

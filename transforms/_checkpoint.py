@@ -214,10 +214,10 @@ def write(
                 numbered = {f"{i}": array for i, array in enumerate(history.values())}
                 np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
                 manifest["files"][_HISTORY] = (unfinished / _HISTORY).stat().st_size
-                _sync(unfinished / _HISTORY)
+                sync(unfinished / _HISTORY)
             (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
             for file in [unfinished / _MANIFEST, unfinished / "arrays", unfinished]:
-                _sync(file)
+                sync(file)
             _replace(unfinished, path)
 
         group.agree(prepare)
@@ -321,7 +321,7 @@ def _sizes(root: Path, directory: Path) -> dict[str, int]:
 
 def _sync_all(directory: Path) -> None:
     for file in [*directory.rglob("*"), directory]:
-        _sync(file)
+        sync(file)
 
 
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
@@ -367,11 +367,11 @@ def _replace(new: Path, path: Path) -> None:
         except BaseException:
             old.rename(path)
             raise
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

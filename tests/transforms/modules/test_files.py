@@ -1,0 +1,407 @@
+"""Parameters in files: all that a network computes with comes back, to the bit, and nothing in silence."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from plurax.ensemble import Ensemble
+from plurax.transforms.modules import freeze, load_params, named_parameters, save_params
+
+X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+
+
+class Net(nnx.Module):
+    """Parameters, statistics, random streams, a cache, something shared, and arrays of many kinds."""
+
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)])
+        self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.tied = self.layers[1].kernel
+        self.tree = nnx.Param({"w": jnp.full((2, 3), seed), "b": [jnp.full(3, 0.5 * seed, jnp.bfloat16)]})
+        self.count, self.mask = nnx.Variable(jnp.asarray(seed)), nnx.Variable(jnp.asarray([seed > 0, False]))
+        self.plain, self.number = nnx.data(jnp.full((2,), seed, jnp.float16)), nnx.Param(float(seed))
+        self.empty = nnx.Param(jnp.zeros((0, 3)))
+        self.complex = nnx.Param(jnp.asarray([seed + 1j]))
+        self.cache, self.key = nnx.Cache(jnp.full(2, seed)), nnx.Variable(jax.random.key(seed))
+
+    def __call__(self, x: Any) -> Any:
+        x = self.dropout(self.norm(self.layers[1](nnx.relu(self.layers[0](x)))))
+        self.seen = nnx.Intermediate(x)
+        return x @ self.tied
+
+
+def contents(model: Any) -> dict[str, np.ndarray]:
+    """All arrays of a module, keys as their data."""
+    found = {}
+    for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))):
+        is_key = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(x) if is_key else jnp.asarray(x)
+        found[jax.tree_util.keystr(path, simple=True, separator=".")] = np.array(data)
+    return found
+
+
+def linear(seed: int = 0, **options: Any) -> nnx.Linear:
+    return nnx.Linear(4, 3, rngs=nnx.Rngs(seed), **options)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "model.safetensors"
+
+
+@pytest.fixture
+def saved(path: Path) -> Path:
+    """A file with a kernel of (4, 3) and a bias of (3,)."""
+    save_params(path, linear())
+    return path
+
+
+class TestBackAndForth:
+    """What is written, and that it comes back."""
+
+    def test_everything_that_computes_comes_back(self, path: Path) -> None:
+        trained, other = Net(3), Net(0)
+        trained(X)
+        save_params(path, trained)
+        before = contents(other)
+        found = load_params(path, other)
+        left = {"cache", "key", "dropout.rngs.key", "dropout.rngs.count", "seen"}
+        after, expected = contents(found), contents(trained)
+        for name in expected.keys() - left:
+            assert after[name].dtype == expected[name].dtype
+            assert after[name].shape == expected[name].shape
+            assert after[name].tobytes() == expected[name].tobytes()
+        for name in left & before.keys():
+            np.testing.assert_array_equal(after[name], before[name])
+        assert safetensors.numpy.load_file(path).keys() == expected.keys() - left
+        assert found.tied is found.layers[1].kernel
+        for name, x in contents(other).items():
+            np.testing.assert_array_equal(x, before[name])
+        evaluated = (nnx.view(model, deterministic=True, use_running_average=True)(X) for model in (found, trained))
+        np.testing.assert_array_equal(*evaluated)
+
+    @pytest.mark.parametrize("change", [lambda m: m, lambda m: freeze(m, "layers.0"), lambda m: freeze(m, True)])
+    def test_frozen_ones_have_their_names(self, path: Path, change: Any) -> None:
+        save_params(path, change(Net(1)))
+        for like in (Net(0), freeze(Net(0), ["tied", "tree"])):
+            found = load_params(path, like)
+            assert nnx.graphdef(found) == nnx.graphdef(like)
+            np.testing.assert_array_equal(found.layers[0].kernel[...], Net(1).layers[0].kernel[...])
+
+    def test_there_may_be_no_arrays(self, path: Path) -> None:
+        save_params(path, nnx.Dropout(0.5))
+        assert isinstance(load_params(path, nnx.Dropout(0.5)), nnx.Dropout)
+
+    def test_shapes_suffice(self, saved: Path) -> None:
+        found = load_params(saved, nnx.eval_shape(linear))
+        np.testing.assert_array_equal(found(X), linear()(X))
+
+    def test_arrays_come_to_where_others_are_kept(self, saved: Path) -> None:
+        device = jax.devices()[0]
+        like = linear(1)
+        like.kernel[...] = jax.device_put(like.kernel[...], device)
+        found = load_params(saved, like)
+        assert (found.kernel[...].committed, found.bias[...].committed) == (True, False)
+        assert found.kernel[...].sharding == like.kernel[...].sharding
+
+    def test_arrays_in_any_order_of_memory_are_written_right(self, path: Path) -> None:
+        turned = np.arange(6, dtype=np.float32).reshape(2, 3).T
+        save_params(
+            path, nnx.Dict(w=nnx.Param(turned), s=nnx.Param(np.float32(2)), big=nnx.Param(turned.astype(">f4")))
+        )
+        for x in safetensors.numpy.load_file(path).values():
+            np.testing.assert_array_equal(x, turned if x.ndim else 2)
+
+    def test_double_precision(self, path: Path) -> None:
+        with jax.enable_x64(True):
+            model = linear(param_dtype=jnp.float64)
+            save_params(path, model)
+            np.testing.assert_array_equal(load_params(path, model).kernel[...], model.kernel[...])
+        with pytest.raises(
+            ValueError, match="load_params: `bias` has dtype float64, which needs jax_enable_x64; enable it"
+        ):
+            load_params(path, model)
+        with pytest.raises(ValueError, match="`kernel` has dtype float64 instead of float32"):
+            load_params(path, linear())
+
+    def test_it_works_under_jit(self, saved: Path) -> None:
+        found = nnx.jit(lambda model: load_params(saved, model))(linear(1))
+        np.testing.assert_array_equal(found.kernel[...], linear().kernel[...])
+
+
+class TestFromElsewhere:
+    """Other names, other orders of axes."""
+
+    def write(self, path: Path, **arrays: np.ndarray) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        safetensors.numpy.save_file(arrays, path, {"format": "pt"})
+        return path
+
+    def test_names_and_axes(self, path: Path) -> None:
+        kernel, bias = np.arange(12, dtype=np.float32).reshape(3, 4), np.ones(3, np.float32)
+        file = self.write(path, **{"fc.weight": kernel, "fc.bias": bias, "seen": np.asarray(7)})
+        calls: list[Any] = []
+
+        def turn(name: str, x: np.ndarray) -> Any:
+            calls.append((name, x.shape))
+            return jnp.asarray(x.T)
+
+        short = {"weight": "kernel", "bias": "bias", "seen": None}
+        for rename in (
+            {"fc.weight": "kernel", "fc.bias": "bias", "seen": None},
+            lambda name: short[name.removeprefix("fc.")],
+        ):
+            found = load_params(file, linear(), rename=rename, transform=turn)
+            np.testing.assert_array_equal(found.kernel[...], kernel.T)
+            np.testing.assert_array_equal(found.bias[...], bias)
+        assert calls == [("bias", (3,)), ("kernel", (3, 4))] * 2
+
+    def test_a_dict_speaks_of_some_names_only(self, path: Path) -> None:
+        file = self.write(path, w=np.zeros((4, 3), np.float32), bias=np.ones(3, np.float32))
+        assert load_params(file, linear(), rename={"w": "kernel"}).bias[0] == 1
+
+    def test_names_may_change_places(self, path: Path) -> None:
+        model = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.zeros(2)))
+        save_params(path, model)
+        found = load_params(path, model, rename={"a": "b", "b": "a"})
+        assert (found.a[0], found.b[0]) == (0, 1)
+
+    @pytest.mark.parametrize(
+        ("rename", "match"),
+        [
+            ({"kernl": "kernel"}, "rename names what .* does not have: `kernl`; it has `bias`, `kernel`"),
+            ({"kernel": "bias"}, "`bias` and `kernel` of .* would both be `bias`; rename one"),
+            (lambda name: "x", "`bias` and `kernel` of .* would both be `x`; rename one"),
+        ],
+    )
+    def test_names_that_cannot_be(self, saved: Path, rename: Any, match: str) -> None:
+        with pytest.raises(ValueError, match=f"load_params: {match}"):
+            load_params(saved, linear(), rename=rename)
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"rename": "kernel"}, "rename must be a dict or a function of names, but got 'kernel'"),
+            ({"rename": {"kernel": 3}}, "rename must give a name or None, but gave 3 of type int for `kernel`"),
+            ({"rename": lambda name: ("a", name)}, "rename must give a name or None, but gave .* for `bias`"),
+            ({"transform": {}}, "transform must be a function"),
+            ({"transform": lambda name, x: None}, "transform must return an array, but returned None for `bias`"),
+            ({"strict": "no"}, "strict must be True or False, but got 'no'"),
+        ],
+    )
+    def test_arguments_of_a_wrong_type(self, saved: Path, options: Any, match: str) -> None:
+        with pytest.raises(TypeError, match=f"load_params: {match}"):
+            load_params(saved, linear(), **options)
+
+    def test_a_dtype_that_cannot_be_read(self, path: Path) -> None:
+        path.parent.mkdir()
+        header = b'{"bias":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[0,3]}}'
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+        with pytest.raises(ValueError, match="load_params: `bias` of .* has the dtype F8_E4M3, which cannot be read"):
+            load_params(path, linear())
+
+
+class TestMisfits:
+    """All of them are named at once, and nothing is loaded."""
+
+    def test_all_are_named_at_once(self, saved: Path) -> None:
+        class Other(nnx.Module):
+            def __init__(self) -> None:
+                self.kernel, self.scale = nnx.Param(jnp.ones((3, 4))), nnx.Param(jnp.ones(2))
+                self.shift = nnx.Param(jnp.ones(3, jnp.bfloat16))
+
+        model = Other()
+        match = (
+            r"load_params: .*model\.safetensors does not fit the Other: it lacks `scale`, `shift`; the module has no "
+            r"`bias`; `kernel` has shape \(4, 3\) instead of \(3, 4\); pass rename= for other names, or transform= for "
+            r"other shapes and dtypes, or strict=False to load what both have\."
+        )
+        with pytest.raises(ValueError, match=match):
+            load_params(saved, model)
+        match = (
+            r"the module has no `move` \(`kernel` of the file\); `shift` has dtype float32 instead of bfloat16; pass"
+        )
+        with pytest.raises(ValueError, match=match):
+            load_params(saved, model, rename={"kernel": "move", "bias": "shift"})
+        match = (
+            r"Other: `kernel` has shape \(4, 3\) instead of \(3, 4\) and dtype float16 instead of float32; pass transf"
+        )
+        with pytest.raises(ValueError, match=match):
+            load_params(saved, model, strict=False, transform=lambda name, x: x.astype(np.float16))
+        assert (model.kernel[...] == 1).all()
+
+    def test_long_lists_are_cut(self, saved: Path) -> None:
+        model = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(20)])
+        with pytest.raises(
+            ValueError, match=r"lacks `0`, `1`, `2`, `3`, `4`, `5`, `6`, `7` and 12 more; the module has no"
+        ):
+            load_params(saved, model)
+
+    def test_the_other_kind_of_a_container_is_no_number(self, saved: Path) -> None:
+        model = nnx.Dict(kernel=nnx.Param(jnp.ones((4, 3))), bias=nnx.Param(jnp.ones((1, 3))))
+        with pytest.raises(ValueError, match=r"`bias` has shape \(3,\) instead of \(1, 3\); pass transform="):
+            load_params(saved, model)
+
+    def test_loosely_what_both_have_is_loaded(self, saved: Path) -> None:
+        model = nnx.Dict(kernel=nnx.Param(jnp.ones((4, 3))), scale=nnx.Param(jnp.ones(2)))
+        match = "load_params: of the arrays of the Dict left as they were: `scale`; not used of the file: `bias`"
+        with pytest.warns(UserWarning, match=match) as warned:
+            found = load_params(saved, model, strict=False)
+        assert warned[0].filename == __file__
+        np.testing.assert_array_equal(found.kernel[...], linear().kernel[...])
+        assert (found.scale[...] == 1).all()
+        with pytest.warns(
+            UserWarning, match="of the arrays of the Linear all were found; not used of the file: `bias`"
+        ):
+            load_params(saved, linear(use_bias=False), strict=False)
+        load_params(saved, linear(), strict=False)
+
+    def test_loosely_nothing_at_all_is_an_error(self, saved: Path) -> None:
+        with pytest.raises(ValueError, match="does not fit the Dict: it lacks `w`; the module has no `bias`, `kernel`"):
+            load_params(saved, nnx.Dict(w=nnx.Param(jnp.ones(2))), strict=False)
+
+
+class TestRefusals:
+    """What is no module, no path, no array."""
+
+    def test_ensembles_have_files_of_their_own(self, path: Path) -> None:
+        ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
+        with pytest.raises(
+            TypeError, match=r"save_params: model must be one module, .*; plurax\.ensemble\.save writes"
+        ):
+            save_params(path, ensemble)
+        with pytest.raises(TypeError, match=r"load_params: model must be one module, .*; plurax\.ensemble\.load reads"):
+            load_params(path, ensemble)
+        save_params(path, ensemble[1])
+
+    @pytest.mark.parametrize("other", [{"w": jnp.ones(2)}, jnp.ones(2), None])
+    def test_other_models(self, saved: Path, other: Any) -> None:
+        for call in (save_params, load_params):
+            with pytest.raises(TypeError, match=f"{call.__name__}: model must be a Flax NNX module, but got"):
+                call(saved, other)
+
+    def test_paths(self, tmp_path: Path) -> None:
+        for call in (save_params, load_params):
+            with pytest.raises(TypeError, match=f"{call.__name__}: path must be that of a file, but got 3"):
+                call(3, linear())
+            with pytest.raises(IsADirectoryError, match=f"{call.__name__}: .* is a directory; give the path of a file"):
+                call(tmp_path, linear())
+        with pytest.raises(FileNotFoundError, match="load_params: there is no file at .*nothing"):
+            load_params(tmp_path / "nothing", linear())
+
+    def test_arguments_may_be_swapped_by_mistake(self, path: Path) -> None:
+        with pytest.raises(TypeError, match="save_params: model must be a Flax NNX module, but got"):
+            save_params(linear(), path)
+
+    @pytest.mark.parametrize(
+        ("value", "error", "match"),
+        [
+            ("text", TypeError, "`w` holds 'text' of type str, which is no array; make it a plain attribute"),
+            (
+                np.ones(1, complex),
+                ValueError,
+                "`w` has dtype complex128, which files of safetensors lack; convert it to one",
+            ),
+            (jnp.ones(2, jnp.int4), ValueError, "`w` has dtype int4, which files of safetensors lack"),
+            (jax.ShapeDtypeStruct((2,), jnp.float32), TypeError, "`w` is an array of shape .* without values"),
+        ],
+    )
+    def test_values(self, path: Path, value: Any, error: Any, match: str) -> None:
+        with pytest.raises(error, match=f"save_params: {match}"):
+            save_params(path, nnx.Dict(w=nnx.Variable(value)))
+        assert not path.exists()
+
+    def test_values_under_jit(self, path: Path) -> None:
+        with pytest.raises(TypeError, match=r"save_params: `bias` is .* without values; call it outside of jax\.jit"):
+            nnx.jit(lambda model: save_params(path, model))(linear())
+
+    def test_values_that_other_processes_hold(self, path: Path) -> None:
+        class Spread:
+            shape, dtype, is_fully_addressable = (2,), np.dtype(np.float32), False
+
+        with pytest.raises(
+            ValueError, match="save_params: `w` is spread over several processes; gather it first, with"
+        ):
+            save_params(path, nnx.Dict(w=nnx.Variable(Spread())))
+
+    def test_names(self, path: Path) -> None:
+        model = nnx.Dict({"a.b": nnx.Param(jnp.ones(1)), "a": nnx.Dict(b=nnx.Param(jnp.ones(2)))})
+        with pytest.raises(ValueError, match=r"save_params: two arrays of the model are called `a\.b`"):
+            save_params(path, model)
+
+    def test_without_safetensors(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+        for call in (save_params, load_params):
+            match = rf"{call.__name__} needs safetensors; install it with pip install 'plurax\[files\]'"
+            with pytest.raises(ModuleNotFoundError, match=match):
+                call(saved, linear())
+
+
+REPEATEDLY = """
+import sys
+import jax.numpy as jnp
+from flax import nnx
+from plurax.transforms.modules import save_params
+while True:
+    for value in (1.0, 2.0):
+        save_params(sys.argv[1], nnx.Dict(w=nnx.Param(jnp.full(500_000, value)), v=nnx.Param(jnp.full(7, value))))
+"""
+
+
+class TestWholeOrNotThere:
+    """A file is replaced in one step."""
+
+    def test_a_failure_leaves_the_old_one(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError("the disk is full")
+
+        before = saved.read_bytes()
+        for name in ("fsync", "replace"):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, fail) if name == "fsync" else patch.setattr(Path, name, fail)
+                with pytest.raises(OSError, match="the disk is full"):
+                    save_params(saved, linear(1))
+            assert saved.read_bytes() == before
+            assert [*saved.parent.iterdir()] == [saved]
+        save_params(saved, linear(1))
+        assert saved.read_bytes() != before
+
+    def test_a_link_stays_one(self, saved: Path) -> None:
+        link = saved.with_name("link")
+        link.symlink_to(saved)
+        save_params(link, linear(1))
+        assert link.is_symlink()
+        np.testing.assert_array_equal(load_params(saved, linear()).kernel[...], linear(1).kernel[...])
+
+    def test_others_may_read_it_if_the_system_lets_them(self, saved: Path, tmp_path: Path) -> None:
+        (tmp_path / "plain").touch()
+        assert saved.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+    def test_who_is_killed_leaves_a_whole_file(self, path: Path) -> None:
+        like = nnx.Dict(w=nnx.Param(jnp.zeros(500_000)), v=nnx.Param(jnp.zeros(7)))
+        seen = set()
+        with subprocess.Popen([sys.executable, "-c", REPEATEDLY, str(path)]) as process:
+            while not path.exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            # Meanwhile whoever reads it finds a whole one, too.
+            for _ in range(20):
+                found = load_params(path, like)
+                values = {float(x) for array in named_parameters(found).values() for x in np.unique(array)}
+                assert len(values) == 1
+                seen |= values
+            process.send_signal(signal.SIGKILL)
+        assert float(load_params(path, like).w[0]) in seen
+        assert seen == {1.0, 2.0}

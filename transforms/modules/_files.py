@@ -1,0 +1,270 @@
+"""Parameters in files: `save_params` and `load_params`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .._arguments import check_callable, describe
+from .._compat import Tracer
+from .._model import is_members
+from ._places import check_module, named_leaves, with_leaves
+from ._safetensors import DTYPES, read_array, reading, write
+
+# Random streams, and what a call leaves behind.
+_LEFT_OUT = (nnx.RngState, nnx.Cache, nnx.Intermediate)
+_SHOWN = 8
+
+
+def save_params(path: str | os.PathLike[str], model: Any) -> None:
+    """Write the parameters of a module to a file in the format of safetensors.
+
+    All that a network needs to compute again is written, under the names that `named_parameters` gives: parameters,
+    frozen or not, BatchNorm statistics and other state. Not written are random streams, caches and intermediate values
+    (`nnx.RngState`, `nnx.Cache`, `nnx.Intermediate`), nor the configuration: the class and its arguments are yours. No
+    code is in such a file, and PyTorch and others read it. For ensembles there is `plurax.ensemble.save`.
+
+    Args:
+      path: of the file. One that is there is replaced once the new one is whole and on the disk. Missing folders are
+        made.
+      model: an NNX module.
+
+    Raises:
+      ModuleNotFoundError: the extra is missing: `pip install 'plurax[files]'`.
+      TypeError: `model` is no module; a variable holds something else than arrays with values.
+      ValueError: two arrays have one name, one has a dtype that the format lacks (complex128, int4), or one is spread
+        over several processes.
+      OSError: the file cannot be written.
+
+    Cost:
+      One copy of the arrays in host memory.
+
+    Source:
+      https://huggingface.co/docs/safetensors; `mindspore.save_checkpoint`.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import load_params, save_params
+      >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_params(f"{folder}/linear.safetensors", model)
+      ...     again = load_params(f"{folder}/linear.safetensors", nnx.Linear(4, 3, rngs=nnx.Rngs(1)))
+      >>> bool((again.kernel[...] == model.kernel[...]).all())
+      True
+    """
+    _check_model("save_params", model, "plurax.ensemble.save writes")
+    write("save_params", _path("save_params", path), {x: _to_host(x, leaf) for x, leaf in _kept("save_params", model)})
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    rename: Mapping[str, str | None] | Callable[[str], str | None] | None = None,
+    strict: bool = True,
+    transform: Callable[[str, np.ndarray], Any] | None = None,
+) -> Any:
+    """Read parameters from a file in the format of safetensors, one of `save_params` or of another library.
+
+    Args:
+      path: of the file.
+      model: an NNX module of the architecture, whose values do not matter (`nnx.eval_shape` gives one without any).
+      rename: what the arrays of the file are called in the module: a dict from names in the file, in which others keep
+        theirs, or a function of a name in the file. None in place of a name leaves that array out.
+      strict: whether every array that `save_params` would write must be in the file, and nothing else. False loads what
+        both have, and warns of the rest. Shapes and dtypes must be the module's in any case.
+      transform: a function of the name in the module and the array, for other orders of axes or dtypes, such as
+        `lambda name, x: x.T if x.ndim == 2 else x`. No array is converted without it.
+
+    Returns:
+      A new module with variables of its own, on the devices on which those of `model` are kept. What no file holds,
+      such as random streams, is as in `model`.
+
+    Raises:
+      ModuleNotFoundError: the extra is missing: `pip install 'plurax[files]'`.
+      FileNotFoundError: there is no such file.
+      TypeError: `model` is no module, or an argument is of a wrong type.
+      ValueError: the file is damaged (those of `save_params` have a checksum), or does not fit: all arrays that are
+        missing, unknown, or of another shape or dtype are named; `rename` names an array that the file does not have,
+        or gives two one name. Nothing is changed then.
+
+    Warns:
+      UserWarning: with `strict=False`, of what is missing or unknown.
+
+    Cost:
+      Two passes over the file, one array in host memory at a time beside those that are loaded.
+
+    Source:
+      `mindspore.load_param_into_net`; `torch.nn.Module.load_state_dict`.
+
+    Example:
+      >>> import tempfile
+      >>> import numpy as np
+      >>> from flax import nnx
+      >>> from safetensors.numpy import save_file
+      >>> from plurax.transforms.modules import load_params
+      >>> theirs = {"fc.weight": np.ones((3, 4), np.float32), "fc.bias": np.zeros(3, np.float32)}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_file(theirs, f"{folder}/torch.safetensors")
+      ...     model = load_params(
+      ...         f"{folder}/torch.safetensors",
+      ...         nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+      ...         rename={"fc.weight": "kernel", "fc.bias": "bias"},
+      ...         transform=lambda name, x: x.T,
+      ...     )
+      >>> model(np.ones((1, 4), np.float32))
+      Array([[4., 4., 4.]], dtype=float32)
+    """
+    _check_model("load_params", model, "plurax.ensemble.load reads")
+    if not isinstance(strict, bool):
+        raise TypeError(f"load_params: strict must be True or False, but got {describe(strict)}.")
+    if transform is not None:
+        check_callable("load_params", transform, "transform")
+    expected = {name: _outline(leaf) for name, leaf in _kept("load_params", model)}
+    _check_representable(expected)
+    file = _path("load_params", path)
+    with reading("load_params", file) as opened:
+        sources = _renamed(opened.keys(), rename, file)
+        found = {name: read_array("load_params", opened, file, sources[name]) for name in expected if name in sources}
+    if transform is not None:
+        found = {name: _transformed(transform, name, x) for name, x in found.items()}
+    missing = [f"`{name}`" for name in expected if name not in sources]
+    unknown = [_say(source, name) for name, source in sources.items() if name not in expected]
+    wrong = [_difference(name, x, *expected[name]) for name, x in found.items() if _outline(x) != expected[name]]
+    needed = strict or (missing and not found)
+    if wrong or (needed and (missing or unknown)):
+        names = (missing, unknown) if needed else ([], [])
+        raise ValueError(_misfit(file, type(model).__name__, *names, wrong))
+    if missing or unknown:
+        left = f"left as they were: {_some(missing)}" if missing else "all were found"
+        unused = f"; not used of the file: {_some(unknown)}" if unknown else ""
+        warnings.warn(f"load_params: of the arrays of the {type(model).__name__} {left}{unused}.", stacklevel=2)
+    return with_leaves(model, found)
+
+
+def _check_model(api: str, model: Any, instead: str) -> None:
+    if is_members(model):
+        raise TypeError(f"{api}: model must be one module, but got an ensemble; {instead} those, or take one member.")
+    check_module(api, model)
+
+
+def _path(api: str, path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{api}: path must be that of a file, but got {describe(path)}.")
+    found = Path(path).resolve()
+    if found.is_dir():
+        raise IsADirectoryError(f"{api}: {found} is a directory; give the path of a file.")
+    return found
+
+
+def _kept(api: str, model: Any) -> list[tuple[str, Any]]:
+    """What of a module is in a file, by name."""
+    leaves = named_leaves(api, model, lambda x: not isinstance(x, _LEFT_OUT))
+    for name, leaf in leaves.items():
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (int, float, complex)):
+            raise TypeError(f"{api}: `{name}` holds {describe(leaf)}, which is no array; make it a plain attribute.")
+    return [(name, leaf) for name, leaf in leaves.items() if not _is_key(leaf)]
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _outline(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype; a variable may hold a Python number."""
+    number = isinstance(leaf, (int, float, complex))
+    return np.shape(leaf) if number else tuple(leaf.shape), np.dtype(jnp.result_type(leaf) if number else leaf.dtype)
+
+
+def _to_host(name: str, leaf: Any) -> np.ndarray:
+    if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+        raise TypeError(f"save_params: `{name}` is {describe(leaf)} without values; call it outside of jax.jit.")
+    if not getattr(leaf, "is_fully_addressable", True):
+        raise ValueError(
+            f"save_params: `{name}` is spread over several processes; gather it first, with "
+            "jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
+        )
+    dtype = _outline(leaf)[1]
+    if dtype.name not in DTYPES.values():
+        raise ValueError(
+            f"save_params: `{name}` has dtype {dtype}, which files of safetensors lack; convert it to one of "
+            f"{', '.join(DTYPES.values())}."
+        )
+    return np.asarray(leaf, dtype)
+
+
+def _check_representable(expected: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (_, dtype) in expected.items():
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
+
+
+def _renamed(names: Iterable[str], rename: Any, file: Path) -> dict[str, str]:
+    """By name in the module the name in the file."""
+    names = sorted(names)
+    if isinstance(rename, Mapping):
+        gone = [f"`{name}`" for name in rename if name not in names]
+        if gone:
+            raise ValueError(
+                f"load_params: rename names what {file} does not have: {_some(gone)}; it has {_names(names)}."
+            )
+        new_name = {name: name for name in names} | dict(rename)
+        renamed = [(name, new_name[name]) for name in names]
+    elif rename is None or callable(rename):
+        renamed = [(name, name if rename is None else rename(name)) for name in names]
+    else:
+        raise TypeError(f"load_params: rename must be a dict or a function of names, but got {describe(rename)}.")
+    found: dict[str, str] = {}
+    for name, new in renamed:
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise TypeError(f"load_params: rename must give a name or None, but gave {describe(new)} for `{name}`.")
+        if new in found:
+            raise ValueError(f"load_params: `{found[new]}` and `{name}` of {file} would both be `{new}`; rename one.")
+        found[new] = name
+    return found
+
+
+def _transformed(transform: Callable[[str, np.ndarray], Any], name: str, x: np.ndarray) -> Any:
+    found = transform(name, x)
+    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
+        raise TypeError(f"load_params: transform must return an array, but returned {describe(found)} for `{name}`.")
+    return found
+
+
+def _misfit(file: Path, kind: str, missing: list[str], unknown: list[str], wrong: list[str]) -> str:
+    facts = [f"it lacks {_some(missing)}"] if missing else []
+    facts += [f"the module has no {_some(unknown)}"] if unknown else []
+    facts += [f"{_some(wrong)}"] if wrong else []
+    cures = ["rename= for other names", "strict=False to load what both have"] if missing or unknown else []
+    cures = [*cures[:1], *(["transform= for other shapes and dtypes"] if wrong else []), *cures[1:]]
+    return f"load_params: {file} does not fit the {kind}: {'; '.join(facts)}; pass {', or '.join(cures)}."
+
+
+def _say(source: str, name: str) -> str:
+    return f"`{name}`" if source == name else f"`{name}` (`{source}` of the file)"
+
+
+def _difference(name: str, x: Any, shape: Any, dtype: Any) -> str:
+    facts = [f"shape {tuple(x.shape)} instead of {shape}"] if tuple(x.shape) != shape else []
+    facts += [f"dtype {x.dtype} instead of {dtype}"] if x.dtype != dtype else []
+    return f"`{name}` has {' and '.join(facts)}"
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
+
+
+def _names(names: list[str]) -> str:
+    return _some([f"`{name}`" for name in names]) or "nothing"

@@ -1,0 +1,81 @@
+"""What is a parameter, frozen or not, and what it is called: `named_parameters`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._model import is_members
+from ._places import check_module, named_leaves
+
+_KIND = "frozen_from"
+
+
+class Frozen(nnx.Variable[Any]):
+    """A parameter that `freeze` has taken out of training.
+
+    It is no `nnx.Param`, so that nothing that asks for those finds it. `nnx.state(model, Frozen)` has all of a model.
+
+    Example:
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import Frozen, freeze
+      >>> model = freeze(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "kernel")
+      >>> isinstance(model.kernel, Frozen), isinstance(model.kernel, nnx.Param)
+      (True, False)
+    """
+
+
+def is_parameter(x: Any) -> bool:
+    """Whether a variable is a parameter, frozen or not."""
+    return isinstance(x, (nnx.Param, Frozen))
+
+
+def frozen(parameter: Any) -> Any:
+    """A parameter that does not train, with what it was in its metadata."""
+    copy = parameter.copy()
+    if isinstance(parameter, Frozen):
+        return copy
+    return Frozen.from_metadata(copy.get_raw_value(), {**copy.get_metadata(), _KIND: type(parameter)})
+
+
+def thawed(x: Any) -> Any:
+    """A frozen parameter as it was before; anything else as it is."""
+    if not isinstance(x, Frozen):
+        return x
+    copy = x.copy()
+    metadata = copy.get_metadata()
+    return metadata.pop(_KIND).from_metadata(copy.get_raw_value(), metadata)
+
+
+def named_parameters(model: Any) -> dict[str, jax.Array]:
+    """The parameters of a module by their dotted names, as MindSpore's `parameters_dict`.
+
+    Args:
+      model: an NNX module. Of an ensemble the arrays of all members are stacked along axis 0.
+
+    Returns:
+      For each `nnx.Param` its array, frozen ones included: `{"net.kernel": array, "layers.0.bias": array}`. A parameter
+      that stands in several places has the name of the first; one that holds a pytree has an entry for each array.
+      BatchNorm statistics and random streams are no parameters.
+
+    Raises:
+      TypeError: `model` is no module.
+      ValueError: two arrays have one name, since a key of an `nnx.Dict` has a dot in it.
+
+    Source:
+      `mindspore.nn.Cell.parameters_dict`; `torch.nn.Module.named_parameters`.
+
+    Example:
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import named_parameters
+      >>> model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.relu, nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+      >>> {name: array.shape for name, array in named_parameters(model).items()}
+      {'layers.0.bias': (3,), 'layers.0.kernel': (4, 3), 'layers.2.bias': (3,), 'layers.2.scale': (3,)}
+      >>> sum(array.size for array in named_parameters(model).values())
+      21
+    """
+    module = model.__plurax_member__() if is_members(model) else model
+    check_module("named_parameters", module)
+    return named_leaves("named_parameters", module, is_parameter)

@@ -1,0 +1,119 @@
+"""The variables and modules of a model by their places, and copies of it in which some variables are others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.tree_util import keystr
+
+from .._arguments import describe
+from .._compat import Tracer
+from .._model import is_members, is_module
+
+Path = tuple[Any, ...]
+
+
+def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
+    """`change(model)` for a module; for an ensemble the ensemble of that, of all members at once."""
+    if is_members(model):
+        return model.__plurax_stack__(apply_to_module(api, model.__plurax_member__(), change))
+    check_module(api, model)
+    return change(model)
+
+
+def check_module(api: str, model: Any) -> None:
+    """Refuse what is no NNX module."""
+    if not is_module(model):
+        raise TypeError(
+            f"{api}: model must be a Flax NNX module, but got {describe(model)}; put several modules into an nnx.Dict, "
+            "and a Linen module into an nnx.bridge.ToNNX."
+        )
+
+
+def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """What the wanted variables of a module hold, by dotted names; a shared variable has that of its first place."""
+    found: dict[str, Any] = {}
+    for path, x in nnx.to_flat_state(nnx.state(model)):
+        for name, leaf in _leaves(path, x) if wanted(x) else ():
+            if name in found:
+                raise ValueError(f"{api}: two arrays of the model are called `{name}`; leave dots out of the keys.")
+            found[name] = leaf
+    return found
+
+
+def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a module that holds some other values, on the devices on which the present ones are kept."""
+
+    def new(path: Path, x: Any) -> Any:
+        leaves = _leaves(path, x)
+        if not any(name in values for name, _ in leaves):
+            return x
+        held = [_placed(values[name], leaf) if name in values else leaf for name, leaf in leaves]
+        value = jax.tree.unflatten(jax.tree.structure(_content(x)), held)
+        return x.copy(value) if isinstance(x, nnx.Variable) else value
+
+    return replaced(model, new)
+
+
+def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
+    """A copy of a module in which each variable is what `new` gives for it; a shared one stays shared."""
+
+    def copy(path: Path, x: Any) -> Any:
+        found = new(path, x)
+        return found.copy() if found is x and isinstance(x, nnx.Variable) else found
+
+    return nnx.map(copy, model)
+
+
+def places(model: Any) -> dict[Path, Any]:
+    """Every module and every variable, by each of its paths; the first of them stands before the others."""
+    groups = [_outer(paths) for paths in nnx.find_duplicates(model, only=lambda _, x: _is_node(x))]
+    return {path: x for first, x in nnx.iter_graph(model) if _is_node(x) for path in _aliases(first, groups)}
+
+
+def enclosing(nodes: Mapping[Path, Any], path: Path) -> list[Any]:
+    """The modules around what is at a path, the outermost first."""
+    return [nodes[path[:i]] for i in range(len(path)) if path[:i] in nodes]
+
+
+def dotted(path: Iterable[Any]) -> str:
+    """A path as one would write it in code."""
+    return ".".join(map(str, path))
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _outer(paths: list[Path]) -> list[Path]:
+    """Those that do not lead through another: a child may know its parent."""
+    return [path for path in paths if not any(path != other == path[: len(other)] for other in paths)]
+
+
+def _aliases(first: Path, groups: list[list[Path]]) -> list[Path]:
+    """All paths of what is at `first`, where the paths of each group lead to one object."""
+    found = [first]
+    for path in found:
+        for group in groups:
+            for rest in [path[len(part) :] for part in group if path[: len(part)] == part]:
+                found += [(*other, *rest) for other in group if (*other, *rest) not in found]
+    return found
+
+
+def _content(x: Any) -> Any:
+    return x.get_raw_value() if isinstance(x, nnx.Variable) else x
+
+
+def _leaves(path: Path, x: Any) -> list[tuple[str, Any]]:
+    inner = jax.tree.leaves_with_path(_content(x))
+    return [(dotted((*path, *([keystr(p, simple=True, separator=".")] if p else []))), leaf) for p, leaf in inner]
+
+
+def _placed(value: Any, like: Any) -> jax.Array:
+    if isinstance(like, jax.Array) and not isinstance(like, Tracer) and like.committed:
+        return jax.device_put(value, like.sharding)
+    return value if isinstance(value, jax.Array) else jnp.array(value)

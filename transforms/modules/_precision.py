@@ -1,0 +1,137 @@
+"""In which dtype the layers of a module compute: `with_precision`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .._arguments import describe
+from ._kinds import SEEKERS, check_rules, holder, rule_for
+from ._parameters import is_parameter
+from ._places import apply_to_module, dotted, enclosing, places, replaced
+
+
+def with_precision(
+    model: Any, dtype: Any, *, keep: Mapping[type, Any] = MappingProxyType({nnx.BatchNorm: jnp.float32})
+) -> Any:
+    """Let the layers of a module compute in another dtype.
+
+    As building every layer with `dtype=`, MindSpore's `to_float`: inputs and parameters are converted in each call. The
+    parameters themselves stay what they are, so that an optimiser goes on adding small steps to float32, and gradients
+    are float32. Losses are outside of the module; take `logits.astype(jnp.float32)` there, since sums over classes and
+    examples lose most.
+
+    Args:
+      model: an NNX module, or an ensemble of them.
+      dtype: of floating point, such as `jnp.bfloat16` or its name.
+      keep: kinds of modules that compute in another dtype, and all that is in them. Of several kinds that a module is,
+        the nearest counts, and of several modules around a layer the innermost. A BatchNorm in half precision would
+        keep its running statistics in that. None leaves a module as it is (but not what is in it): it is for one that
+        holds parameters and casts them on its own. Giving `keep` replaces the default.
+
+    Returns:
+      A new module (or ensemble) with variables of its own, the arrays shared.
+
+    Raises:
+      TypeError: `model` is no module, a dtype is not of floating point, or `keep` no dict from kinds of modules.
+      ValueError: a module holds parameters, but has no attribute `dtype` by which to say how to compute with them, or
+        complex ones; a shared module would have to compute in two dtypes; float64 without `jax_enable_x64`.
+
+    Source:
+      Micikevicius et al. 2018, "Mixed Precision Training"; `mindspore.nn.Cell.to_float`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import with_precision
+      >>> model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+      >>> mixed = with_precision(model, jnp.bfloat16)
+      >>> mixed.layers[0](jnp.ones((2, 4))).dtype, mixed(jnp.ones((2, 4))).dtype, mixed.layers[0].kernel.dtype
+      (dtype(bfloat16), dtype('float32'), dtype('float32'))
+    """
+    dtype = _checked(dtype, "dtype")
+    check_rules("with_precision", "keep", keep, "dtypes")
+    kept = {kind: None if value is None else _checked(value, f"keep[{kind.__name__}]") for kind, value in keep.items()}
+
+    def change(module: Any) -> Any:
+        copy = replaced(module, lambda _, x: x)
+        nodes = places(copy)
+        for path, x in nodes.items():
+            if is_parameter(x):
+                _check_computed(dotted(path), x, holder(nodes, path)[1], kept)
+        told: dict[int, Any] = {}
+        for path, node in nodes.items():
+            if not _takes_dtype(node) or _is_left(node, kept):
+                continue
+            wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
+            if jnp.dtype(told.setdefault(id(node), wanted)) != jnp.dtype(wanted):
+                raise ValueError(
+                    f"with_precision: `{dotted(path)}` stands in several places, for which keep asks for "
+                    f"{jnp.dtype(told[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
+                )
+            node.dtype = wanted
+        return copy
+
+    return apply_to_module("with_precision", model, change)
+
+
+def _checked(dtype: Any, name: str) -> Any:
+    """A dtype of floating point as it was given, or what its name stands for."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"with_precision: {name} must be of floating point, such as jnp.bfloat16, but got {describe(dtype)}."
+        )
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(f"with_precision: {name} is {found}, which needs jax_enable_x64; enable it.")
+    return found if isinstance(dtype, str) else dtype
+
+
+def _takes_dtype(module: Any) -> bool:
+    """Whether the attribute `dtype` of a module says how it computes."""
+    if not isinstance(module, nnx.Pytree) or isinstance(module, SEEKERS):
+        return False  # a norm of weights would convert the parameters of its layer to that dtype, for good
+    dtype = getattr(module, "dtype", "")
+    return (dtype is None or _is_floating(dtype)) and not isinstance(getattr(type(module), "dtype", None), property)
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
+
+
+def _is_left(module: Any, kept: Mapping[type, Any]) -> bool:
+    kind = rule_for(module, kept)
+    return kind is not None and kept[kind] is None
+
+
+def _wanted(modules: list[Any], dtype: Any, kept: Mapping[type, Any]) -> Any:
+    """The dtype that the innermost of some modules asks for, of those that ask for one."""
+    asked = [kept[kind] for module in modules if (kind := rule_for(module, kept)) is not None]
+    return [dtype, *(x for x in asked if x is not None)][-1]
+
+
+def _check_computed(name: str, parameter: Any, module: Any, kept: Mapping[type, Any]) -> None:
+    dtypes = [jnp.result_type(x) for x in jax.tree.leaves(parameter.get_raw_value())]
+    if _is_left(module, kept) or not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        return
+    kind = type(module).__name__
+    why = f"{kind} has no attribute `dtype` by which to tell it"
+    if _takes_dtype(module):
+        if not any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+            return
+        why = "it is complex"
+    raise ValueError(
+        f"with_precision: nothing can be said of how `{name}` is computed with, since {why}; let it have one and "
+        f"convert by it, or pass keep={{{kind}: None}} if it takes care of that itself."
+    )

@@ -1,0 +1,169 @@
+"""Parameters drawn anew by kind of layer: `reinitialize`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .._arguments import describe
+from .._model import is_members
+from ._kinds import check_rules, holder, rule_for
+from ._parameters import is_parameter
+from ._places import Path, check_module, dotted, places, with_leaves
+
+Initializer = Callable[..., Any]
+_WEIGHTS = ("kernel", "embedding")
+# Of a class whose attribute `layer` is one block with an axis of layers in front of each array.
+_STACK = "__plurax_layers__"
+
+
+def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Initializer]], key: jax.Array) -> Any:
+    """Draw parameters of a module anew, by kind of layer.
+
+    Args:
+      model: an NNX module.
+      rules: for kinds of layers their initializers; of several kinds that a layer is, the nearest counts. A bare
+        initializer, such as `nnx.initializers.he_normal()`, is for the layer's `kernel` or `embedding`; a dict is for
+        parameters by name, such as `{"scale": nnx.initializers.ones, "bias": nnx.initializers.zeros}`. The layer is the
+        one that holds the parameter itself: `nnx.LinearGeneral` for those of an `nnx.MultiHeadAttention`, `nnx.Linear`
+        for those of the cells of an `nnx.RNN`.
+      key: what is drawn for a parameter depends on it and on the parameter's path, and on nothing else.
+
+    Returns:
+      A new module with variables of its own. Parameters of which no rule speaks are as they were, and so are frozen
+      ones and other state, such as BatchNorm statistics. A parameter that stands in several places is of the first.
+
+    Raises:
+      TypeError: `model` is no module, `rules` no such dict, `key` no key; an initializer returns no array (as one of
+        Flax's that still has to be called).
+      ValueError: a rule meets no layer, or no parameter of that name; an initializer gives another shape or dtype.
+
+    Cost:
+      One call of an initializer for each parameter, and for each layer of a stack.
+
+    Source:
+      He et al. 2015, "Delving Deep into Rectifiers"; MindSpore's `cells_and_names` with `set_data`. Fans are those that
+      Flax would use: of the flattened kernel for `nnx.LinearGeneral`.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from plurax.transforms.modules import reinitialize
+      >>> model = nnx.Sequential(nnx.Linear(64, 50, rngs=nnx.Rngs(0)), nnx.LayerNorm(50, rngs=nnx.Rngs(0)))
+      >>> init = nnx.initializers
+      >>> rules = {nnx.Linear: init.he_uniform(), nnx.LayerNorm: {"scale": init.ones, "bias": init.constant(0.5)}}
+      >>> model = reinitialize(model, rules, jax.random.key(0))
+      >>> print(f"{model.layers[0].kernel[...].std():.2f}", model.layers[1].bias[0])  # (2 / 64) ** 0.5 = 0.18
+      0.18 0.5
+    """
+    if is_members(model):
+        raise TypeError(
+            "reinitialize: model must be one module, but got an ensemble; let what makes its members do it: "
+            "Ensemble.create(lambda rngs: reinitialize(make(rngs), rules, rngs()), ...)."
+        )
+    check_module("reinitialize", model)
+    wanted = _checked_rules(rules)
+    if not (isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
+        raise TypeError(f"reinitialize: key must be one key, such as jax.random.key(0), but got {describe(key)}.")
+    nodes = places(model)
+    drawn: dict[str, jax.Array] = {}
+    layers: set[str] = set()
+    held: dict[type, dict[str, bool]] = {}  # for each kind the parameters of its layers, and whether one of them trains
+    for path, x in {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}.values():
+        length, layer = holder(nodes, path)
+        layers.add(type(layer).__name__)
+        kind, name, trains = rule_for(layer, wanted), dotted(path[length:]), isinstance(x, nnx.Param)
+        if kind is None:
+            continue
+        held.setdefault(kind, {})[name] = trains or held.get(kind, {}).get(name, False)
+        if trains and name in wanted[kind]:
+            at = [i for i in range(len(path)) if path[i] == "layer" and hasattr(type(nodes.get(path[:i])), _STACK)]
+            drawn[dotted(path)] = _drawn(wanted[kind][name], x.get_raw_value(), len(at), layer, path, name, key)
+    for kind, rule in rules.items():
+        if not any(isinstance(x, kind) for x in nodes.values()):
+            raise ValueError(
+                f"reinitialize: the rule for {kind.__name__} meets no layer; parameters are in those of the kinds "
+                f"{', '.join(sorted(layers))}."
+            )
+        _check_met(kind, rule, held.get(kind, {}))
+    return with_leaves(model, drawn)
+
+
+def _checked_rules(rules: Any) -> dict[type, dict[str, Initializer]]:
+    """For each kind its initializers by name; a bare one is for both names that weights have."""
+    check_rules("reinitialize", "rules", rules, "initializers")
+    found = {
+        kind: dict(rule) if isinstance(rule, Mapping) else dict.fromkeys(_WEIGHTS, rule) for kind, rule in rules.items()
+    }
+    for kind, named in found.items():
+        for name, initializer in named.items():
+            if not isinstance(name, str) or not callable(initializer):
+                raise TypeError(
+                    f"reinitialize: the rule for {kind.__name__} must be an initializer, or a dict from names of "
+                    f"parameters to initializers, but got {describe(rules[kind])}."
+                )
+    return found
+
+
+def _check_met(kind: type, rule: Any, held: Mapping[str, bool]) -> None:
+    """Refuse a name that no layer has; of a bare rule, both names that weights have."""
+    lacking = [name for name in (rule if isinstance(rule, Mapping) else _WEIGHTS) if not held.get(name)]
+    if not lacking or (not isinstance(rule, Mapping) and len(lacking) < len(_WEIGHTS)):
+        return
+    has = ", ".join(f"`{name}`" + (" (frozen)" if not trains else "") for name, trains in held.items())
+    raise ValueError(
+        f"reinitialize: the rule for {kind.__name__} meets no {' or '.join(f'`{name}`' for name in lacking)}; "
+        + (f"its layers hold {has}." if has else "give rules for the kinds of layers that it is made of.")
+    )
+
+
+def _drawn(
+    initializer: Initializer, value: Any, axes: int, layer: Any, path: Path, name: str, key: jax.Array
+) -> jax.Array:
+    """New values like `value`, whose first axes count the layers of stacks."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"reinitialize: `{dotted(path)}` holds {describe(value)}, but only one array can be drawn.")
+    shape = _shape_for(layer, name, value.shape[axes:])
+    words = np.frombuffer(hashlib.blake2b(dotted(path).encode(), digest_size=8).digest(), "<u4")
+    for word in words:  # 64 bits, so that no two of a million paths have one key
+        key = jax.random.fold_in(key, word)
+    keys = [jax.random.fold_in(key, i) for i in range(math.prod(value.shape[:axes]))] if axes else [key]
+    # Not under vmap: an initializer may be any function, and draw otherwise there.
+    drawn = [_called(initializer, dotted(path), key, shape, value.dtype) for key in keys]
+    return jnp.stack(drawn).reshape(value.shape) if drawn else value
+
+
+def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    try:
+        found = initializer(key, shape, dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"reinitialize: the initializer of `{name}` cannot be called with a key, a shape and a dtype ({error}); "
+            "call what makes one first, such as nnx.initializers.he_normal()."
+        ) from error
+    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
+        raise TypeError(
+            f"reinitialize: the initializer of `{name}` must return an array, but returned {describe(found)}; call "
+            "what makes one first, such as nnx.initializers.he_normal()."
+        )
+    if found.shape != shape or found.dtype != dtype:
+        raise ValueError(
+            f"reinitialize: the initializer of `{name}` returned {describe(found)}, but it needs shape {shape} and "
+            f"dtype {dtype}; return what it is asked for."
+        )
+    return found
+
+
+def _shape_for(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What Flax asks an initializer for: `nnx.LinearGeneral` flattens, so that fans are those of a matrix."""
+    if not isinstance(layer, nnx.LinearGeneral) or name not in ("kernel", "bias"):
+        return shape
+    outputs = len(layer.out_features)
+    return (math.prod(shape),) if name == "bias" else (math.prod(shape[:-outputs]), math.prod(shape[-outputs:]))

@@ -1,0 +1,111 @@
+"""Files of named arrays in the format of safetensors, whole or not there, with a checksum that tells damage.
+
+The library checks that a file is well formed, but not that its numbers are those that were written. So the metadata of
+ours has a checksum of all bytes of the file, for which its own digits count as zeros.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from .._checkpoint import sync
+from .._processes import Damaged
+
+_DIGITS = b"00000000"
+_METADATA = {"plurax.format": "1", "plurax.checksum": _DIGITS.decode()}
+_CHECKSUM = re.compile(rb'"plurax\.checksum"\s*:\s*"([0-9a-f]{8})"')
+DTYPES = {
+    "BOOL": "bool",
+    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "C64": "complex64"},
+}
+
+
+def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to a file, which is replaced in one step once the new one is whole and on the disk."""
+    save = _library(api).numpy.save
+    # The library writes an array's memory as it lies.
+    data = save({name: np.asarray(x, order="C") for name, x in arrays.items()}, _METADATA)
+    match = _CHECKSUM.search(data)
+    assert match is not None
+    start = match.start(1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(data)
+            file.seek(start)
+            file.write(b"%08x" % zlib.crc32(data))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def reading(api: str, path: Path) -> Iterator[Any]:
+    """An open file of the library's; one that is damaged is refused."""
+    library = _library(api)
+    try:
+        raw = path.open("rb")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{api}: there is no file at {path}.") from None
+    with raw:
+        try:
+            file = library.safe_open(path, "np")
+        except Exception as error:  # the library raises its own kind and the system's for one fact
+            raise _damaged(api, path, f"it is no whole file of safetensors ({error})") from error
+        with file:
+            metadata = file.metadata() or {}
+            if any("plurax" in name for name in metadata):
+                if metadata.keys() != _METADATA.keys() or not _is_as_saved(raw):
+                    raise _damaged(api, path, "its bytes are not those that were saved")
+                if metadata["plurax.format"] != _METADATA["plurax.format"]:
+                    raise ValueError(f"{api}: {path} was written by a later version; read it with that.")
+            yield file
+
+
+def read_array(api: str, file: Any, path: Path, name: str) -> np.ndarray:
+    """One array of an open file."""
+    kind = file.get_slice(name).get_dtype()
+    if kind not in DTYPES:
+        raise ValueError(f"{api}: `{name}` of {path} has the dtype {kind}, which cannot be read; convert it there.")
+    return file.get_tensor(name)
+
+
+def _library(api: str) -> Any:
+    """Safetensors, an extra."""
+    try:
+        import safetensors.numpy
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{api} needs safetensors; install it with pip install 'plurax[files]'.") from error
+    return safetensors
+
+
+def _is_as_saved(file: BinaryIO) -> bool:
+    """Whether the checksum of a file is that of its bytes, with zeros for its digits."""
+    match = _CHECKSUM.search(file.read(int.from_bytes(file.read(8), "little")))
+    if match is None:
+        return False
+    start = 8 + match.start(1)
+    file.seek(0)
+    found = zlib.crc32(_DIGITS, zlib.crc32(file.read(start)))
+    file.seek(start + len(_DIGITS))
+    while block := file.read(1 << 24):
+        found = zlib.crc32(block, found)
+    return match[1] == b"%08x" % found
+
+
+def _damaged(api: str, path: Path, fact: str) -> Damaged:
+    return Damaged(f"{api}: {path} is damaged: {fact}; restore a copy, or save it again.")
