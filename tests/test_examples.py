@@ -27,6 +27,7 @@ OTHERS = {
     "examples/dp_sgd_digits.py",
     "examples/multi_host.py",
     "examples/agents.py",
+    "examples/control_flow.py",
     "examples/laplacian.py",
     "examples/profile_resnet.py",
     "examples/stiff_brusselator.py",
@@ -36,6 +37,9 @@ OTHERS = {
 SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
+    "examples/static_graph_tour.py": ("--steps", "3", "--entries", "3", "--rows", "3", "--side", "3", "--rounds", "1"),
+    "examples/cells_tour.py": (),
+    "examples/custom_rules.py": ("--lanes", "2", "--batch", "1", "--planets", "3", "--size", "4", "--rounds", "1"),
     "examples/jacobians_hessians.py": (),
     "examples/channels_last.py": ("--images", "1", "--side", "8", "--layers", "2", "--rounds", "1"),
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
@@ -77,6 +81,11 @@ def test_two_processes_train_what_one_reads(tmp_path):
     ("script", "options", "said"),
     [
         ("agents", ("--agents", "3", "--iterations", "3"), "3 agents side by side"),
+        (
+            "control_flow",
+            ("--lanes", "3", "--width", "3", "--side", "9", "--limit", "9", "--chunk-size", "5", "--rounds", "1"),
+            "3. A while_loop, 81 lanes of 1 to 9 turns",
+        ),
         (
             "laplacian",
             ("--particles", "1", "2", "--samples", "9", "--rounds", "1"),
@@ -122,6 +131,18 @@ def test_the_tour_says_what_is_refused():
     assert "axis 0 of argument `x` has size 3, but axis 0 of argument `w` has size 2" in shown
     assert "[[ 6.  9. 12.]" not in shown
     assert "nothing is mapped: every entry of in_axes is None" in shown
+
+
+def test_the_tour_of_static_graphs_says_how_each_has_it():
+    shown = run("examples/static_graph_tour.py", *SMALL["examples/static_graph_tour.py"])
+    assert shown.count("MindSpore: ") == shown.count("JAX: ") == 8
+    assert "Ordered callbacks of three calls: before, after, before, after, before, after." in shown
+
+
+def test_the_tour_of_cells_says_what_must_not_be_compiled():
+    shown = run("examples/cells_tour.py")
+    assert shown.count("UnexpectedTracerError") == 4
+    assert "random.random() runs while tracing: two calls give one number." in shown
 
 
 def test_the_demo(tmp_path):
