@@ -109,7 +109,7 @@ def which_branches_run() -> dict[str, Any]:
         jax.block_until_ready(jax.jit(mapped(fun([counted("a"), counted("b"), counted("c")])))(*args))
         found[name] = (decisions(mapped(fun([jnp.sin, jnp.cos, double])), *args), dict(sorted(CALLS.items())))
     show(
-        "1. Five lanes; of two or three branches, the first is for two lanes (of the switch: three)",
+        "1. Five lanes, two of which need branch a (of the switch: three)",
         ("", "in the program", "how often each branch runs"),
         [(name, ", ".join(ops), ", ".join(f"{k}: {v}" for k, v in calls.items()))
          for name, (ops, calls) in found.items()],
@@ -297,9 +297,8 @@ def draw(path: Path, turns: np.ndarray, order: np.ndarray, chunk: int) -> None:
     figure, (image, *panels) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained", width_ratios=(1, 1.25, 1.25))
     image.imshow(turns.reshape(side, side), norm=mpl.colors.LogNorm(1, turns.max()), cmap="magma", origin="lower")
     image.set(title=f"Turns of {len(turns):,} lanes", xticks=[], yticks=[])
-    for panel, of_lane, title in zip(
-        panels, (turns, turns[order]), ("vmap, and vmap in chunks", "Sorted by a guess, in chunks"), strict=True
-    ):
+    named = ("vmap, and vmap in chunks", "lane, row by row"), ("Sorted by a guess, in chunks", "lane, in that order")
+    for panel, of_lane, (title, label) in zip(panels, (turns, turns[order]), named, strict=True):
         lanes = np.arange(len(turns))
         slowest = np.concatenate(
             [np.full(len(part), part.max()) for part in np.split(of_lane, range(chunk, len(turns), chunk))]
@@ -308,7 +307,7 @@ def draw(path: Path, turns: np.ndarray, order: np.ndarray, chunk: int) -> None:
             panel.fill_between(lanes, turns.max(), color="0.9", step="post", label="vmap: until the last lane is done")
         panel.fill_between(lanes, slowest, color="tab:orange", step="post", alpha=0.6, label=f"chunks of {chunk}")
         panel.fill_between(lanes, of_lane, color="tab:blue", step="post", linewidth=0, label="needed")
-        panel.set(xlabel="lane", ylabel="turns", title=title, xlim=(0, len(turns)), ylim=(0, 1.25 * turns.max()))
+        panel.set(xlabel=label, ylabel="turns", title=title, xlim=(0, len(turns)), ylim=(0, 1.25 * turns.max()))
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(loc="upper left", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)

@@ -1,6 +1,6 @@
 """Rules of one's own: for `vmap`, for `jvp` and for `vjp`, each where the automatic one is poor.
 
-    python examples/custom_rules.py --lanes 16 --batch 16
+    python examples/custom_rules.py --lanes 10 --batch 16
 
 Three operators. A convolution whose filters differ from lane to lane, which `vmap` makes a grouped one, slow on a CPU:
 `custom_vmap` says how it is done instead. Kepler's equation, solved by a loop that reverse mode refuses: `custom_jvp`
@@ -70,15 +70,15 @@ def apart(found: Any, expected: Any) -> float:
 
 
 def native(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Images `x` (batch, height, width, channels) by filters `w` (k, k, channels, features), nothing padded."""
+    """Images `x` (batch, height, width, channels) by filters `w` (rows, columns, channels, features), no padding."""
     return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def by_patches(w: jax.Array, x: jax.Array) -> jax.Array:
     """The same as one matrix product: what a filter sees of the image side by side, times the filter."""
-    k, _, _, features = w.shape
-    height, width = x.shape[1] - k + 1, x.shape[2] - k + 1
-    patches = [x[:, i : i + height, j : j + width] for i in range(k) for j in range(k)]
+    rows, columns, _, features = w.shape
+    height, width = x.shape[1] - rows + 1, x.shape[2] - columns + 1
+    patches = [x[:, i : i + height, j : j + width] for i in range(rows) for j in range(columns)]
     return jnp.concatenate(patches, -1) @ w.reshape(-1, features)
 
 
@@ -142,7 +142,7 @@ def a_rule_for_vmap(lanes: int, batch: int, rounds: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(lanes, 5, 5, 6, 16)) / 12, jnp.float32)
     x = jnp.asarray(rng.normal(size=(lanes, batch, 14, 14, 6)), jnp.float32)
-    differences = agrees_with_a_loop(w, x)
+    differences = agrees_with_a_loop(w[:4, :3, :2], x[:4, :2, :7])
     assert max(differences.values()) < 1e-5, differences
     small = w[0, :2, :2, :2, :3], x[0, :2, :4, :3, :2]
     check_grads(jax.jit(convolve), small, order=2, modes=("fwd", "rev"), rtol=2e-2, atol=2e-2)
@@ -169,7 +169,8 @@ def a_rule_for_vmap(lanes: int, batch: int, rounds: int) -> dict[str, Any]:
     gain = {what: times["vmap"] / times["vmap, with the rule"] for what, times in spent.items()}
     error = refusal(lambda: grad(squares(batched))(w[0], x[0]))
     console.print("The rule is quicker: " + ", ".join(f"{what} {value:.1f} times" for what, value in gain.items()))
-    console.print(f"Its largest difference from a loop is {max(differences.values()):.0e}: {'; '.join(differences)}.")
+    console.print(f"Its largest difference from a loop is {max(differences.values()):.0e}, of these cases:")
+    console.print("; ".join(differences))
     console.print(f"Its gradient without custom_jvp: {error}")
     return {"ms": spent, "gain": gain, "apart": differences, "refused": error}
 
@@ -329,7 +330,7 @@ def wrong_rules() -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", type=int, default=16, help="lanes with filters of their own (default 16)")
+    parser.add_argument("--lanes", type=int, default=10, help="lanes with filters of their own (default 10)")
     parser.add_argument("--batch", type=int, default=16, help="images of each lane (default 16)")
     parser.add_argument("--planets", type=int, default=10_000, help="of Kepler's equation (default 10000)")
     parser.add_argument("--size", type=int, default=128, help="of the fixed point (default 128)")

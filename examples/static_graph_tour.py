@@ -161,7 +161,7 @@ class Static:
 def a_class_of_ones_own() -> dict[str, Any]:
     section(
         "2. A class of one's own in a compiled function",
-        "jit_class has the methods of a class compiled, its attributes as constants of the graph.",
+        "jit_class has the attributes and methods of a class compiled into the graph that uses it.",
         "an object that is registered as a pytree is an argument like any other, so that a changed attribute changes "
         "the result; with static_argnums=0, self goes stale without a word.",
     )
@@ -251,9 +251,9 @@ def select_or_cond(steps: int, side: int, rounds: int) -> dict[str, Any]:
 def where_twice() -> dict[str, list[float]]:
     section(
         "4. What a select does to a derivative",
-        "select computes both branches backward too.",
-        "so does where, and an infinite slope of the branch not taken, times zero, is nan; a first where keeps the "
-        "value that must not be out of the branch.",
+        "ops.select computes both branches; of its derivative the tutorial says nothing.",
+        "where computes both, forward and backward, and an infinite slope of the branch not taken, times zero, is nan; "
+        "a first where keeps the value that must not be out of the branch.",
     )
     functions = {
         "where": lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0),
@@ -276,7 +276,7 @@ def map_instead_of_a_loop(rows: int, rounds: int) -> dict[str, Any]:
     section(
         "5. vmap instead of a loop",
         "vmap over 100 rows is 30 times quicker than a loop in a compiled function, each timed at its first call.",
-        "the first call is mostly compiling, and the loop's program is as long as it has rows; so are its later calls.",
+        "so it is here, and most of that is compiling; after the first call it is the cost of so many small kernels.",
     )
     x = np.asarray(100 * np.random.default_rng(0).normal(size=(rows, 2)), np.float32)
 
