@@ -133,7 +133,7 @@ def layers(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
     return compared(programs, f"{depth} blocks", "loop", rounds, 1 if smoke else 3, seconds)
 
 
-def convolutions(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def convolutions(smoke: bool, rounds: int) -> list[dict[str, Any]]:
     """Blocks with convolutions."""
     depth, width, side = (3, 4, 4) if smoke else (16, 32, 16)
     blocks = [Convolutional(width, nnx.Rngs(i)) for i in range(depth)]

@@ -28,6 +28,7 @@ OTHERS = {
     "examples/dp_sgd_digits.py",
     "examples/multi_host.py",
     "examples/agents.py",
+    "examples/control_flow.py",
     "examples/laplacian.py",
     "examples/profile_resnet.py",
     "examples/stiff_brusselator.py",
@@ -37,6 +38,9 @@ OTHERS = {
 SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
+    "examples/static_graph_tour.py": ("--steps", "3", "--entries", "3", "--rows", "3", "--side", "3", "--rounds", "1"),
+    "examples/cells_tour.py": (),
+    "examples/custom_rules.py": ("--lanes", "2", "--batch", "1", "--planets", "3", "--size", "4", "--rounds", "1"),
     "examples/jacobians_hessians.py": (),
     "examples/channels_last.py": ("--images", "1", "--side", "8", "--layers", "2", "--rounds", "1"),
     "examples/torch_ensembling.py": ("--members", "2", "--batches", "3"),
@@ -79,6 +83,11 @@ def test_two_processes_train_what_one_reads(tmp_path):
     ("script", "options", "said"),
     [
         ("agents", ("--agents", "3", "--iterations", "3"), "3 agents side by side"),
+        (
+            "control_flow",
+            ("--lanes", "3", "--width", "3", "--side", "9", "--limit", "9", "--chunk-size", "5", "--rounds", "1"),
+            "3. A while_loop, 81 lanes of 1 to 9 turns",
+        ),
         (
             "laplacian",
             ("--particles", "1", "2", "--samples", "9", "--rounds", "1"),
@@ -126,7 +135,9 @@ def test_the_tour_says_what_is_refused():
     assert "nothing is mapped: every entry of in_axes is None" in shown
 
 
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
+NEEDS_TORCH = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests"
+)
 
 
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=NEEDS_TORCH)])
@@ -138,6 +149,18 @@ def test_a_network_of_pytorch_is_the_same_here(live):
     assert "With rules: 18 arrays of parameters with 707 numbers" in shown
     apart = float(shown.partition("images: at most ")[2].split()[0])
     assert apart <= 1e-5
+
+
+def test_the_tour_of_static_graphs_says_how_each_has_it():
+    shown = run("examples/static_graph_tour.py", *SMALL["examples/static_graph_tour.py"])
+    assert shown.count("MindSpore: ") == shown.count("JAX: ") == 8
+    assert "Ordered callbacks of three calls: before, after, before, after, before, after." in shown
+
+
+def test_the_tour_of_cells_says_what_must_not_be_compiled():
+    shown = run("examples/cells_tour.py")
+    assert shown.count("UnexpectedTracerError") == 4
+    assert "random.random() runs while tracing: two calls give one number." in shown
 
 
 def test_the_demo(tmp_path):

@@ -11,6 +11,7 @@ import jax
 
 from .._arguments import check_callable, describe
 from ._hlo import Program
+from ._prepared import names_in_cache_key
 
 _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 
@@ -46,7 +47,8 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
             f"assert_donated: fun must be a function under jax.jit that donates arguments, but got {describe(fun)}; "
             "pass jax.jit(fun, donate_argnums=...)."
         )
-    with warnings.catch_warnings():
+    # Arguments are told by their names in the program.
+    with warnings.catch_warnings(), names_in_cache_key():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
         compiled = traced.lower().compile()

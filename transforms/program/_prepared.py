@@ -88,7 +88,7 @@ class Prepared:
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
         """The program, compiled."""
-        with LOCK, _names_in_cache_key():
+        with LOCK, names_in_cache_key():
             return Compiled(self._lowered.compile(compiler_options=options), self._args, self.traced.jaxpr)
 
     def arrays(self) -> list[Any]:
@@ -196,7 +196,7 @@ def _anew(fun: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _names_in_cache_key() -> Iterator[None]:
+def names_in_cache_key() -> Iterator[None]:
     """Let the persistent cache, where there is one, not give back a program with the scopes and lines of another."""
     setting = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, setting, None)

@@ -1,14 +1,22 @@
 """What is donated is reused, or named."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from plurax.transforms.program import assert_donated
+
+CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 
 
 def f32(*shape: int) -> Any:
@@ -75,6 +83,25 @@ def test_names_may_have_any_letters() -> None:
     names = ["it's", 'q"q', "ü", "a b"]
     step = jax.jit(lambda state: {name: x + 1.0 for name, x in state.items()}, donate_argnums=0)
     assert_donated(step, {name: f32(3 + i) for i, name in enumerate(names)})
+
+
+def test_a_program_that_is_cached_keeps_the_names_of_this_function(tmp_path: Path) -> None:
+    def compiled(step: Any) -> Any:
+        jax.clear_caches()
+        return jax.jit(step, donate_argnums=0)
+
+    before = {name: jax.config.values[name] for name in CACHE}
+    try:
+        for name, value in zip(CACHE, (str(tmp_path), 0, -1), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        compiled(lambda other, z: other * 3 + z.sum()).lower(jnp.zeros(7), jnp.ones(5)).compile()
+        assert list(tmp_path.iterdir())
+        assert_donated(compiled(lambda state, x: state * 3 + x.sum()), jnp.zeros(7), jnp.ones(5))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_parts_of_modules_are_named() -> None:

@@ -1,0 +1,426 @@
+"""What MindSpore's tutorials show of compiling, control flow, rules of one's own and cells: the examples' numbers."""
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plurax.transforms import grad, jacfwd, value_and_grad, vmap
+from plurax.transforms.program import accumulate, scan_layers, stack_layers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> Any:
+    """An example, as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for the types of their fields
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def static_graph() -> Any:
+    return example("static_graph_tour")
+
+
+@pytest.fixture(scope="module")
+def rules() -> Any:
+    return example("custom_rules")
+
+
+@pytest.fixture(scope="module")
+def control_flow() -> Any:
+    return example("control_flow")
+
+
+@pytest.fixture(scope="module")
+def cells() -> Any:
+    return example("cells_tour")
+
+
+# Static graphs
+
+
+def test_tree_map_has_the_program_of_the_loop(static_graph):
+    found = static_graph.one_rule_for_each_type(entries=7, rounds=1)["instructions"]
+    assert found["jax.tree.map"] == found["a loop"] > found["one array"]
+
+
+def test_a_type_without_a_rule_is_refused(static_graph):
+    with pytest.raises(TypeError, match="add knows numbers and arrays, not str"):
+        jax.tree.map(static_graph.add, [1, "a"], [2, "b"])
+
+
+def test_a_changed_attribute_changes_the_result_but_not_of_a_static_self(static_graph):
+    found = static_graph.a_class_of_ones_own()
+    assert found["registered"] == [10, 15, -15]
+    assert found["static self"] == [10, 10]
+    assert found["traced"] == {"registered": 2, "static self": 1}
+
+
+def test_a_hundred_steps_with_a_branch_give_minus_5050_either_way(static_graph):
+    found = static_graph.select_or_cond(steps=100, side=3, rounds=1)
+    assert [int(result[0]) for result in found["results"].values()] == 4 * [-5050]
+    cond, where, cond_in_a_loop, where_in_a_loop = found["instructions"].values()
+    assert cond > 2 * where > 10 * where_in_a_loop
+    assert where_in_a_loop < cond_in_a_loop < where
+
+
+def test_the_branch_that_where_throws_away_makes_its_slope_nan(static_graph):
+    slopes = static_graph.where_twice()
+    assert np.isnan(slopes["where"][0])
+    assert slopes["where"][1] == 0.25
+    assert slopes["where twice"] == slopes["cond"] == [0.0, 0.25]
+
+
+def test_hswish_of_each_row_is_that_of_the_loop(static_graph):
+    static_graph.map_instead_of_a_loop(rows=5, rounds=1)  # which compares all four
+    assert float(static_graph.hswish(jnp.float32(1.5))) == 1.125
+
+
+def test_both_results_of_depend_have_to_be_used(static_graph):
+    found = static_graph.one_before_the_other()
+    assert list(found["kept"].values()) == [False, False, True]
+    assert found["said"] == 3 * ["before", "after"]
+
+
+def test_a_donated_state_is_shared_with_the_result(static_graph):
+    found = static_graph.no_redundant_copies(size=64)
+    assert found["bytes"]["kept"][1] == 0
+    assert found["bytes"]["donated"][1] == 4 * 64 * 7
+    assert found["deleted"]
+    assert "`state`, an array of shape (64, 7) and dtype float32, is donated" in found["refused"]
+
+
+def test_a_weight_assigned_in_each_turn_has_a_gradient_of_three(static_graph):
+    assert set(static_graph.assigned_in_a_loop().values()) == {3.0}
+
+
+# Control flow under vmap
+
+
+def test_a_predicate_for_each_lane_runs_both_branches_and_a_shared_one_does_not(control_flow):
+    assert control_flow.which_branches_run() == {
+        "cond, not mapped": (["case"], {"a": 1}),
+        "vmap(cond)": (["select"], {"a": 5, "b": 5}),
+        "vmap(cond), a predicate for all": (["case"], {"a": 5}),
+        "vmap(cond, chunk_size=1)": (["select", "while"], {"a": 5, "b": 5}),
+        "lax.map(cond)": (["case", "while"], {"a": 2, "b": 3}),
+        "vmap(switch)": (["select"], {"a": 5, "b": 5, "c": 5}),
+    }
+
+
+def test_every_way_through_a_branch_gives_the_same(control_flow):
+    spent = control_flow.what_a_branch_costs(lanes=5, side=3, rounds=1)  # which compares them
+    assert [len(times) for times in spent.values()] == 4 * [4]
+
+
+@pytest.mark.parametrize("taken", [[], [2], [0, 1, 4]])
+def test_a_bucket_changes_the_lanes_that_are_taken_and_no_other(control_flow, taken):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, 3)), jnp.float32)
+    found = control_flow.in_a_bucket(np.isin(np.arange(5), taken), x)
+    for i in range(5):
+        expected = control_flow.dear(x[i]) if i in taken else x[i]
+        np.testing.assert_allclose(found[i], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mapped_loop_turns_until_the_last_lane_is_done(control_flow):
+    counted, trips = control_flow.counted("turn"), jnp.array([1, 5, 2])
+
+    def loop(n: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda i: i < n, lambda i: counted(i) + 1, jnp.zeros_like(n))
+
+    control_flow.CALLS.clear()
+    np.testing.assert_array_equal(jax.block_until_ready(vmap(loop)(trips)), trips)
+    assert control_flow.CALLS["turn"] == 3 * 5
+    control_flow.CALLS.clear()
+    np.testing.assert_array_equal(jax.block_until_ready(vmap(loop, chunk_size=2)(trips)), trips)
+    assert control_flow.CALLS["turn"] == control_flow.computed(np.asarray(trips), 2) == 2 * 5 + 2
+
+
+def test_sorted_chunks_wait_less(control_flow):
+    found, turns, order = control_flow.what_a_loop_costs(side=12, limit=30, chunk=16, rounds=1)
+    needed, together, chunked, in_order = (work for work, _, _ in found.values())
+    assert needed == turns.sum()
+    assert together == turns.size * turns.max()
+    assert needed < in_order < chunked < together
+    assert sorted(order) == list(range(144))
+
+
+def test_bounds_of_their_own_make_a_loop_that_reverse_mode_refuses(control_flow):
+    found = control_flow.bounds_of_their_own()
+    assert found["a bound that is a number"] == (["while"], [8, 8, 27], "12, 12, 27")
+    assert found["as many turns for all, masked"] == (["select", "while"], [2, 32, 27], "1, 80, 27")
+    program, values, slope = found["a bound for each lane"]
+    assert (program, values) == (["select", "while"], [2, 32, 27])
+    assert slope.startswith("refused: Reverse-mode differentiation does not work")
+
+
+def test_a_mapped_cond_keeps_the_slope_of_the_branch_not_taken_out(control_flow):
+    slopes = control_flow.in_the_branch_not_taken()
+    assert np.isnan(slopes["vmap(where)"][0])
+    assert slopes["vmap(where)"][1:] == [0.25, 0.0, 0.25]
+    assert slopes["vmap(where), where twice"] == slopes["vmap(cond)"] == [0.0, 0.25, 0.0, 0.25]
+
+
+# Rules of one's own
+
+
+def test_the_rule_for_vmap_agrees_with_a_loop_whatever_is_mapped(rules):
+    rng = np.random.default_rng(3)
+    w, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((3, 3, 2, 2, 4), (3, 2, 5, 4, 2)))
+    found = rules.agrees_with_a_loop(w, x)
+    assert len(found) == 9
+    assert max(found.values()) < 1e-5
+
+
+def groups(fun: Any, *args: jax.Array) -> set[int]:
+    """The numbers of groups of the convolutions of a program."""
+    text = str(jax.make_jaxpr(fun)(*args))
+    return {int(part.split()[0]) for part in text.split("feature_group_count=")[1:]}
+
+
+def test_no_order_of_maps_makes_a_grouped_convolution(rules):
+    w, x = jnp.ones((3, 2, 2, 2, 4)), jnp.ones((5, 2, 6, 4, 2))
+    assert groups(vmap(rules.native), w, x[:3]) == {3}
+    for inner, outer in (((0, None), (None, 0)), ((None, 0), (0, None))):
+        fun = vmap(vmap(rules.convolve, inner), outer)
+        assert groups(fun, w, x) <= {1}
+    thrice = vmap(vmap(vmap(rules.convolve, (0, None)), (None, 0)))
+    every = jnp.ones((4, 3, 2, 2, 2, 4)), jnp.ones((4, 5, 2, 6, 4, 2))
+    assert groups(thrice, *every) <= {1}
+    assert thrice(*every).shape == (4, 5, 3, 2, 5, 3, 4)
+
+
+def test_the_rule_has_second_derivatives_which_custom_vmap_alone_has_not(rules):
+    rng = np.random.default_rng(4)
+    w, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 1, 1, 2), (1, 3, 2, 1)))
+    of = {name: jacfwd(grad(rules.squares(fun))) for name, fun in (("rule", rules.convolve), ("plain", rules.native))}
+    np.testing.assert_allclose(of["rule"](w, x), of["plain"](w, x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="Linearization failed"):
+        grad(rules.squares(rules.batched))(w, x)
+
+
+@pytest.mark.parametrize("e", [0.0, 0.3, 0.999])
+def test_keplers_equation_is_solved_from_end_to_end(rules, e):
+    mean = jnp.linspace(0, jnp.pi, 101)
+    E = vmap(rules.kepler, in_axes=(0, None))(mean, e)
+    np.testing.assert_allclose(E - e * jnp.sin(E), mean, atol=2e-6)
+
+
+def test_the_rule_for_jvp_is_right_where_the_loop_has_none(rules):
+    found = rules.a_rule_for_jvp(planets=9, rounds=1)
+    assert found["residual"] < 1e-14
+    assert found["apart"] < 1e-5
+    assert found["refused"].startswith("ValueError: Reverse-mode differentiation does not work for lax.while_loop")
+
+
+def test_the_rule_for_vjp_keeps_one_turn(rules):
+    found = rules.a_rule_for_vjp(size=32, rounds=1)
+    assert found["apart"] < 1e-12
+    kept, by_rule = found["bytes"].values()
+    assert kept > 60 * 32 * 8 > 10 * by_rule
+    assert list(found["slopes"].values()) == [0.0, 4.0, 12.0, 5.0]
+
+
+def test_a_wrong_rule_is_found(rules):
+    assert set(rules.wrong_rules().values()) == {"AssertionError"}
+
+
+# Cells
+
+
+def test_a_cell_agrees_with_the_same_in_another_place(cells):
+    same, pad = cells.compare_a_cell().values()
+    assert same == ((2, 12, 12, 240), None)
+    assert pad[0] == (2, 9, 9, 240)
+    assert pad[1] <= 3e-6
+
+
+def test_compiled_and_step_by_step_give_one_result(cells):
+    compiled, stepwise = cells.compiled_and_step_by_step(steps=3).values()
+    np.testing.assert_allclose(compiled[0], stepwise[0], rtol=1e-5)
+    assert (compiled[1], stepwise[1]) == (1, 3)
+
+
+def test_what_must_not_be_traced_says_so(cells):
+    found = cells.what_may_not_be_compiled()
+    assert found["jnp.square(x)"] == ("9", "6")
+    for name, error in (
+        ("np.square(x)", "TracerArrayConversionError"),
+        ("x * np.asarray(x)", "TracerArrayConversionError"),
+        ("x * float(x)", "ConcretizationTypeError"),
+        ("a thread", "UnexpectedTracerError"),
+        ("a list outside", "UnexpectedTracerError"),
+    ):
+        assert found[name] == (error, error)
+    assert found["x * x if x > 0 else x"] == ("TracerBoolConversionError", "6")
+    compiled, slope = found["x * x.item()"]
+    assert compiled == "ConcretizationTypeError"
+    assert slope != "6"  # cut without a word by jax 0.10
+    assert found["random"][0] == "one"
+
+
+def test_the_sampler_gives_back_how_often_each_value_was_drawn(cells):
+    found = cells.a_backward_pass_of_ones_own()
+    np.testing.assert_array_equal(found["guide"], [[0, 1, 0, 2, 0], [0, 2, 0, 0, 1]])
+    assert "callbacks do not support JVP" in found["refused"]
+    x, weights = jnp.array([[0.1, 0.6, 0.7], [0.9, 0.2, 0.3]]), jnp.array([[1.0, 2, 4, 8], [1, 2, 4, 8]])
+    for sample in (cells.sampler, cells.take_positions, cells.native):
+        values = sample(x, 5, 4)
+        gradient = grad(lambda x, sample=sample: jnp.sum(weights * sample(x, 5, 4)))(x)
+        expected = [[float(weights[i][values[i] == x[i, j]].sum()) for j in range(3)] for i in range(2)]
+        np.testing.assert_allclose(gradient, expected)
+        assert gradient[1, 0] == 15
+
+
+def test_the_forward_pass_of_value_and_grad_runs_once_and_moves_the_statistics_once(cells):
+    for runs, least, most in cells.the_forward_pass_runs_once().values():
+        assert runs == 1
+        np.testing.assert_allclose([least, most], 0.1, rtol=1e-4)  # of twice it would be 0.19
+
+
+# Cells: parameters and shapes
+
+
+def test_cells_have_their_parameters_by_name_and_begin_by_their_type(cells):
+    names = cells.parameters_by_name()
+    assert len(names) == 12
+    assert names["conv2.kernel"] == (3, 3, 6, 8)
+    cells.first_values_by_type()  # which compares deviations, bounds, ones and zeros
+
+
+def test_frozen_features_stay_and_their_work_is_gone(cells):
+    everything, frozen, stopped = cells.frozen_parameters(steps=2).values()
+    assert everything[1:] == (8, 4)
+    assert frozen[1:] == (0, 4)
+    assert stopped[1] > 0  # by weight decay
+    assert frozen[0] < 0.5 * everything[0]
+
+
+def test_half_precision_but_for_norms_and_the_loss(cells):
+    single, mixed = cells.mixed_precision().values()
+    assert (single.pop("loss")[:7], mixed.pop("loss")[:7]) == ("float32", "float32")
+    assert set(single.values()) == {"f32", "float32"}
+    assert mixed == {"conv_general_dilated": "bf16", "rsqrt": "f32", "dot_general": "bf16", "gradients": "float32"}
+
+
+def test_files_say_what_does_not_fit(cells):
+    found = list(cells.files_of_parameters().values())
+    assert "lacks `extra.bias`, `extra.kernel`, `head.bias`, `head.kernel`; the module has no `out.bias`" in found[1]
+    assert "lacks `extra.bias`, `extra.kernel`; pass rename=" in found[2]
+    assert "is damaged" in found[3]
+
+
+def test_the_hardest_of_the_positives_and_shapes_that_vary(cells):
+    found = cells.shapes_that_vary()
+    np.testing.assert_allclose(found["loss"], 0.7207259, rtol=1e-6)
+    assert found["traces"] <= 9
+    assert found["rows"] == {True: 2, False: 1}
+    assert "branches must have equal output types" in found["refused"]
+
+
+# What is repeated
+
+
+class Layer(nnx.Module):
+    """A block of a GPT: attention over a cache of keys and values that grows by one position."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.norm, self.out = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
+        self.attend = nnx.Linear(width, 3 * width, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array, cache: Any) -> Any:
+        """One position (batch, width), which positions are there (length,), the cache; the new cache."""
+        query, key, value = jnp.split(self.attend(self.norm(x)), 3, axis=-1)
+        position = mask.sum() - 1
+        keys, values = (cache[name].at[:, position].set(new) for name, new in (("key", key), ("value", value)))
+        scores = jnp.where(mask, jnp.einsum("bd,btd->bt", query, keys), -jnp.inf)
+        return x + self.out(jnp.einsum("bt,btd->bd", jax.nn.softmax(scores), values)), {"key": keys, "value": values}
+
+
+class Perceptron(nnx.Module):
+    """A residual block."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.up = nnx.LayerNorm(5, rngs=rngs), nnx.Linear(5, 7, rngs=rngs)
+        self.down = nnx.Linear(7, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Features (batch, 5)."""
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+def test_forty_eight_blocks_are_one_in_the_program_with_equal_values_and_gradients():
+    blocks = [Perceptron(nnx.Rngs(i)) for i in range(48)]
+    stack, x = stack_layers(blocks), jax.random.normal(jax.random.key(0), (3, 5))
+
+    def scanned(stack: Any, x: jax.Array) -> jax.Array:
+        return (scan_layers(stack, x)[0] ** 2).sum()
+
+    def looped(blocks: Any, x: jax.Array) -> jax.Array:
+        for block in blocks:
+            x = block(x)
+        return (x**2).sum()
+
+    lines = []
+    for fun, model in ((scanned, stack), (scanned, stack_layers(blocks[:2])), (looped, nnx.List(blocks))):
+        graphdef, state = nnx.split(model)
+        step = jax.jit(jax.grad(lambda state, x, fun=fun, graphdef=graphdef: fun(nnx.merge(graphdef, state), x)))
+        lines.append(len(step.lower(state, x).compile().as_text().splitlines()))
+    assert lines[0] <= 1.1 * lines[1]
+    assert 8 * lines[0] <= lines[2]
+    (value, gradient), (expected, slopes) = (
+        nnx.jit(value_and_grad(fun))(model, x) for fun, model in ((scanned, stack), (looped, nnx.List(blocks)))
+    )
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for i in range(48):
+        ours, theirs = gradient["layer"]["up"]["kernel"][...][i], slopes[i]["up"]["kernel"][...]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+def test_blocks_of_a_gpt_share_a_mask_and_have_a_cache_each():
+    layers = [Layer(4, nnx.Rngs(i)) for i in range(3)]
+    stack, tokens = stack_layers(layers), jax.random.normal(jax.random.key(1), (5, 2, 4))
+    caches = jax.tree.map(jnp.zeros_like, {"key": jnp.ones((3, 2, 6, 4)), "value": jnp.ones((3, 2, 6, 4))})
+    step = jax.jit(lambda x, mask, caches: scan_layers(stack, x, mask, xs=caches))
+    by_hand = [jax.tree.map(lambda x, i=i: x[i], caches) for i in range(3)]
+    for position, x in enumerate(tokens):
+        mask = jnp.arange(6) <= position
+        out, caches = step(x, mask, caches)
+        expected = x
+        for i, layer in enumerate(layers):
+            expected, by_hand[i] = layer(expected, mask, by_hand[i])
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+    for i, cache in enumerate(by_hand):
+        np.testing.assert_allclose(caches["key"][i], cache["key"], atol=1e-5)
+
+
+def test_a_network_over_micro_batches_has_the_gradient_of_the_batch_and_one_copy_in_the_program():
+    net = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    x = jax.random.normal(jax.random.key(0), (24, 3))
+
+    def loss(net: Any, x: jax.Array) -> jax.Array:
+        return (net(x) ** 2).mean()
+
+    expected = nnx.to_pure_dict(grad(loss)(net, x))
+    graphdef, state = nnx.split(net)
+    lines = []
+    for number in (4, 12):
+        step = accumulate(grad(loss), number)
+        for path, value in nnx.to_flat_state(step(net, x)):
+            np.testing.assert_allclose(value[...], functools.reduce(lambda d, k: d[k], path, expected), atol=1e-6)
+        compiled = jax.jit(lambda state, x, step=step: nnx.to_pure_dict(step(nnx.merge(graphdef, state), x)))
+        lines.append(len(compiled.lower(state, x).compile().as_text().splitlines()))
+    assert lines[1] <= 1.05 * lines[0]
