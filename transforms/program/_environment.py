@@ -1,0 +1,80 @@
+"""What a compiled program depends on beside itself: settings, and the installation and machine that it is made for."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import jax
+
+# Settings of JAX that make no other program. (Of the rest some make none either; then it is compiled once more.)
+_WITHOUT_EFFECT = re.compile(
+    "cache|captured_constants|cuda_visible|cpu_devices|debug_leaked|distributed|dump|explain|guard|leaks|_log|mock|pgle|"
+    "platform|pprint|preemption|proxy|recoverability|rocm_visible|share_binary|source_url|timeout|traceback|transfer|"
+    "verbose"
+)
+_DEVICE = "jax_default_device"  # devices are told apart by what they are
+
+
+def names_of_settings() -> list[str]:
+    """The settings of JAX that a program depends on."""
+    return sorted(name for name in jax.config.values if not _WITHOUT_EFFECT.search(name))
+
+
+def settings(names: list[str]) -> str:
+    """Their values, in every process the same text for the same."""
+    values = jax.config.values
+    return "; ".join(f"{name}={values[name]}" for name in names if name != _DEVICE)
+
+
+def default_device() -> Any:
+    """The device of what is committed to none."""
+    device = getattr(jax.config, _DEVICE)
+    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+
+
+def current_mesh() -> Any:
+    """The mesh of `jax.set_mesh`, or None."""
+    return None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
+
+
+def installation(device: Any) -> dict[str, str]:
+    """What has to be the same for a program that was compiled for `device` to run there, by what to call it."""
+    found = {name: _version(name) for name in ("plurax", "jax", "jaxlib", "flax", "optax")}
+    found["Python"] = ".".join(platform.python_version_tuple()[:2])
+    found["backend"] = f"{device.platform} {device.client.platform_version}"
+    found["device"] = device.device_kind
+    found["XLA_FLAGS"] = " ".join(sorted(_flags()))
+    # On a CPU it is the processor's own code, and one without an instruction that it uses would crash.
+    return found | ({"processor": _processor()} if device.platform == "cpu" else {})
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """As `importlib.metadata.version`, but nothing else of the metadata is parsed: that takes longer than loading."""
+    try:
+        found = re.search(r"^Version: *(\S+)", distribution(package).read_text("METADATA") or "", re.MULTILINE)
+    except PackageNotFoundError:
+        found = None
+    return found[1] if found else "unknown"
+
+
+def _flags() -> list[str]:
+    flags = [flag for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") for flag in os.environ.get(name, "").split()]
+    return [flag for flag in flags if not re.match("--xla_(dump|force_host_platform_device_count)", flag)]
+
+
+@functools.cache
+def _processor() -> str:
+    """The kind of processor, with what it can do."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            features = next((line for line in file if re.match("flags|Features", line)), "")
+    except OSError:  # no Linux
+        features = platform.processor()
+    return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:12]}"
