@@ -93,8 +93,9 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
     if key == "":
         raise ValueError("aot: key is empty; name the program and its version, such as 'loss 1', or leave key out.")
     owner, function = owner_of(fun)
+    config: Any = jax.config
     names = names_of_settings()
-    settings = attrgetter(*(name for name in names if hasattr(jax.config, name)))
+    settings = attrgetter(*(name for name in names if hasattr(config, name)))
     programs: dict[Any, Any] = {}
     without_models = set()
 
@@ -108,10 +109,10 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
                 leaves, structure = jax.tree.flatten(to_parts((owner, args, kwargs)))
             else:
                 without_models.add(structure)
-        kinds = None if jax.config.jax_disable_jit else _kinds(leaves)
+        kinds = None if config.jax_disable_jit else _kinds(leaves)
         if kinds is None:
             return fun(*args, **kwargs)
-        kind = structure, kinds, settings(jax.config), current_mesh()
+        kind = structure, kinds, settings(config), current_mesh()
         found = programs.get(kind)
         if found is None:
             _check_leaves(fun, args, kwargs)
@@ -152,10 +153,11 @@ def _kind(x: Any) -> Any:
 
 def _check_leaves(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what is no argument of a program."""
-    for i, value in [*enumerate(args), *kwargs.items()]:
+    if all(isinstance(x, _ARRAYS) for x in jax.tree.leaves((args, kwargs))):
+        return
+    for name, value in [*((argument_name(fun, args, i), x) for i, x in enumerate(args)), *kwargs.items()]:
         for path, leaf in jax.tree.leaves_with_path(value):
             if not isinstance(leaf, _ARRAYS):
-                name = i if isinstance(i, str) else argument_name(fun, args, i)
                 raise TypeError(
                     f"aot: argument `{leaf_name(name, path)}` is {describe(leaf)}, but only arrays, numbers and "
                     "modules can be; bind it with functools.partial."

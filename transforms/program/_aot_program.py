@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _prepare(call: Call, lower: Callable[[], Any], directory: Path) -> tuple[Any
     label = re.sub(r"[^\w.-]+", "_", _name(call.fun))[:60]
     path = directory / f"{label}-{identity[:32]}.aot"
     expected = {"format": _FORMAT, "program": identity, **installation(call.device)}
-    said = []
+    said: list[str] = []
     try:
         found = file.read(path, expected)
         if found:
@@ -204,4 +204,5 @@ def _argument(x: Any) -> str:
     """The kind of an argument, and where it is committed to."""
     if not isinstance(x, jax.Array) or not x.committed:
         return str(jax.typeof(x))
-    return f"{jax.typeof(x)} {x.sharding} {[device.id for device in x.sharding.devices_indices_map(x.shape)]}"
+    devices: Iterable[Any] = x.sharding.devices_indices_map(x.shape)
+    return f"{jax.typeof(x)} {x.sharding} {[device.id for device in devices]}"

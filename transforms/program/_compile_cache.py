@@ -12,6 +12,7 @@ import jax
 from .._arguments import describe
 from .._compat import forget_cache
 
+_DIRECTORY = "jax_compilation_cache_dir"
 _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 
@@ -40,7 +41,7 @@ class CompileCache:
         self.hits = self._requests = 0
         self._set = {
             "jax_enable_compilation_cache": True,
-            "jax_compilation_cache_dir": str(directory),
+            _DIRECTORY: str(directory),
             # By default what compiles in less than a second is not kept.
             "jax_persistent_cache_min_compile_time_secs": 0.0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -65,7 +66,7 @@ class CompileCache:
         """
         if self._before is None:
             return
-        now = jax.config.jax_compilation_cache_dir
+        now = _directory_in_use()
         if now != str(self.directory):
             raise ValueError(
                 f"CompileCache.disable: the cache in use is at {now!r}, no longer at {str(self.directory)!r}; disable "
@@ -76,7 +77,7 @@ class CompileCache:
         _update(before)
 
     def _count(self, event: str, **_: Any) -> None:
-        if jax.config.jax_compilation_cache_dir == str(self.directory):
+        if _directory_in_use() == str(self.directory):
             self._requests += event == _REQUEST
             self.hits += event == _HIT
 
@@ -155,6 +156,10 @@ def checked_directory(api: str, name: str, directory: Any) -> Path:
     if not os.fspath(directory) or "://" in os.fspath(directory):
         raise ValueError(f"{api}: {name} must be a directory of the file system, but got {os.fspath(directory)!r}.")
     return Path(directory).expanduser().absolute()
+
+
+def _directory_in_use() -> Any:
+    return getattr(jax.config, _DIRECTORY)
 
 
 def _update(settings: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from jax.tree_util import PyTreeDef
 from .._arguments import short
 from .._compat import node
 
-JITTED = type(jax.jit(len))
+JITTED: Any = type(jax.jit(len))
 
 _LEAF = "*"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))

@@ -49,9 +49,10 @@ def lazily() -> Any:
     def recursive(n: int) -> Any:
         return later(n), recursive
 
-    if jax is None:
-        later = None
-    return recursive
+    given = recursive
+    if given is None:
+        later: Any = given
+    return given
 
 
 def itself() -> Any:
