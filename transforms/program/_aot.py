@@ -12,8 +12,9 @@ import jax
 import numpy as np
 
 from .._arguments import argument_name, check_callable, describe, leaf_name, wrap_like
+from .._changes import with_changes
 from .._compat import Tracer
-from .._model import Parts, from_parts, is_module, models_of, owner_of, refuse_shared_state, to_parts
+from .._model import Parts, from_parts, is_module, models_of, owner_of, parts_of, refuse_shared_state, to_parts
 from ._aot_program import Call, Inside, prepare
 from ._compile_cache import checked_directory
 from ._environment import current_mesh, names_of_settings
@@ -100,13 +101,14 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
     without_models = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        models = []
+        models, apart = [], None
         leaves, structure = jax.tree.flatten((owner, args, kwargs))
         if structure not in without_models:  # looking for them takes longer than all else
             models = models_of((owner, args, kwargs))
             if models:
                 refuse_shared_state("aot", fun, owner, args, kwargs)
-                leaves, structure = jax.tree.flatten(to_parts((owner, args, kwargs)))
+                apart = to_parts((owner, args, kwargs))
+                leaves, structure = jax.tree.flatten(apart)
             else:
                 without_models.add(structure)
         kinds = None if config.jax_disable_jit else _kinds(leaves)
@@ -126,9 +128,9 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
             programs[kind] = found = program, returns_models
         program, returns_models = found
         out, changed = program(*leaves)
-        for model, halves in zip(models, changed, strict=True):
-            for half in halves.values():
-                _put(model, half)
+        if any(changed):
+            for model, after in zip(models, with_changes(parts_of(apart), changed), strict=True):
+                _put(model, after)
         return from_parts(out) if returns_models else out
 
     return wrap_like(fun, "aot", call, lambda fun: aot(fun, path, key=key))
@@ -164,11 +166,12 @@ def _check_leaves(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 )
 
 
-def _put(model: Any, half: Any) -> None:
-    """Write the trainable or the other arrays of a model into it."""
+def _put(model: Any, after: Parts) -> None:
+    """Write the arrays of a model taken apart into it."""
     if not is_module(model):
-        model.__plurax_update__(half)
+        model.__plurax_update__(after.rest)
         return
     from flax import nnx
 
-    nnx.update(model, half)
+    nnx.update(model, after.trainable)
+    nnx.update(model, after.rest)

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._changes import call_with_models, changes
+from .._changes import call_purely
 from .._compat import devices_of, loaded, serialized
-from .._model import Parts, is_module, named_arrays, parts_of, split, to_parts
+from .._model import parts_of, to_parts
 from . import _aot_file as file
 from ._environment import current_mesh, default_device, installation, settings
 from ._structure import JITTED, described, nodes, read, written
@@ -60,9 +60,8 @@ class Call:
 
         def program(*leaves: Any) -> Any:
             arguments = jax.tree.unflatten(self.structure, leaves)
-            out, models = call_with_models(self.function, arguments)
-            changed = zip(parts_of(arguments), models, changes(self.function, arguments, models), strict=True)
-            return to_parts(out), [_halves(*each) for each in changed]
+            out, changed = call_purely("aot", self.function, arguments, may_assign=True)
+            return to_parts(out), changed
 
         program.__name__ = f"{_name(self.fun)}_{self.tag}"
         traced = jax.jit(program, donate_argnums=donated).trace(*self.leaves)
@@ -169,23 +168,6 @@ def _prepare_lapack(device: Any) -> None:
     """Let JAX look up the functions of LAPACK, which it does when it lowers one; to call them before is a crash."""
     with jax.default_device(device):
         jax.jit(jnp.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
-
-
-def _halves(before: Parts, model: Any, paths: list[str]) -> dict[str, Any]:
-    """The arrays of a model, trainable and others, where a call has changed any of these."""
-    after = split(model)
-    if after.structure != before.structure:
-        raise ValueError(
-            f"aot: fun changes the structure of {type(model).__name__} (`{paths[0]}`), but only the values of its "
-            "variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
-        )
-    trains = set(paths) & set(named_arrays(before.trainable))
-    if trains and not is_module(model):
-        raise ValueError(
-            f"aot: fun assigns `{min(trains)}`, which trains, of {type(model).__name__}; return it instead."
-        )
-    others = set(paths) - trains
-    return ({"trainable": after.trainable} if trains else {}) | ({"rest": after.rest} if others else {})
 
 
 def _name(fun: Any) -> str:

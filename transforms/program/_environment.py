@@ -58,9 +58,12 @@ def installation(device: Any) -> dict[str, str]:
 def _version(package: str) -> str:
     """As `importlib.metadata.version`, but nothing else of the metadata is parsed: that takes longer than loading."""
     try:
-        found = re.search(r"^Version: *(\S+)", distribution(package).read_text("METADATA") or "", re.MULTILINE)
+        files = distribution(package)
     except PackageNotFoundError:
-        found = None
+        return "unknown"
+    found = re.search(
+        r"^Version: *(\S+)", files.read_text("METADATA") or files.read_text("PKG-INFO") or "", re.MULTILINE
+    )
     return found[1] if found else "unknown"
 
 

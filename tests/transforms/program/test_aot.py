@@ -788,7 +788,7 @@ def test_a_changed_structure_and_assigned_parameters_are_refused(tmp_path):
     def assign(member: Any) -> None:
         member.variables = {"w": 2 * member.variables["w"]}
 
-    with pytest.raises(ValueError, match="aot: fun assigns `w`, which trains, of Applied; return it instead"):
+    with pytest.raises(ValueError, match="aot: fun assigns the parameter `w`, but it is one for all calls"):
         aot(assign, tmp_path, key="1")(ens[0])
 
 
