@@ -31,13 +31,14 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
 
     With `key` nothing is traced where there is a file: it is found by the key, by `fun` and by its arguments. You
     promise that under one key `fun` is one program. Its own code is compared, and the numbers, arrays and functions
-    that it closes over; the code of what it calls is not, nor are objects that it closes over. So change the key with
-    these. Without `key` the program is traced and lowered, and found by its text with all constants: never out of
-    date, but slower to begin. Either way what `fun` closes over is a part of the program, as it was when it was
-    compiled; a module that `fun` is, or is a method of, is an argument.
+    that it closes over; what it calls is not, nor are globals and other objects that it uses, such as a module. So
+    change the key with these. Without `key` the program is traced and lowered, and found by its text with all
+    constants: never out of date, but slower to begin. Either way what `fun` closes over is a part of the program, as it
+    was when it was compiled. A module that `fun` is, or is a method of, is an argument.
 
     A file that does not fit is never used: made by another version of Python, JAX, Flax, optax or this library, for
-    another backend, processor or XLA flags, or damaged. There is a warning, and it is compiled anew and replaced. What
+    another kind of device or processor, with other flags of XLA or settings of JAX (those of its context managers have
+    files of their own), or damaged. There is a warning, and it is compiled anew and replaced. What
     cannot be written (no permission, a program with a callback of Python) is a warning too, and runs.
 
     Such a file is code. Loading it runs what is in it (JAX reads it with pickle, and the program is machine code), and
@@ -45,8 +46,8 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
     write to. It holds the arrays that `fun` closes over. It may be deleted at any time.
 
     Models are taken apart as everywhere here, so what `fun` changes of a module (a parameter, BatchNorm statistics) is
-    changed afterwards. Under `jax.jit`, `jax.grad` or `jax.vmap`, and in `jax.disable_jit`, a compiled program is of no
-    use: `fun` itself is called. In a run of several processes nothing is written.
+    changed afterwards. Under `jax.jit`, `jax.grad` or `jax.vmap`, in `jax.disable_jit` and in `jax.debug_nans`, a
+    compiled program is of no use: `fun` itself is called. In a run of several processes nothing is written.
 
     Args:
       fun: a function of arrays, numbers and modules in any pytrees, a bound method or a module. It may be under
@@ -111,10 +112,11 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
                 leaves, structure = jax.tree.flatten(apart)
             else:
                 without_models.add(structure)
-        kinds = None if config.jax_disable_jit else _kinds(leaves)
+        step_by_step = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
+        kinds = None if step_by_step else _kinds(leaves)
         if kinds is None:
             return fun(*args, **kwargs)
-        kind = structure, kinds, settings(config), current_mesh()
+        kind = structure, kinds, settings(config)
         found = programs.get(kind)
         if found is None:
             _check_leaves(fun, args, kwargs)
@@ -137,10 +139,10 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
 
 
 def _kinds(leaves: list[Any]) -> tuple[Any, ...] | None:
-    """What a program depends on of its arguments; None where they stand for arrays, under a transform."""
+    """What a program depends on of its arguments, and the mesh around; None under a transform."""
     try:
-        return tuple(map(_kind, leaves))
-    except Inside:
+        return current_mesh(), *map(_kind, leaves)
+    except (Inside, ValueError):  # the latter for a mesh, under `jax.jit`
         return None
 
 

@@ -19,7 +19,7 @@ from .._changes import call_purely
 from .._compat import devices_of, loaded, serialized
 from .._model import parts_of, to_parts
 from . import _aot_file as file
-from ._environment import current_mesh, default_device, installation, settings
+from ._environment import current_mesh, default_device, installation, settings_of_a_call, settings_of_a_process
 from ._structure import JITTED, described, nodes, read, written
 
 _FORMAT = "1"
@@ -90,7 +90,7 @@ class Call:
         else:
             try:
                 of_fun = described((self.fun, _codes(self.fun)), whole=False)
-                program = [self.key, of_fun, described(self.structure)]
+                program = [self.key, of_fun, described((_bound(self.fun), self.structure))]
             except jax.errors.TracerArrayConversionError:
                 raise Inside from None
             except TypeError as error:
@@ -99,7 +99,7 @@ class Call:
                     f"{error}; leave key out, so that the program is traced."
                 ) from error
         mesh = current_mesh()
-        around = [settings(self.names), f"{mesh} {[x.id for x in mesh.devices.flat]}" if mesh else "", str(self.device)]
+        around = [settings_of_a_call(), f"{mesh} {[x.id for x in mesh.devices.flat]}" if mesh else "", str(self.device)]
         return [program, around, [_argument(x) for x in self.leaves]]
 
     @property
@@ -122,7 +122,13 @@ def _prepare(call: Call, lower: Callable[[], Any], directory: Path) -> tuple[Any
     identity = hashlib.sha256(json.dumps(call.identity(lower)).encode()).hexdigest()
     label = re.sub(r"[^\w.-]+", "_", _name(call.fun))[:60]
     path = directory / f"{label}-{identity[:32]}.aot"
-    expected = {"format": _FORMAT, "program": identity, **installation(call.device)}
+    # In this order, so that of another version that has other settings the version is named.
+    expected = {
+        "format": _FORMAT,
+        "program": identity,
+        **installation(call.device),
+        **settings_of_a_process(call.names),
+    }
     said: list[str] = []
     try:
         found = file.read(path, expected)
@@ -180,6 +186,11 @@ def _codes(fun: Any) -> list[Any]:
     """The code of a function, and of those that it wraps."""
     inner = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
     return [getattr(fun, "__code__", None), *(_codes(inner) if inner else [])]
+
+
+def _bound(fun: Any) -> list[Any]:
+    """What is bound by partials."""
+    return [fun.args, fun.keywords, *_bound(fun.func)] if isinstance(fun, functools.partial) else []
 
 
 def _argument(x: Any) -> str:

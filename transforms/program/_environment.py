@@ -12,13 +12,22 @@ from typing import Any
 
 import jax
 
-# Settings of JAX that make no other program. (Of the rest some make none either; then it is compiled once more.)
+# Settings of JAX that differ from call to call, by its context managers: there is a program for each value.
+_OF_A_CALL = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+)
+_DEVICE = "jax_default_device"  # devices are told apart by what they are
+# Settings that make no other program. (Of the rest some make none either; then it is compiled once more.)
 _WITHOUT_EFFECT = re.compile(
     "cache|captured_constants|cuda_visible|cpu_devices|debug_leaked|distributed|dump|explain|guard|leaks|_log|mock|pgle|"
     "platform|pprint|preemption|proxy|recoverability|rocm_visible|share_binary|source_url|timeout|traceback|transfer|"
     "verbose"
 )
-_DEVICE = "jax_default_device"  # devices are told apart by what they are
 
 
 def names_of_settings() -> list[str]:
@@ -26,10 +35,15 @@ def names_of_settings() -> list[str]:
     return sorted(name for name in jax.config.values if not _WITHOUT_EFFECT.search(name))
 
 
-def settings(names: list[str]) -> str:
-    """Their values, in every process the same text for the same."""
+def settings_of_a_call() -> str:
+    """Those that differ from call to call."""
+    return " ".join(str(getattr(jax.config, name)) for name in _OF_A_CALL)
+
+
+def settings_of_a_process(names: list[str]) -> dict[str, str]:
+    """The others of these names."""
     values = jax.config.values
-    return "; ".join(f"{name}={values[name]}" for name in names if name != _DEVICE)
+    return {name: str(values[name]) for name in names if name not in (*_OF_A_CALL, _DEVICE)}
 
 
 def default_device() -> Any:

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,29 @@ def test_settings_that_change_programs_are_told_apart(tmp_path):
     assert fun.traces == 2
 
 
+def test_other_settings_of_the_process_are_a_warning(tmp_path, monkeypatch):
+    fun = Counted(double)
+    aot(fun, tmp_path, key="1")(X)
+    ours = environment.settings_of_a_process
+    monkeypatch.setattr(aot_program, "settings_of_a_process", lambda names: ours(names) | {"jax_scan3": "True"})
+    with pytest.warns(
+        UserWarning, match="was made for jax_scan3 'False', but here it is 'True'; the program"
+    ):
+        np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
+    assert fun.traces == 2
+
+
+def test_a_setting_that_changes_in_the_process_is_seen(tmp_path):
+    fun = Counted(double)
+    program = aot(fun, tmp_path, key="1")
+    program(X)
+    with jax.softmax_custom_jvp(not jax.config.jax_softmax_custom_jvp):
+        with pytest.warns(UserWarning, match="was made for jax_softmax_custom_jvp"):
+            program(X)
+        program(X)
+    assert fun.traces == 2
+
+
 def test_settings_without_effect_are_not(tmp_path):
     fun = Counted(double)
     program = aot(fun, tmp_path, key="1")
@@ -388,6 +412,21 @@ def test_functions_of_one_name_and_key_are_told_apart_by_their_code(tmp_path):
         ):
             np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), wanted)
     assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_what_is_bound_is_compared_as_a_whole(tmp_path):
+    @dataclass
+    class Config:
+        factor: float
+
+    def fun(x: Any, config: Any) -> Any:
+        return config.factor * x
+
+    for _ in range(2):
+        for factor in (2.0, 3.0):
+            program = aot(partial(fun, config=Config(factor)), tmp_path, key="1")
+            np.testing.assert_array_equal(program(X), factor * X)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_static_part_of_a_module_is_compared(tmp_path):
@@ -488,6 +527,15 @@ def test_under_transforms_fun_itself_is_called(tmp_path):
     np.testing.assert_allclose(jax.grad(program)(X), 2 * X)
     with jax.disable_jit():
         np.testing.assert_allclose(program(X), (X**2).sum(), rtol=1e-6)
+    with jax.set_mesh(jax.make_mesh((1,), ("a",))):
+        np.testing.assert_allclose(jax.jit(lambda y: program(X) + y)(1.0), (X**2).sum() + 1, rtol=1e-6)
+
+
+def test_what_is_not_a_number_is_found_where_jax_looks_for_it(tmp_path):
+    program = aot(lambda x: jnp.log(x), tmp_path, key="1")
+    assert np.isnan(program(-1.0))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        program(-1.0)
 
 
 @pytest.mark.parametrize("key", ["1", None])
