@@ -126,7 +126,9 @@ def test_the_tour_says_what_is_refused():
     assert "nothing is mapped: every entry of in_axes is None" in shown
 
 
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
+NEEDS_TORCH = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests"
+)
 
 
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=NEEDS_TORCH)])
