@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..transforms._model import dotted
-from ._static import Placeholder, Static
+from ..transforms._static import Placeholder, Static
 
 Rule = Callable[[str, Any], bool]
 

@@ -20,12 +20,12 @@ from ..transforms._arguments import describe
 from ..transforms._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, is_model, is_module, split
+from ..transforms._stacking import Stacking, check_leaves, strong
+from ..transforms._static import Static
 from ._applied import Applied, Rule
 from ._mesh import Layout
-from ._mismatch import check_same_architecture, check_separate
 from ._prediction import Prediction, check_kind, predict
-from ._static import Static
-from ._strategy import in_turn, stack
+from ._strategy import in_turn
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["trainable", "rest"], meta_fields=["structure"])
@@ -142,10 +142,10 @@ class Ensemble:
             if not is_model(member):
                 raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
             parts = split(member)
-            _check_leaves("Ensemble.create", "the model that make returns", parts)
+            check_leaves("Ensemble.create", "the model that make returns", parts)
             _check_any_arrays("Ensemble.create", parts)
             structures.append(parts.structure)
-            return _strong((parts.trainable, parts.rest))
+            return strong((parts.trainable, parts.rest))
 
         # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap.
         make_some = partial(lax.map, make_one)
@@ -417,34 +417,17 @@ def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
 
 
 def _stacked(api: str, members: Sequence[Any]) -> Ensemble:
-    check_separate(api, members)
-    parts = [split(member) for member in members]
-    for i, part in enumerate(parts):
-        _check_leaves(api, f"member {i}", part)
-    for i in range(1, len(parts)):
-        check_same_architecture(api, i, (members[0], parts[0]), (members[i], parts[i]))
-    _check_any_arrays(api, parts[0])
-    trainable, rest = stack([(part.trainable, part.rest) for part in parts])
-    return Ensemble(parts[0].structure, *_strong((trainable, rest)))
+    parts = Stacking(api, "member", _REMEDY)(members)
+    _check_any_arrays(api, parts)
+    return Ensemble(parts.structure, parts.trainable, parts.rest)
+
+
+_REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
 
 
 def _check_any_arrays(api: str, parts: Parts) -> None:
     if not jax.tree.leaves(parts):
         raise ValueError(f"{api}: the models hold no arrays, so there is nothing to stack.")
-
-
-def _check_leaves(api: str, whose: str, parts: Parts) -> None:
-    for path, leaf in parts.arrays().items():
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
-            raise TypeError(
-                f"{api}: `{path}` of {whose} holds {describe(leaf)}, but only arrays can be stacked; make it a plain "
-                "attribute instead of a variable."
-            )
-
-
-def _strong(tree: Any) -> Any:
-    """`tree` without weak types: an update makes them strong, and a program would be compiled for both."""
-    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
 def _key(seed: Any, size: int) -> jax.Array:

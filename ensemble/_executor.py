@@ -17,11 +17,12 @@ from ..transforms._axes import Axes
 from ..transforms._compat import Tracer
 from ..transforms._convolutions import convolutions_as_products
 from ..transforms._model import Structure
+from ..transforms._stacking import stack
+from ..transforms._static import Static
 from ._mesh import DATA, Layout
 from ._state import Arrays, TrainState, cut
-from ._static import Static
 from ._step import MemberStep
-from ._strategy import Execution, over_members, stack, take_member
+from ._strategy import Execution, over_members, take_member
 from ._tuning import Trial
 
 

@@ -16,10 +16,10 @@ from ..transforms._compat import Tracer
 from ..transforms._jaxpr import CALLS, aval, bodies, evaluate, interpret
 from ..transforms._model import dotted
 from ..transforms._model import split as split_model
+from ..transforms._static import Static
 from ._executor import Executor
 from ._mesh import DATA, Layout, as_local, differs, everywhere
 from ._state import TrainState
-from ._static import Static
 from ._step import MemberStep, metrics_of
 from ._strategy import take_member
 

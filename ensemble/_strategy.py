@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr
 from ..transforms import vmap
 from ..transforms._axes import Axes, broadcast_axes
 from ..transforms._convolutions import convolutions_as_products, has_convolution
+from ..transforms._stacking import stack
 
 STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
 
@@ -162,11 +163,6 @@ def take_member(args: Sequence[Any], in_axes: Sequence[Axes], i: Any) -> Any:
 
     taken = [leaf if axis is None else take(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     return jax.tree.unflatten(treedef, taken)
-
-
-def stack(trees: Sequence[Any]) -> Any:
-    """One pytree with the given ones along axis 0 of its arrays."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def in_turn(jaxpr: Jaxpr, platform: str) -> bool:

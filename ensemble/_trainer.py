@@ -19,6 +19,7 @@ from ..transforms._budget import check_budget, largest_chunk
 from ..transforms._chunk import check_chunk_size
 from ..transforms._compat import Tracer
 from ..transforms._convolutions import has_convolution
+from ..transforms._static import Static
 from ._ensemble import Ensemble
 from ._executor import Executor
 from ._fit import Callback, History, Settings, fit
@@ -28,7 +29,6 @@ from ._optimizer import MemberOptimizer, check_size
 from ._split import check_split
 from ._standing import Standing
 from ._state import Apart, TrainState, kind_of
-from ._static import Static
 from ._step import MemberStep
 from ._strategy import STRATEGIES, Execution, in_turn
 from ._tuning import Tuning, fingerprint, recall, remember, tune

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._model import Parts, from_parts, is_parts, models_of, parts_of, split
+from ._model import Parts, dotted, from_parts, is_parts, models_of, named_arrays, parts_of, split
 
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
@@ -15,6 +15,43 @@ def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any,
     owner, args, kwargs = together = from_parts(arguments)
     out = function(owner, *args, **kwargs)
     return out, models_of(together)
+
+
+def call_purely(api: str, function: Callable[..., Any], arguments: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """`function(owner, *args, **kwargs)`, and for each model the arrays that it has changed, by their dotted paths.
+
+    Raises:
+      ValueError: the call changes the structure of a model, or assigns what trains.
+    """
+    out, models = call_with_models(function, arguments)
+    changed = []
+    parts = [split(model) for model in models]
+    for model, before, after in zip(models, parts_of(arguments), parts, strict=True):
+        if before.structure != after.structure:
+            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
+            raise ValueError(
+                f"{api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of its "
+                "variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
+            )
+    for after, paths in zip(parts, changes(function, arguments, models), strict=True):
+        assigned = set(paths) & set(named_arrays(after.trainable))
+        if assigned:
+            raise ValueError(
+                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; keep values that "
+                "fun computes in another kind of variable, such as nnx.BatchStat, or return them."
+            )
+        changed.append({path: array for path, array in after.arrays().items() if path in paths})
+    return out, changed
+
+
+def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> list[Parts]:
+    """Models taken apart, with the arrays that `call_purely` says were changed."""
+
+    def put(before: Parts, new: dict[str, Any]) -> Parts:
+        rest = jax.tree.map_with_path(lambda path, x: new.get(dotted(path), x), before.rest)
+        return Parts(before.structure, before.trainable, rest)
+
+    return [put(before, new) for before, new in zip(parts, changed, strict=True)]
 
 
 def changes(

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ._jaxpr import CALLS, ELEMENTWISE, aval, bodies, evaluate, interpret
@@ -46,6 +47,70 @@ def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return rewritten
+
+
+def with_loopable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` with convolutions whose derivatives are products; the same to rounding, and for a loop on a CPU.
+
+    Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.
+    """
+
+    def rewritten(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+        values = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), _visit_differentiable)
+        return jax.tree.unflatten(jax.tree.structure(out), values)
+
+    return rewritten
+
+
+def _visit_differentiable(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name == "jit":
+        body = eqn.params["jaxpr"]
+        return interpret(body.jaxpr, body.consts, values, _visit_differentiable)
+    if name == "conv_general_dilated":
+        return [_differentiable(eqn, *values)]
+    if name in _WITH_BODIES and any(map(has_convolution, bodies(eqn))):
+        run = partial(interpret, visit=_visit_differentiable)
+        eqn = eqn.replace(params={key: _rewritten_bodies(value, run) for key, value in eqn.params.items()})
+    return evaluate(eqn, *values)
+
+
+def _differentiable(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
+    """A convolution, linear in each operand, with derivatives by products.
+
+    Slices of the operand are taken again where they are needed: held, they would be as many copies as the window has
+    positions.
+    """
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def as_products(lhs: Any, rhs: Any) -> Any:
+        out = _convolve(eqn, lhs, rhs)
+        return evaluate(eqn, lhs, rhs)[0] if out is None else _plain(out)
+
+    @jax.custom_jvp
+    def convolve(lhs: Any, rhs: Any) -> Any:
+        return evaluate(eqn, lhs, rhs)[0] if _is_channels_last(eqn) else as_products(lhs, rhs)
+
+    @partial(convolve.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        (lhs, rhs), (lhs_tangent, rhs_tangent) = primals, tangents
+        terms = []
+        if not isinstance(lhs_tangent, SymbolicZero):
+            terms.append(as_products(lhs_tangent, rhs))
+        if not isinstance(rhs_tangent, SymbolicZero):
+            terms.append(as_products(lhs, rhs_tangent))
+        return convolve(lhs, rhs), sum(terms[1:], *terms[:1])
+
+    return convolve(lhs, rhs)
+
+
+def _is_channels_last(eqn: JaxprEqn) -> bool:
+    lhs, rhs, out = eqn.params["dimension_numbers"]
+    places = tuple(range(1, len(lhs) - 1))
+    last = (0, len(lhs) - 1, *places)
+    weights = (len(lhs) - 1, len(lhs) - 2, *(i - 1 for i in places))
+    return (lhs, rhs, out) == (last, weights, last) and eqn.params["batch_group_count"] == 1
 
 
 def has_convolution(jaxpr: Jaxpr) -> bool:
@@ -74,7 +139,7 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         body = eqn.params[CALLS[name]]
         return interpret(body.jaxpr, body.consts, values, _visit)
     if name in _WITH_BODIES and any(map(has_convolution, bodies(eqn))):
-        eqn = eqn.replace(params={key: _rewritten_bodies(value) for key, value in eqn.params.items()})
+        eqn = eqn.replace(params={key: _rewritten_bodies(value, _run) for key, value in eqn.params.items()})
     if name == "conv_general_dilated":
         out = _convolve(eqn, *values)
         if out is not None:
@@ -95,14 +160,14 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     return evaluate(eqn, *map(_plain, values))
 
 
-def _rewritten_bodies(value: Any) -> Any:
+def _rewritten_bodies(value: Any, run: Callable[..., list[Any]]) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_rewritten_bodies, value))
+        return type(value)(_rewritten_bodies(x, run) for x in value)
     if not isinstance(value, (ClosedJaxpr, Jaxpr)):
         return value
     closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, closed.jaxpr.invars)]
-    again = jax.make_jaxpr(lambda *args: _run(closed.jaxpr, closed.consts, args))(*avals)
+    again = jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*avals)
     if isinstance(value, ClosedJaxpr):
         return again
     return value if again.consts else again.jaxpr

@@ -25,8 +25,8 @@ from jax.sharding import AxisType
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
 from plurax.ensemble._mesh import differs
-from plurax.ensemble._static import Static
 from plurax.transforms import vmap
+from plurax.transforms._static import Static
 
 # All in one worker: what they ask is found once.
 pytestmark = pytest.mark.xdist_group("eight devices")

@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from plurax.transforms._convolutions import convolutions_as_products, has_convolution
+from plurax.transforms._convolutions import (
+    convolutions_as_products,
+    has_convolution,
+    with_loopable_gradients,
+)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
@@ -33,7 +37,11 @@ def names(jaxpr: Any) -> set[str]:
 
 def assert_same(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> None:
     """The same values with the convolutions as products, to a part of the largest."""
-    expected, found = jax.jit(fun)(*args), jax.jit(convolutions_as_products(fun))(*args)
+    assert_equal(convolutions_as_products(fun), fun, *args, tolerance=tolerance)
+
+
+def assert_equal(rewritten: Callable[..., Any], fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> None:
+    expected, found = jax.jit(fun)(*args), jax.jit(rewritten)(*args)
     assert jax.tree.structure(expected) == jax.tree.structure(found)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -93,6 +101,19 @@ def test_every_convolution_and_its_gradients(case: Any) -> None:
         return
     if size:
         assert_same(with_gradients(fun), x, w)
+
+
+@pytest.mark.hypothesis
+@given(convolutions())
+def test_every_convolution_with_loopable_gradients(case: Any) -> None:
+    fun, lhs, rhs = case
+    x, w = normal(0, lhs), normal(1, rhs)
+    try:
+        size = jax.eval_shape(fun, x, w).size
+    except (TypeError, ValueError):
+        return
+    if size:
+        assert_equal(with_gradients(with_loopable_gradients(fun)), with_gradients(fun), x, w)
 
 
 class LeNet(nnx.Module):
@@ -197,3 +218,60 @@ class Test_pooling:
             return lax.reduce_window(jax.nn.relu(y), -jnp.inf, lax.max, (1, 1, 2, 3), (1, 1, 2, 3), "VALID")
 
         assert_same(with_gradients(fun), normal(0, (3, 2, 9, 11)), normal(1, (2, 3, 2, 5)))
+
+
+class Test_loopable_gradients:
+    def test_of_every_order_and_mode(self) -> None:
+        w = normal(1, (3, 3, 2, 3))
+
+        def fun(x: jax.Array) -> jax.Array:
+            y = lax.conv_general_dilated(
+                x, jnp.sin(w * x.mean()), (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            return (jnp.tanh(y) ** 2).sum()
+
+        x = normal(0, (2, 5, 4, 2))
+        ours = with_loopable_gradients(fun)
+        for derive in (jax.grad, jax.jacfwd, jax.hessian):
+            np.testing.assert_allclose(derive(ours)(x), derive(fun)(x), rtol=1e-4, atol=1e-5)
+        many = x[:, None]
+        np.testing.assert_allclose(jax.vmap(jax.grad(ours))(many), jax.vmap(jax.grad(fun))(many), rtol=1e-4, atol=1e-5)
+
+    def test_custom_rules_stay_and_so_does_the_convolution(self) -> None:
+        w = normal(1, (3, 2, 3))
+
+        def fun(x: jax.Array) -> jax.Array:
+            return jax.nn.relu(lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")))
+
+        ours, x = with_loopable_gradients(fun), jnp.zeros((2, 5, 2))
+        assert not jax.vjp(ours, x)[1](jnp.ones((2, 5, 3)))[0].any()  # by its own rule relu is flat at zero
+        assert "conv_general_dilated" in names(jax.make_jaxpr(ours)(x).jaxpr)
+        backward = jax.make_jaxpr(jax.grad(lambda x: ours(x).sum()))(x)
+        assert str(backward).count("conv_general_dilated") == 1
+
+    def test_inside_of_loops_and_what_is_computed_again(self) -> None:
+        w = normal(1, (3, 2, 2))
+
+        def conv(x: jax.Array) -> jax.Array:
+            return jnp.tanh(lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")))
+
+        def fun(x: jax.Array) -> jax.Array:
+            x = lax.scan(lambda x, _: (jax.checkpoint(conv)(x), None), x, None, length=3)[0]
+            return (lax.cond(x.sum() > 0, conv, lambda x: x, x) ** 2).sum()
+
+        ours, x = with_loopable_gradients(fun), normal(0, (2, 5, 2))
+        np.testing.assert_allclose(jax.grad(ours)(x), jax.grad(fun)(x), rtol=1e-4, atol=1e-6)
+        assert str(jax.make_jaxpr(jax.grad(ours))(x)).count("conv_general_dilated") < str(
+            jax.make_jaxpr(jax.grad(fun))(x)
+        ).count("conv_general_dilated")
+
+    def test_an_operand_that_is_not_differentiated_costs_nothing(self) -> None:
+        x, w = normal(0, (2, 5, 2)), normal(1, (3, 2, 3))
+        fun = with_loopable_gradients(
+            lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")).sum()
+        )
+        products = [
+            str(jax.make_jaxpr(jax.grad(fun, argnums))(x, w)).count("dot_general") for argnums in (0, 1, (0, 1))
+        ]
+        assert products[0] < products[2]
+        assert products[1] < products[2]

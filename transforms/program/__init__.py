@@ -1,12 +1,16 @@
 """Look at a program, and rewrite it."""
 
+from ._accumulate import accumulate
+from ._bucketed import bucketed
 from ._capture import Capture, capture
 from ._depend import depend
 from ._donation import assert_donated
 from ._fold import fold_bn
+from ._layers import scan_layers, stack_layers
 from ._layout import count_layout_ops
 from ._profile import Operation, Profile, profile
 from ._report import Candidate, FoldReport
+from ._topk import masked_topk_mean
 from ._trace_diff import Difference, TraceDiff, trace_diff
 
 __all__ = [
@@ -17,11 +21,16 @@ __all__ = [
     "Operation",
     "Profile",
     "TraceDiff",
+    "accumulate",
     "assert_donated",
+    "bucketed",
     "capture",
     "count_layout_ops",
     "depend",
     "fold_bn",
+    "masked_topk_mean",
     "profile",
+    "scan_layers",
+    "stack_layers",
     "trace_diff",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..transforms._model import by_value
+from ._model import by_value
 
 
 class Placeholder(Enum):

@@ -1,0 +1,213 @@
+"""What is repeated in a program, or compiled again and again: layers, micro-batches, lengths."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _measure import instructions, interleaved, ratio
+from flax import nnx
+
+from plurax.transforms.program import accumulate, bucketed, scan_layers, stack_layers
+
+
+class Block(nnx.Module):
+    """A block of a transformer."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.norm, self.attention = nnx.LayerNorm(width, rngs=rngs), nnx.MultiHeadAttention(4, width, rngs=rngs)
+        self.second, self.up = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm(x), mask=mask, decode=False)
+        return x + self.down(nnx.gelu(self.up(self.second(x))))
+
+
+class Convolutional(nnx.Module):
+    """A block of a residual network."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.GroupNorm(width, num_groups=2, rngs=rngs)
+        self.first, self.second = (nnx.Conv(width, width, (3, 3), rngs=rngs) for _ in range(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.second(nnx.relu(self.first(self.norm(x))))
+
+
+def gradient(model: Any, forward: Callable[..., jax.Array], *args: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A loss and its gradient, for `jax.jit`, and its arguments."""
+    graphdef, state = nnx.split(model)
+
+    def loss(state: Any, *args: Any) -> jax.Array:
+        return (forward(nnx.merge(graphdef, state), *args) ** 2).mean()
+
+    return jax.value_and_grad(loss), (state, *args)
+
+
+def in_a_loop(layers: Any, x: jax.Array, *shared: Any) -> jax.Array:
+    for layer in layers:
+        x = layer(x, *shared)
+    return x
+
+
+def by_flax(layers: Any, x: jax.Array, *shared: Any) -> jax.Array:
+    @partial(nnx.scan, in_axes=(0, nnx.Carry, *[None] * len(shared)), out_axes=nnx.Carry)
+    def turn(layer: Any, x: jax.Array, *shared: Any) -> jax.Array:
+        return layer(x, *shared)
+
+    return turn(layers, x, *shared)
+
+
+def scanned(layers: Any, x: jax.Array, *shared: Any, **options: Any) -> jax.Array:
+    return scan_layers(layers, x, *shared, **options)[0]
+
+
+def compilations(programs: dict[str, tuple[Any, tuple[Any, ...]]], rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds to trace and to compile, in turns, medians; and the program."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+    found = {}
+    for _ in range(rounds):
+        for name, (fun, args) in programs.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            lowered = jax.jit(fun).lower(*args)
+            traced = time.perf_counter()
+            found[name] = lowered.compile()
+            times[name].append((traced - start, time.perf_counter() - traced))
+    return {
+        name: {
+            "program": found[name],
+            "trace": statistics.median(trace for trace, _ in pairs),
+            "compile": statistics.median(compiling for _, compiling in pairs),
+        }
+        for name, pairs in times.items()
+    }
+
+
+def compared(
+    programs: dict[str, tuple[Any, tuple[Any, ...]]], what: str, peer: str, rounds: int, compiles: int, seconds: float
+) -> list[dict[str, Any]]:
+    """How each program is compiled and how it runs, beside a peer."""
+    built = compilations(programs, compiles)
+    calls = {name: partial(built[name]["program"], *args) for name, (_, args) in programs.items()}
+    times = interleaved(calls, rounds=rounds, seconds=seconds)
+    return [
+        {
+            what: name,
+            "HLO lines": instructions(one["program"]),
+            "trace (s)": f"{one['trace']:.2f}",
+            "compile (s)": f"{one['compile']:.2f}",
+            "temporaries (MiB)": f"{one['program'].memory_analysis().temp_size_in_bytes / 2**20:.1f}",
+            "step (ms)": f"{times[name]['median_ms']:.1f}",
+            f"step / {peer}": f"{ratio(times, name, peer):.2f}",
+        }
+        for name, one in built.items()
+    ]
+
+
+def layers(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Blocks of a transformer in a loop and in a scan."""
+    depth, width, length = (4, 8, 4) if smoke else (48, 128, 64)
+    blocks = [Block(width, nnx.Rngs(i)) for i in range(depth)]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, length, width)), jnp.float32)
+    mask = nnx.make_causal_mask(jnp.ones((4, length)))
+    stack, policies = stack_layers(blocks), jax.checkpoint_policies
+    programs = {
+        "loop": gradient(nnx.List(blocks), in_a_loop, x, mask),
+        "nnx.scan": gradient(stack.layer, by_flax, x, mask),
+        "scan_layers, 2 blocks": gradient(stack_layers(blocks[:2]), scanned, x, mask),
+        "scan_layers": gradient(stack, scanned, x, mask),
+        "remat=True": gradient(stack, partial(scanned, remat=True), x, mask),
+        "remat=dots_saveable": gradient(stack, partial(scanned, remat=policies.dots_saveable), x, mask),
+        "the same, unroll=2": gradient(stack, partial(scanned, remat=policies.dots_saveable, unroll=2), x, mask),
+        "unroll=2": gradient(stack, partial(scanned, unroll=2), x, mask),
+        "unroll=4": gradient(stack, partial(scanned, unroll=4), x, mask),
+    }
+    return compared(programs, f"{depth} blocks", "loop", rounds, 1 if smoke else 3, seconds)
+
+
+def convolutions(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Blocks with convolutions."""
+    depth, width, side = (3, 4, 4) if smoke else (16, 32, 16)
+    blocks = [Convolutional(width, nnx.Rngs(i)) for i in range(depth)]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, side, side, width)), jnp.float32)
+    stack = stack_layers(blocks)
+    programs = {
+        "loop": gradient(nnx.List(blocks), in_a_loop, x),
+        "nnx.scan": gradient(stack.layer, by_flax, x),
+        "scan_layers": gradient(stack, scanned, x),
+        "remat=True": gradient(stack, partial(scanned, remat=True), x),
+    }
+    return compared(programs, f"{depth} blocks of convolutions", "loop", min(rounds, 5), 1, 0.0)
+
+
+def parts(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A network over micro-batches."""
+    size, width, length = (8, 8, 4) if smoke else (64, 64, 32)
+    blocks = nnx.List([Block(width, nnx.Rngs(i)) for i in range(2)])
+    graphdef, state = nnx.split(blocks)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(size, length, width)), jnp.float32)
+    mask = jnp.tril(jnp.ones((length, length), bool))
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        return (in_a_loop(nnx.merge(graphdef, state), x, mask) ** 2).mean()
+
+    step = jax.value_and_grad(loss)
+
+    def written_out(state: Any, x: jax.Array, number: int) -> Any:
+        found = [step(state, part) for part in jnp.split(x, number)]
+        return jax.tree.map(lambda *each: sum(each) / number, *found)
+
+    numbers = (2, 4) if smoke else (4, 16, 64)
+    programs: dict[str, Any] = {"the whole batch": (step, (state, x))}
+    programs |= {f"written out, {k}": (partial(written_out, number=k), (state, x)) for k in numbers[:2]}
+    programs |= {f"accumulate, {k}": (accumulate(step, k), (state, x)) for k in numbers}
+    programs[f"gradient of accumulate, {numbers[1]}"] = (
+        jax.value_and_grad(accumulate(loss, numbers[1])),
+        (state, x),
+    )
+    return compared(programs, "micro-batches", "the whole batch", rounds, 1 if smoke else 3, seconds)
+
+
+def lengths(smoke: bool) -> list[dict[str, Any]]:
+    """One function of arrays of many lengths."""
+    number = 20 if smoke else 200
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
+    drawn = np.random.default_rng(0).integers(1, 257, number)
+    data = np.random.default_rng(2).normal(size=(256, 16)).astype(np.float32)
+    traces = [0]
+
+    def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.where(mask[:, None], jnp.tanh(x @ w) @ w, 0).sum(0)
+
+    @jax.jit
+    def raw(x: jax.Array) -> jax.Array:
+        traces[0] += 1
+        return masked(x, jnp.ones(len(x), bool))
+
+    filled = bucketed(masked)
+    rows = []
+    for name, fun, count in (("jax.jit", raw, lambda: traces[0]), ("bucketed", filled, lambda: filled.traces)):
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            for n in drawn:
+                jax.block_until_ready(fun(data[:n]))
+            seconds.append(time.perf_counter() - start)
+        rows.append(
+            {
+                f"{number} lengths": name,
+                "different lengths": len(set(drawn.tolist())),
+                "compilations": count(),
+                "first time (s)": f"{seconds[0]:.2f}",
+                "again (ms a call)": f"{seconds[1] * 1e3 / number:.3f}",
+            }
+        )
+    return rows

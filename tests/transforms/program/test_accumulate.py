@@ -1,0 +1,230 @@
+"""Micro-batches one after another, against the whole batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.transforms import clipped_grad, grad, hvp, value_and_grad, vmap
+from plurax.transforms.program import accumulate
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+    return ((hidden - batch["y"]) ** 2).mean()
+
+
+PARAMS = {"w": normal(3, 5), "v": normal(5, 2, seed=1)}
+BATCH = {"x": normal(12, 3, seed=2), "y": normal(12, 2, seed=3)}
+
+
+def assert_close(ours: Any, theirs: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 12])
+def test_gradients_are_those_of_the_whole_batch(micro_batches: int) -> None:
+    expected = jax.value_and_grad(loss)(PARAMS, BATCH)
+    assert_close(jax.jit(accumulate(jax.value_and_grad(loss), micro_batches))(PARAMS, BATCH), expected)
+    assert_close(jax.value_and_grad(accumulate(loss, micro_batches))(PARAMS, BATCH), expected)
+
+
+def test_several_batches_positions_from_the_end_and_keywords() -> None:
+    def fun(scale: jax.Array, x: jax.Array, params: jax.Array, y: jax.Array, *, power: int) -> jax.Array:
+        return (scale * (x @ params - y) ** power).mean()
+
+    arguments = jnp.array(0.5), normal(6, 3), normal(3), normal(6, seed=4)
+    ours = accumulate(fun, 3, batch_argnums=(1, -1))(*arguments, power=2)
+    np.testing.assert_allclose(ours, fun(*arguments, power=2), rtol=1e-6)
+
+
+def test_a_sum_adds_up_counts_and_keeps_their_dtype() -> None:
+    def count(params: Any, x: jax.Array) -> Any:
+        return {"hits": (x > 0).sum(), "all": x.shape[0], "total": x.sum()}
+
+    x = normal(8, 3)
+    ours = accumulate(count, 4, reduction="sum")(None, x)
+    assert (int(ours["hits"]), int(ours["all"])) == (int((x > 0).sum()), 8)
+    assert ours["hits"].dtype == jnp.int32
+    np.testing.assert_allclose(ours["total"], x.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_few_bits_are_summed_in_more(dtype: Any) -> None:
+    ours = accumulate(lambda _, x: x.sum(), 1024, reduction="sum")(None, jnp.ones(1024, dtype))
+    assert (ours.dtype, float(ours)) == (dtype, 1024.0)  # a bfloat16 stays at 256
+
+
+def test_one_part_is_compiled_and_in_memory() -> None:
+    def compiled(micro_batches: int) -> Any:
+        batch = {"x": jnp.zeros((960, 64)), "y": jnp.zeros((960, 2))}
+        params = {"w": jnp.zeros((64, 128)), "v": jnp.zeros((128, 2))}
+        step = jax.jit(accumulate(jax.value_and_grad(loss), micro_batches))
+        return step.lower(params, batch).compile()
+
+    few, many = compiled(4), compiled(48)
+    assert len(many.as_text().splitlines()) <= 1.1 * len(few.as_text().splitlines())
+    whole, four = (compiled(k).memory_analysis().temp_size_in_bytes for k in (1, 4))
+    assert four < 0.5 * whole
+    assert many.memory_analysis().temp_size_in_bytes < four
+
+
+def test_the_gradient_of_an_accumulation_keeps_one_part() -> None:
+    batch = {"x": jnp.zeros((960, 64)), "y": jnp.zeros((960, 2))}
+    params = {"w": jnp.zeros((64, 128)), "v": jnp.zeros((128, 2))}
+    whole, parts = (
+        jax.jit(jax.grad(f)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+        for f in (loss, accumulate(loss, 12))
+    )
+    assert parts < 0.4 * whole
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense, self.out = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.drop(nnx.tanh(self.norm(self.dense(x)))))
+
+
+def net_loss(model: Net, x: jax.Array, y: jax.Array) -> jax.Array:
+    return ((model(x) - y) ** 2).mean()
+
+
+def test_a_module_in_evaluation_has_the_gradients_of_the_whole_batch() -> None:
+    model = nnx.view(Net(nnx.Rngs(0)), deterministic=True, use_running_average=True)
+    x, y = normal(6, 3), normal(6, 2, seed=1)
+    ours = accumulate(value_and_grad(net_loss), 3, batch_argnums=(1, 2))(model, x, y)
+    assert_close(ours, value_and_grad(net_loss)(model, x, y))
+    assert_close(value_and_grad(accumulate(net_loss, 3, batch_argnums=(1, 2)))(model, x, y), ours)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_what_a_module_keeps_goes_from_part_to_part(outside: bool) -> None:
+    ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    x, y = normal(6, 3), normal(6, 2, seed=1)
+    parts = [value_and_grad(net_loss)(theirs, x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
+    expected = jax.tree.map(lambda *each: sum(each) / 3, *parts)
+    if outside:
+        found = value_and_grad(accumulate(net_loss, 3, batch_argnums=(1, 2)))(ours, x, y)
+    else:
+        found = accumulate(value_and_grad(net_loss), 3, batch_argnums=(1, 2))(ours, x, y)
+    assert_close(found, expected)
+    assert int(ours.drop.rngs.count[...]) == 3
+    assert_close(nnx.to_pure_dict(nnx.state(ours, nnx.BatchStat)), nnx.to_pure_dict(nnx.state(theirs, nnx.BatchStat)))
+
+
+def test_a_module_may_be_the_function() -> None:
+    model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(4, 3)
+    np.testing.assert_allclose(accumulate(model, 2, batch_argnums=0)(x), (model(x[:2]) + model(x[2:])) / 2, rtol=1e-6)
+
+
+def test_under_vmap_jit_and_second_derivatives() -> None:
+    ours = accumulate(loss, 3)
+    many = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    assert_close(jax.jit(vmap(grad(ours), (0, None)))(many, BATCH), vmap(grad(loss), (0, None))(many, BATCH), atol=1e-5)
+    direction = jax.tree.map(jnp.cos, PARAMS)
+    theirs = hvp(lambda p: loss(p, BATCH), (PARAMS,), (direction,))
+    assert_close(hvp(lambda p: ours(p, BATCH), (PARAMS,), (direction,)), theirs, atol=1e-5)
+
+
+def test_clipped_gradients_add_up() -> None:
+    clipped = clipped_grad(loss, l2_clip_norm=0.1)
+    assert_close(accumulate(clipped, 4, reduction="sum")(PARAMS, BATCH), clipped(PARAMS, BATCH))
+
+
+def test_a_training_step_is_that_of_the_whole_batch() -> None:
+    optimizer = optax.adam(1e-2)
+
+    def train(gradient: Any) -> Any:
+        params, state = PARAMS, optimizer.init(PARAMS)
+        for _ in range(3):
+            updates, state = optimizer.update(gradient(params, BATCH), state)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    assert_close(train(jax.jit(accumulate(jax.grad(loss), 4))), train(jax.grad(loss)), atol=1e-5)
+
+
+def test_convolutions_keep_their_gradients() -> None:
+    model = nnx.Conv(2, 3, (3, 3), rngs=nnx.Rngs(0))
+    x = normal(4, 6, 5, 2)
+
+    def of(model: Any, x: jax.Array) -> jax.Array:
+        return (nnx.relu(model(x)) ** 2).mean()
+
+    assert_close(accumulate(grad(of), 2)(model, x), grad(of)(model, x))
+
+
+def test_keys_of_examples_are_part_of_a_batch() -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def noise(_: Any, keys: jax.Array) -> jax.Array:
+        return jax.vmap(jax.random.normal)(keys).mean()
+
+    np.testing.assert_allclose(accumulate(noise, 2)(None, keys), noise(None, keys), rtol=1e-6)
+
+
+# Refusals.
+
+
+def adds_a_variable(model: Any, x: jax.Array) -> jax.Array:
+    model.seen = nnx.Intermediate(x.sum())
+    return x.sum()
+
+
+def assigns(model: Any, x: jax.Array) -> jax.Array:
+    model.bias[...] = model.bias[...] + x.sum()
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("fun", "options", "x", "error", "message"),
+    [
+        (3, {}, jnp.ones(4), TypeError, "fun must be a function, a bound method or a module, but got 3"),
+        (loss, {"micro_batches": 2.0}, jnp.ones(4), TypeError, "micro_batches must be an int, but got 2.0"),
+        (loss, {"micro_batches": 0}, jnp.ones(4), ValueError, "micro_batches must be at least 1, but got 0"),
+        (loss, {"reduction": "max"}, jnp.ones(4), ValueError, 'reduction must be "mean" or "sum", but got \'max\''),
+        (loss, {"batch_argnums": ()}, jnp.ones(4), ValueError, "batch_argnums is empty"),
+        (loss, {"batch_argnums": 2}, jnp.ones(4), ValueError, "batch_argnums selects argument 2, but the call has 2"),
+        (
+            loss,
+            {"batch_argnums": 0},
+            jnp.ones(4),
+            TypeError,
+            "`params` is a model and no batch; say with batch_argnums",
+        ),
+        (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass what all share in an argument that"),
+        (loss, {}, {"x": jnp.ones(4), "y": jnp.ones(6)}, ValueError, r"`batch\['y'\]` has 6 examples .* have 4"),
+        (loss, {}, {}, ValueError, "the batch holds no arrays"),
+        (loss, {}, jnp.ones(5), ValueError, "micro_batches is 2, which does not divide the 5 examples of `batch`"),
+        (
+            lambda m, x: {"n": x.astype(int)},
+            {},
+            jnp.ones(4),
+            TypeError,
+            r"`output\['n'\]` has dtype int32, .* no mean;",
+        ),
+        (lambda m, x: x > 0, {"reduction": "sum"}, jnp.ones(4), TypeError, "`output` has dtype bool, which has no sum"),
+        (lambda m, x: m, {}, jnp.ones(4), TypeError, "`output` is Linear.*, which has no mean over the parts"),
+        (lambda m, x: "loss", {}, jnp.ones(4), TypeError, "`output` is 'loss' of type str, which has no mean"),
+        (adds_a_variable, {}, jnp.ones(4), ValueError, r"fun changes the structure of Linear \(`seen"),
+        (assigns, {}, jnp.ones(4), ValueError, "fun assigns the parameter `bias`, but it is one for all calls"),
+    ],
+)
+def test_what_cannot_be_accumulated_is_refused(fun: Any, options: Any, x: Any, error: Any, message: str) -> None:
+    options = {"micro_batches": 2, **options}
+    with pytest.raises(error, match=f"^accumulate: .*{message}"):
+        accumulate(fun, options.pop("micro_batches"), **options)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), x)

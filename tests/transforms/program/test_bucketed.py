@@ -1,0 +1,186 @@
+"""Arrays of many lengths, against the same function of each length."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plurax.transforms.program import bucketed
+
+
+def mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, x, 0).sum() / mask.sum()
+
+
+class Compilations:
+    """How many programs XLA compiles while this listens."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> "Compilations":
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._count)
+
+    def _count(self, event: str, *_: Any, **__: Any) -> None:
+        self.number += event == "/jax/core/compile/backend_compile_duration"
+
+
+def test_two_hundred_lengths_take_at_most_nine_compilations() -> None:
+    lengths = np.random.default_rng(0).integers(1, 257, 200)
+    of = bucketed(lambda x, mask: jnp.tanh(jnp.where(mask[:, None], x, 0)).sum(0), out_axes=None)
+    each = bucketed(lambda x, mask: jnp.tanh(x), out_axes=0)
+    data = np.random.default_rng(1).normal(size=(256, 3)).astype(np.float32)
+    with Compilations() as compilations:
+        for n in lengths:
+            np.testing.assert_allclose(of(data[:n]), np.tanh(data[:n]).sum(0), rtol=1e-4, atol=1e-5)
+    assert of.traces == compilations.number <= 9
+    with Compilations() as compilations:
+        for n in lengths:
+            np.testing.assert_allclose(each(data[:n]), np.tanh(data[:n]), rtol=1e-5)
+    assert each.traces == compilations.number <= 9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "size"),
+    [
+        ("pow2", 0, 1),
+        ("pow2", 1, 1),
+        ("pow2", 5, 8),
+        ("pow2", 8, 8),
+        ("pow2", 9, 16),
+        ((20, 10), 10, 10),
+        ([10, 20], 11, 20),
+    ],
+)
+def test_arrays_are_filled_up_to_the_next_size(sizes: Any, length: int, size: int) -> None:
+    found = bucketed(lambda x, mask: (x, mask), sizes=sizes)(np.ones(length, np.float32))
+    assert found[0].tolist() == [1.0] * length + [0.0] * (size - length)
+    assert found[1].tolist() == [True] * length + [False] * (size - length)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.bool_, jnp.bfloat16])
+def test_any_axis_pytrees_and_dtypes(dtype: Any) -> None:
+    def fun(scale: Any, batch: Any, mask: jax.Array, *, shift: Any) -> Any:
+        assert mask.shape == (8,)
+        assert batch["a"].shape == (2, 8)
+        assert batch["a"].dtype == dtype
+        return batch["a"], (batch["b"] + shift).T * scale
+
+    of = bucketed(fun, axis=(None, {"a": 1, "b": -2}), out_axes=(1, -2))
+    batch = {"a": np.arange(10).reshape(2, 5).astype(dtype), "b": jnp.ones((3, 5, 2))}
+    a, b = of(2.0, batch, shift=jnp.ones(2))
+    assert isinstance(a, np.ndarray)
+    assert (a == batch["a"]).all()
+    np.testing.assert_array_equal(b, np.full((2, 5, 3), 4.0))
+
+
+def test_inside_of_other_transforms() -> None:
+    of = bucketed(mean)
+    x = jnp.arange(5.0)
+    np.testing.assert_allclose(jax.grad(lambda x: of(x) ** 2)(x), jax.grad(lambda x: x.mean() ** 2)(x), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(of)(x), 2.0)
+    np.testing.assert_allclose(jax.vmap(of)(jnp.ones((3, 5))), jnp.ones(3))
+    each = bucketed(lambda x, mask: x**2, out_axes=0)
+    np.testing.assert_allclose(jax.jacobian(each)(x), jnp.diag(2 * x))
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.dense = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        self.seen[...] += mask.sum()
+        return jnp.where(mask[:, None], self.dense(x), 0).sum(0)
+
+
+@pytest.mark.parametrize("as_function", [True, False])
+def test_modules_and_what_they_keep(as_function: bool) -> None:
+    model, x = Net(), np.ones((5, 3), np.float32)
+    of = bucketed(model) if as_function else bucketed(lambda model, x, mask: model(x, mask), axis=(None, 0))
+    for _ in range(2):
+        out = of(x) if as_function else of(model, x)
+        np.testing.assert_allclose(out, model.dense(x).sum(0), rtol=1e-5)
+    assert (float(model.seen[...]), of.traces) == (10.0, 1)
+
+
+def test_a_parameter_that_changes_is_seen() -> None:
+    model, x = Net(), np.ones((5, 3), np.float32)
+    of = bucketed(model)
+    before = of(x)
+    model.dense.kernel[...] *= 2
+    assert not np.allclose(of(x), before)
+    assert of.traces == 1
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"axis": "0"}, TypeError, "axis must be an int, or a tuple with one entry for each positional argument"),
+        ({"axis": True}, TypeError, "axis must be an int, or a tuple"),
+        ({"axis": (0, 1.5)}, TypeError, "axis must hold ints and None, but got 1.5"),
+        ({"out_axes": "a"}, TypeError, "out_axes must hold ints and None, but got 'a'"),
+        ({"sizes": "pow3"}, ValueError, "sizes must be \"pow2\" or a list of ints, but got 'pow3'"),
+        ({"sizes": 8}, TypeError, 'sizes must be "pow2" or a list of ints, but got 8'),
+        ({"sizes": []}, ValueError, "sizes is empty; name at least one length"),
+        ({"sizes": [8, 0]}, ValueError, r"sizes\[1\] must be at least 1, but got 0"),
+        ({"sizes": [8.0]}, TypeError, r"sizes\[0\] must be an int, but got 8.0"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^bucketed: {message}"):
+        bucketed(mean, **options)
+
+
+def test_a_wrong_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="^bucketed: fun must be a function, a bound method or a module, but got 3"):
+        bucketed(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "error", "message"),
+    [
+        (
+            {"sizes": [2, 4]},
+            (np.ones(5),),
+            ValueError,
+            "the arrays have length 5, but the largest of sizes is 4; add a",
+        ),
+        ({}, (np.ones(5), np.ones(6)), ValueError, "axis 0 of argument `x` has size 5, but axis 0 of argument `y` has"),
+        ({"axis": 1}, (np.ones(5), np.ones(5)), ValueError, "argument `x` cannot be mapped over axis 1"),
+        ({"axis": (0,)}, (np.ones(5), np.ones(5)), ValueError, r"axis has 1 entries, but the call has 2 positional"),
+        ({"axis": (None, None)}, (np.ones(5), 1.0), ValueError, "axis names no axis of any argument; give one, or use"),
+        ({}, (Net(), np.ones(5)), TypeError, "`x` is a model and has no axis 0; give axis as a tuple with None for it"),
+        (
+            {"axis": (0, 0)},
+            (jax.random.split(jax.random.key(0), 5), np.ones(5)),
+            TypeError,
+            "argument 0 holds keys, which",
+        ),
+        ({"out_axes": (0, 0, 0)}, (np.ones(5), np.ones(5)), ValueError, r"out_axes=\(0, 0, 0\) is not a prefix of the"),
+        (
+            {"out_axes": 1},
+            (np.ones(5), np.ones(5)),
+            ValueError,
+            r"out_axes is 1 for `output\[0\]`, but it is an array of",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(options: Any, args: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^bucketed: {message}"):
+        bucketed(lambda x, y, mask: (x, y), **options)(*args)
+
+
+def test_a_mask_of_ones_own_is_refused() -> None:
+    with pytest.raises(TypeError, match="^bucketed: mask is not passed, since it comes from the lengths; leave it out"):
+        bucketed(mean)(np.ones(3), mask=np.ones(3, bool))

@@ -1,0 +1,188 @@
+"""One function over many micro-batches, compiled once: `accumulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from .._arguments import argument_name, check_argnums, check_callable, check_count, describe, leaf_name, wrap_like
+from .._changes import call_purely, with_changes
+from .._convolutions import with_loopable_gradients
+from .._model import (
+    is_model,
+    is_parts,
+    models_of,
+    named_arrays,
+    owner_of,
+    parts_of,
+    refuse_shared_state,
+    to_parts,
+    update,
+)
+
+
+def accumulate(
+    fun: Callable[..., Any], micro_batches: int, *, batch_argnums: int | Sequence[int] = 1, reduction: str = "mean"
+) -> Callable[..., Any]:
+    """Evaluate `fun` on one part of a batch after another, and give the mean of what it returns.
+
+    One part is in memory at a time, and in the program: neither the time to compile nor the memory depends on how many
+    there are. Where `fun` gives means over its examples, the result is that of the whole batch.
+
+    `accumulate(value_and_grad(loss), 8)` accumulates gradients. The gradient of `accumulate(loss, 8)` is the same, in
+    the same memory, and computes every part a second time.
+
+    Args:
+      fun: a function of arrays, pytrees and modules. What it changes of a module (BatchNorm statistics, dropout keys)
+        goes from each part to the next one.
+      micro_batches: into how many parts the batch is cut, each of examples that follow one another.
+      batch_argnums: the positions of the arguments whose arrays have the examples along axis 0; they are the same
+        number in each, and `micro_batches` divides it. All other arguments are the same for every part: a random key
+        too, so pass keys of the examples as part of the batch.
+      reduction: "mean", or "sum" where `fun` gives sums, or counts.
+
+    Returns:
+      A function of the same arguments, to be called under `jax.jit`. It returns what `fun` does, as arrays of the same
+      shapes and dtypes: the mean or sum over the parts, which is taken in float32 where they have fewer bits.
+
+    Raises:
+      TypeError: `fun` is not callable; `micro_batches` is no int; `fun` returns a model, something that is no array, or
+        for a mean integers or booleans.
+      ValueError: `micro_batches` is below 1 or does not divide the number of examples; the arrays of the batch
+        differ in it; `reduction` is neither "mean" nor "sum"; `fun` assigns a parameter or changes the structure of a
+        module.
+
+    Cost:
+      The evaluations of all parts, the memory of one, and one more copy of what `fun` returns.
+
+    Source:
+      MindSpore, `mindspore.nn.PipelineCell`, whose parts `lazy_inline` compiles once.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms import value_and_grad
+      >>> from plurax.transforms.program import accumulate
+      >>> def loss(w, batch):
+      ...     return jnp.mean((batch @ w) ** 2)
+      >>> step = jax.jit(accumulate(value_and_grad(loss), 4))
+      >>> value, gradient = step(jnp.ones(3), jnp.ones((8, 3)))
+      >>> float(value), gradient.tolist()
+      (9.0, [6.0, 6.0, 6.0])
+    """
+    check_callable("accumulate", fun)
+    check_count("accumulate", "micro_batches", micro_batches)
+    positions = check_argnums("accumulate", batch_argnums, "batch_argnums")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'accumulate: reduction must be "mean" or "sum", but got {reduction!r}.')
+    owner, function = owner_of(fun)
+
+    def accumulated(*args: Any, **kwargs: Any) -> Any:
+        batch = _cut(fun, args, positions, micro_batches)
+        refuse_shared_state("accumulate", fun, owner, args, kwargs)
+        models = models_of((owner, args, kwargs))
+        everything = to_parts((owner, args, kwargs))
+
+        apart = parts_of(everything)
+
+        def call(changed: Any, batch: Any) -> Any:
+            given = iter(with_changes(apart, changed))
+            filled = jax.tree.map(lambda x: next(given) if is_parts(x) else x, everything, is_leaf=is_parts)
+            owner, args, kwargs = filled
+            args = tuple(batch.get(i, value) for i, value in enumerate(args))
+            out, changed = call_purely("accumulate", function, (owner, args, kwargs))
+            return _checked(out, reduction), changed
+
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        state = [named_arrays(parts.rest) for parts in apart]
+        closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(state, one)
+        run: Callable[..., Any] = jaxpr_as_fun(closed)
+        if jax.default_backend() == "cpu":
+            run = with_loopable_gradients(run)
+
+        def turn(carry: Any, batch: Any) -> tuple[Any, None]:
+            totals, changed = carry
+            now = [before | new for before, new in zip(state, changed, strict=True)]
+            leaves = run(*jax.tree.leaves((now, batch)))
+            out, changed = jax.tree.unflatten(structure, leaves)
+            return (jax.tree.map(lambda total, x: total + jnp.asarray(x, total.dtype), totals, out), changed), None
+
+        structure: Any = jax.tree.structure((out, changed))
+        totals = jax.tree.map(lambda x: jnp.zeros(x.shape, _accumulator(x.dtype)), out)
+        before = [{path: jnp.asarray(held[path]) for path in new} for held, new in zip(state, changed, strict=True)]
+        (totals, after), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (totals, before), batch)
+        for model, parts in zip(models, with_changes(apart, after), strict=True):
+            update(model, parts)
+        number = micro_batches if reduction == "mean" else 1
+        return jax.tree.map(lambda total, x: (total / number if number > 1 else total).astype(x.dtype), totals, out)
+
+    return wrap_like(
+        fun,
+        "accumulate",
+        accumulated,
+        lambda fun: accumulate(fun, micro_batches, batch_argnums=batch_argnums, reduction=reduction),
+    )
+
+
+def _cut(fun: Any, args: Sequence[Any], positions: Sequence[int], parts: int) -> dict[int, Any]:
+    """The batch by positions, with an axis of its parts in front."""
+    batch: dict[int, Any] = {}
+    for position in positions:
+        if not -len(args) <= position < len(args):
+            raise ValueError(
+                f"accumulate: batch_argnums selects argument {position}, but the call has {len(args)} positional "
+                "argument(s); pass the batch by position."
+            )
+        i = position % len(args)
+        if models_of(args[i]):
+            raise TypeError(
+                f"accumulate: `{argument_name(fun, args, i)}` is a model and no batch; say with batch_argnums which "
+                "arguments have examples."
+            )
+        batch[i] = args[i]
+    size = None
+    for i, value in batch.items():
+        for path, leaf in jax.tree.leaves_with_path(value):
+            name = leaf_name(argument_name(fun, args, i), path)
+            shape = getattr(leaf, "shape", ())
+            if not shape:
+                raise ValueError(
+                    f"accumulate: `{name}` is {describe(leaf)}, but arrays of a batch have the examples along axis 0; "
+                    "pass what all share in an argument that batch_argnums leaves out."
+                )
+            if shape[0] != (size := shape[0] if size is None else size):
+                raise ValueError(
+                    f"accumulate: `{name}` has {shape[0]} examples along axis 0, but those before it have {size}."
+                )
+            if size % parts:
+                raise ValueError(
+                    f"accumulate: micro_batches is {parts}, which does not divide the {size} examples of `{name}`; "
+                    "leave some out, or fill up and weigh them by 0 in a sum."
+                )
+    if size is None:
+        raise ValueError("accumulate: the batch holds no arrays; say with batch_argnums which arguments have examples.")
+    return jax.tree.map(lambda x: jnp.reshape(x, (parts, size // parts, *x.shape[1:])), batch)
+
+
+def _checked(out: Any, reduction: str) -> Any:
+    """What `fun` returned, as arrays that have a mean or a sum."""
+    for path, leaf in jax.tree.leaves_with_path(out, is_leaf=is_model):
+        name = leaf_name("output", path)
+        if is_model(leaf) or not (hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))):
+            raise TypeError(
+                f"accumulate: `{name}` is {describe(leaf)}, which has no {reduction} over the parts; return arrays."
+            )
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact if reduction == "mean" else jnp.number):
+            cure = 'convert it, or take reduction="sum"' if jnp.issubdtype(dtype, jnp.integer) else "convert it"
+            raise TypeError(f"accumulate: `{name}` has dtype {dtype}, which has no {reduction}; {cure}.")
+    return jax.tree.map(jnp.asarray, out)
+
+
+def _accumulator(dtype: Any) -> Any:
+    """The dtype in which numbers of `dtype` are summed: many small ones would be lost in few bits."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,0 +1,213 @@
+"""Repeated layers compiled once: `stack_layers` and `scan_layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._arguments import check_count, describe, leaf_name
+from .._changes import call_with_models, changes
+from .._convolutions import with_loopable_gradients
+from .._model import Parts, dotted, is_module, split
+from .._stacking import Stacking
+
+if TYPE_CHECKING:
+    from ._stack import Stack
+
+
+def stack_layers(layers: Sequence[Any]) -> Stack:
+    """Store layers of one architecture as one module, for `scan_layers`.
+
+    Do it once, where the model is built: stacked inside a compiled function, every layer would be an input of it again.
+
+    Args:
+      layers: a list or another sequence of NNX modules; they are copied. What a layer is is read from the layer as it
+        stands and not from how it was made, so one that was changed since is found.
+
+    Returns:
+      A stack: an NNX module with `len(stack)`, `stack.unstack()` and `stack.layer`, one module that holds the arrays of
+      all layers along axis 0 (so `stack.layer.kernel` has shape (layers, ...)).
+
+    Raises:
+      TypeError: `layers` is no sequence, or holds something that is not an NNX module; layers of different classes, or
+        with a variable that is not an array.
+      ValueError: `layers` is empty, holds layers that share a variable (tied parameters, or an `nnx.Rngs` that all of
+        them keep), or layers that differ in the path, shape or dtype of an array or in their configuration. The first
+        difference is named, and the layer's index.
+
+    Cost:
+      One copy of every array.
+
+    Source:
+      MindSpore, `mindspore.lazy_inline`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.transforms.program import scan_layers, stack_layers
+      >>> class Net(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.blocks = stack_layers([nnx.Linear(4, 4, rngs=rngs) for _ in range(48)])
+      ...     def __call__(self, x):
+      ...         x, _ = scan_layers(self.blocks, x)
+      ...         return x
+      >>> net = Net(nnx.Rngs(0))
+      >>> net.blocks.layer.kernel.shape
+      (48, 4, 4)
+      >>> net(jnp.ones((2, 4))).shape
+      (2, 4)
+    """
+    if not isinstance(layers, Sequence) or isinstance(layers, (str, bytes)):
+        raise TypeError(f"stack_layers: layers must be a list of NNX modules, but got {describe(layers)}.")
+    if not layers:
+        raise ValueError("stack_layers: the list of layers is empty; a stack has at least one.")
+    for i, layer in enumerate(layers):
+        if not is_module(layer):
+            raise TypeError(
+                f"stack_layers: layer {i} is {describe(layer)}, not an NNX module; stack other pytrees with "
+                "jax.tree.map(jnp.stack, ...) and scan them with jax.lax.scan."
+            )
+    from ._stack import Stack
+
+    return Stack(Stacking("stack_layers", "layer", _REMEDY)(layers).merge(), len(layers))
+
+
+_REMEDY = (
+    "build all layers with one configuration, and hand over numbers that differ as xs of scan_layers",
+    "define it once, at module level",
+)
+
+
+def scan_layers(
+    stack: Stack,
+    carry: Any,
+    *shared: Any,
+    xs: Any = None,
+    remat: bool | Callable[..., bool] = False,
+    unroll: int = 1,
+) -> tuple[Any, Any]:
+    """Send `carry` through the layers of a stack, one after another, with one layer's operations in the program.
+
+    As `for layer in layers: carry = layer(carry, *shared)`, but compiled in a time that does not depend on the number
+    of layers. The variables that a layer changes (BatchNorm statistics, dropout keys) are its own, and end up in the
+    stack.
+
+    Args:
+      stack: what `stack_layers` gives.
+      carry: arrays, any pytree: what the first layer takes first, and of the structure, shapes and dtypes that each
+        layer returns.
+      *shared: further arguments, the same for every layer, such as a mask.
+      xs: arrays with the layers as axis 0, any pytree: each layer gets its slice as its last argument, such as its part
+        of a cache.
+      remat: whether a gradient computes each layer again instead of keeping what was computed in it; or a policy of
+        `jax.checkpoint_policies` that says what is kept.
+      unroll: so many layers are written out in one turn of the loop: the program grows, and has fewer turns.
+
+    Returns:
+      What the last layer returns, and `ys`: None where layers return a carry; where they return a pair (carry, y), all
+      y with the layers as axis 0. (A result that has the structure of `carry` is a carry.)
+
+    Raises:
+      TypeError: `stack` is no stack; a layer returns neither a carry nor a pair; `remat` is neither a bool nor a
+        policy.
+      ValueError: an array of `xs` or of the stack has not the layers as axis 0; a layer returns a carry of other shapes
+        or dtypes, or changes the structure of its variables.
+
+    Cost:
+      Time and memory of the layers one after another, and a copy of each layer's arrays as its turn comes. A gradient
+      keeps each layer's intermediate results, unless `remat`; on a CPU that is quicker as well. Convolutions are slower
+      in a loop on a CPU.
+
+    Source:
+      `jax.lax.scan`; MindSpore, `mindspore.lazy_inline`; `flax.nnx.scan`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from plurax.transforms.program import scan_layers, stack_layers
+      >>> class Block(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.dense = nnx.Linear(4, 4, rngs=rngs)
+      ...     def __call__(self, x, mask, cache):
+      ...         y = self.dense(x) * mask + cache
+      ...         return y, y.sum()
+      >>> stack = stack_layers([Block(nnx.Rngs(i)) for i in range(3)])
+      >>> x, sums = scan_layers(stack, jnp.ones((2, 4)), jnp.ones(4), xs=jnp.zeros((3, 2, 4)))
+      >>> x.shape, sums.shape
+      ((2, 4), (3,))
+    """
+    if not hasattr(type(stack), "__plurax_layers__"):
+        raise TypeError(f"scan_layers: stack must be what stack_layers(layers) gives, but got {describe(stack)}.")
+    check_count("scan_layers", "unroll", unroll)
+    if not isinstance(remat, bool) and not callable(remat):
+        raise TypeError(
+            f"scan_layers: remat must be True, False or a policy of jax.checkpoint_policies, but got {describe(remat)}."
+        )
+    _check_xs(xs, len(stack))
+    parts = stack.parts()
+    structure, name = parts.structure, type(stack.layer).__name__
+
+    def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
+        trainable, rest, x = slices
+        before = Parts(structure, trainable, rest)
+
+        def call(layer: Any, carry: Any, *x: Any) -> Any:
+            return layer(carry, *shared, *x)
+
+        arguments: Any = before, (carry, *([] if xs is None else [x])), {}
+        out, models = call_with_models(call, arguments)
+        after = split(models[0])
+        if after.structure != structure:
+            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
+            raise ValueError(
+                f"scan_layers: {name} changes the structure of its variables (`{path}`), but only their values can be "
+                "carried along; do not add variables in it (such as by sow), nor change attributes."
+            )
+        changed = changes(call, arguments, models)[0]
+        out, y = _carry_and_y(name, carry, out)
+        return out, (y, {path: array for path, array in after.arrays().items() if path in changed})
+
+    body: Any = turn
+    if jax.default_backend() == "cpu" and unroll < len(stack):
+        body = with_loopable_gradients(turn)
+    if remat:
+        body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
+    carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)
+    if changed:
+        arrays = jax.tree.map_with_path(lambda path, x: changed.get(dotted(path[1:]), x), (parts.trainable, parts.rest))
+        stack.assign(Parts(structure, *arrays))
+    return carry, ys
+
+
+def _check_xs(xs: Any, size: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(xs):
+        if not hasattr(leaf, "shape") or leaf.shape[:1] != (size,):
+            raise ValueError(
+                f"scan_layers: axis 0 of `{leaf_name('xs', path)}` must be the {size} layers of the stack, but got "
+                f"{describe(leaf)}; give one slice for each layer, or pass what they share before xs."
+            )
+
+
+def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
+    """What a layer returned as a carry and a y; no pytree is both like `carry` and a pair of such and something."""
+    structure: Any = jax.tree.structure(carry)
+    y = None
+    if structure != jax.tree.structure(out):
+        if not isinstance(out, (tuple, list)) or len(out) != 2 or structure != jax.tree.structure(out[0]):
+            raise TypeError(
+                f"scan_layers: {name} must return what the next layer takes, of the structure {structure}, or a pair "
+                f"of that and a y, but it returned {jax.tree.structure(out)}."
+            )
+        out, y = out
+    for (path, before), after in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(out), strict=True):
+        weak = jax.typeof(before).weak_type
+        if jnp.shape(before) != jnp.shape(after) or (not weak and before.dtype != jnp.result_type(after)):
+            raise ValueError(
+                f"scan_layers: {name} takes `{leaf_name('carry', path)}`, {describe(before)}, but returns "
+                f"{describe(after)}; layers that follow one another must return what they take."
+            )
+    return out, y

@@ -1,0 +1,62 @@
+"""`Stack`: layers of one architecture as one module."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._model import Parts, split
+
+
+class Stack(nnx.Module):
+    """Layers of one architecture, with axis 0 of every array as the layers; made by `stack_layers`.
+
+    It is an ordinary module: it can be an attribute of another one, be trained, saved, and be a member of an ensemble.
+
+    Attributes:
+      layer: one module of the layers' class that holds the arrays of all of them, so with one axis more than it can be
+        called with. Its settings (`stack.layer.set_attributes(...)`, `stack.eval()`) are those of every layer.
+    """
+
+    # What `plurax.transforms.modules` knows a stack by.
+    __plurax_layers__ = True
+
+    def __init__(self, layer: Any, size: int) -> None:
+        self.layer = layer
+        self._size = size
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return self._size
+
+    def unstack(self) -> list[Any]:
+        """The layers as modules of their own, with copies of their arrays.
+
+        Example:
+          >>> from flax import nnx
+          >>> from plurax.transforms.program import stack_layers
+          >>> stack = stack_layers([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(5)])
+          >>> stack.unstack()[4].kernel.shape
+          (3, 3)
+        """
+        parts = self.parts()
+        return [jax.tree.map(itemgetter(i), parts).merge() for i in range(self._size)]
+
+    def assign(self, parts: Parts) -> None:
+        """Put other arrays in the place of all layers' arrays."""
+        nnx.update(self.layer, parts.trainable)
+        nnx.update(self.layer, parts.rest)
+
+    def parts(self) -> Parts:
+        """The layers taken apart; refuses arrays that are not those of all of them."""
+        parts = split(self.layer)
+        for path, leaf in parts.arrays().items():
+            if getattr(leaf, "shape", ())[:1] != (self._size,):
+                raise ValueError(
+                    f"Stack: `layer.{path}` has shape {getattr(leaf, 'shape', ())}, but axis 0 must "
+                    f"be its {self._size} layers; assign what belongs to all of them, or stack the layers again."
+                )
+        return parts
