@@ -59,7 +59,8 @@ def test_gradients_of_a_frozen_stack_are_those_of_frozen_layers(change: Any) -> 
     gradient = grad(lambda model: (model(X) ** 2).sum())(frozen)
     apart = nnx.List([change(block) for block in blocks()])
     expected = grad(lambda model: (looped(list(model), X) ** 2).sum())(apart)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[nnx.to_pure_dict(expected)[i] for i in range(3)])
+    by_layer: Any = nnx.to_pure_dict(expected)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[by_layer[i] for i in range(3)])
     found = nnx.to_pure_dict(gradient)["stack"]["layer"]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5), found, stacked)
     assert jax.tree.leaves(nnx.state(frozen, Frozen))
