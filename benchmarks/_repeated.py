@@ -43,12 +43,13 @@ class Convolutional(nnx.Module):
 
 def gradient(model: Any, forward: Callable[..., jax.Array], *args: Any) -> tuple[Any, tuple[Any, ...]]:
     """A loss and its gradient, for `jax.jit`, and its arguments."""
-    graphdef, state = nnx.split(model)
+    apart: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = apart
 
-    def loss(state: Any, *args: Any) -> jax.Array:
-        return (forward(nnx.merge(graphdef, state), *args) ** 2).mean()
+    def loss(params: Any, rest: Any, *args: Any) -> jax.Array:
+        return (forward(nnx.merge(graphdef, params, rest), *args) ** 2).mean()
 
-    return jax.value_and_grad(loss), (state, *args)
+    return jax.value_and_grad(loss), (params, rest, *args)
 
 
 def in_a_loop(layers: Any, x: jax.Array, *shared: Any) -> jax.Array:
@@ -114,7 +115,7 @@ def compared(
 
 def layers(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Blocks of a transformer in a loop and in a scan."""
-    depth, width, length = (4, 8, 4) if smoke else (48, 128, 64)
+    depth, width, length = (2, 8, 4) if smoke else (48, 128, 64)
     blocks = [Block(width, nnx.Rngs(i)) for i in range(depth)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, length, width)), jnp.float32)
     mask = nnx.make_causal_mask(jnp.ones((4, length)))
@@ -130,6 +131,7 @@ def layers(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
         "unroll=2": gradient(stack, partial(scanned, unroll=2), x, mask),
         "unroll=4": gradient(stack, partial(scanned, unroll=4), x, mask),
     }
+    programs = dict(list(programs.items())[:: 4 if smoke else 1])
     return compared(programs, f"{depth} blocks", "loop", rounds, 1 if smoke else 3, seconds)
 
 
@@ -145,6 +147,7 @@ def convolutions(smoke: bool, rounds: int) -> list[dict[str, Any]]:
         "scan_layers": gradient(stack, scanned, x),
         "remat=True": gradient(stack, partial(scanned, remat=True), x),
     }
+    programs = dict(list(programs.items())[:: 2 if smoke else 1])
     return compared(programs, f"{depth} blocks of convolutions", "loop", min(rounds, 5), 1, 0.0)
 
 
@@ -173,12 +176,13 @@ def parts(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
         jax.value_and_grad(accumulate(loss, numbers[1])),
         (state, x),
     )
+    programs = dict(list(programs.items())[:: 3 if smoke else 1])
     return compared(programs, "micro-batches", "the whole batch", rounds, 1 if smoke else 3, seconds)
 
 
 def lengths(smoke: bool) -> list[dict[str, Any]]:
     """One function of arrays of many lengths."""
-    number = 20 if smoke else 200
+    number = 5 if smoke else 200
     w = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
     drawn = np.random.default_rng(0).integers(1, 257, number)
     data = np.random.default_rng(2).normal(size=(256, 16)).astype(np.float32)

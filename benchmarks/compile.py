@@ -1,4 +1,4 @@
-"""How long until the first result, in a process that is not the first?
+"""What is compiled once: in a program, for many lengths, for many processes; and how quick is what is compiled?
 
 python benchmarks/compile.py            measures, and rewrites the tables of benchmarks/README.md
 python benchmarks/compile.py --smoke    runs everything small and once, and writes nothing
@@ -24,9 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _measure import interleaved, publish, ratio, table
+from _repeated import convolutions, gradient, layers, lengths, parts
+from flax import nnx
 from jax import lax
 from tqdm import tqdm
 
+from plurax.transforms.modules import freeze
 from plurax.transforms.program import aot, enable_compile_cache
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -149,6 +152,38 @@ def calls(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def frozen(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Gradients of which the parameters of the first layers are not asked for."""
+    width, batch, rng = (8, 4, nnx.Rngs(0)) if smoke else (256, 256, nnx.Rngs(0))
+    model = nnx.Sequential(*(nnx.Linear(width, width, rngs=rng) for _ in range(8)))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(batch, width)), jnp.float32)
+
+    def cut(model: Any, x: jax.Array) -> jax.Array:
+        for i, layer in enumerate(model.layers):
+            x = layer(jax.lax.stop_gradient(x) if i == 6 else x)
+        return x
+
+    ways = {
+        "all of 8 layers": gradient(model, lambda model, x: model(x), x),
+        "first 6 frozen": gradient(freeze(model, [f"layers.{i}" for i in range(6)]), lambda model, x: model(x), x),
+        "first 6 behind stop_gradient": gradient(model, cut, x),
+    }
+    programs = {name: jax.jit(fun).lower(*args).compile() for name, (fun, args) in ways.items()}
+    times = interleaved(
+        {name: partial(programs[name], *args) for name, (_, args) in ways.items()}, rounds=rounds, seconds=seconds
+    )
+    return [
+        {
+            "gradient": name,
+            "MFLOP": f"{program.cost_analysis()['flops'] / 1e6:.1f}",
+            "arrays in it": program.out_tree.num_leaves - 1,
+            "ms": f"{times[name]['median_ms']:.2f}",
+            "time / all": f"{ratio(times, name, 'all of 8 layers'):.2f}",
+        }
+        for name, program in programs.items()
+    ]
+
+
 def repeat(fun: Callable[..., Any], args: list[Any], number: int) -> Any:
     for _ in range(number):
         out = fun(*args)
@@ -169,6 +204,11 @@ def main() -> None:
     about = f"jax {jax.__version__}, Python {platform.python_version()}, {device.platform} ({device.device_kind})."
     sections, results = [about], {"about": about}
     for title, measure in (
+        ("Layers, value and gradient", lambda: layers(smoke, rounds, seconds)),
+        ("Layers with convolutions, value and gradient", lambda: convolutions(smoke, rounds)),
+        ("Micro-batches, value and gradient", lambda: parts(smoke, rounds, seconds)),
+        ("Arrays of many lengths", lambda: lengths(smoke)),
+        ("Frozen parameters", lambda: frozen(smoke, rounds, seconds)),
         ("The first result in a process that is not the first", lambda: starts(smoke, 0 if smoke else rounds)),
         ("A later call", lambda: calls(smoke, rounds, seconds)),
     ):
