@@ -334,9 +334,7 @@ def test_other_settings_of_the_process_are_a_warning(tmp_path, monkeypatch):
     aot(fun, tmp_path, key="1")(X)
     ours = environment.settings_of_a_process
     monkeypatch.setattr(aot_program, "settings_of_a_process", lambda names: ours(names) | {"jax_scan3": "True"})
-    with pytest.warns(
-        UserWarning, match="was made for jax_scan3 'False', but here it is 'True'; the program"
-    ):
+    with pytest.warns(UserWarning, match="was made for jax_scan3 'False', but here it is 'True'; the program"):
         np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
     assert fun.traces == 2
 
