@@ -65,10 +65,11 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
         `jax.jit` and is given a module, or changes the structure of a module.
 
     Cost:
-      Of the time to the first result in a fresh process, imports aside, a loop of 200 steps takes 1/30, the gradient of
-      a small CNN 1/8, and without `key` 1/3 each. A later call costs a few microseconds more than under `jax.jit`, but
-      with a module milliseconds, as under `nnx.jit`; pass `nnx.split(model)` where that matters. Programs that call
-      functions outside of XLA other than LAPACK's are traced even with `key`, since JAX prepares these while it traces.
+      Of the time to the first result in a new process, imports aside, 1/20 for a loop of 200 steps and 1/11 for the
+      gradient of a small CNN, of which the run itself is a third; without `key` 1/3 and 1/7. A later call costs some
+      40 µs more than under `jax.jit`, and with a module milliseconds, as under `nnx.jit`: where that matters, pass what
+      `nnx.split` gives. A program that calls out of XLA, other than LAPACK, is traced even with `key`, since JAX
+      prepares such functions while it lowers.
 
     Source:
       `jax.experimental.serialize_executable`; MindSpore's compile cache.
