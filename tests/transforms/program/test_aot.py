@@ -343,7 +343,7 @@ def test_a_setting_that_changes_in_the_process_is_seen(tmp_path):
     fun = Counted(double)
     program = aot(fun, tmp_path, key="1")
     program(X)
-    with jax.softmax_custom_jvp(not jax.config.jax_softmax_custom_jvp):
+    with jax.softmax_custom_jvp(not jax.config.values["jax_softmax_custom_jvp"]):
         with pytest.warns(UserWarning, match="was made for jax_softmax_custom_jvp"):
             program(X)
         program(X)
