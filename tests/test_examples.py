@@ -52,6 +52,7 @@ SMALL = {
     "benchmarks/long_runs.py": ("--smoke",),
     "benchmarks/sparse.py": ("--smoke",),
     "benchmarks/program.py": ("--smoke",),
+    "benchmarks/compile.py": ("--smoke",),
 }
 
 

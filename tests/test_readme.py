@@ -61,5 +61,5 @@ def test_every_name_of_the_tables_exists(namespace):
     rows = re.findall(r"^\| (`.*?) \|", README, flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([A-Za-z_]+)", row)} - {"ens", "plurax"}
     assert named <= public
-    results = {"Candidate", "Capture", "Difference", "FoldReport", "Operation", "Profile", "TraceDiff"}
+    results = {"Candidate", "Capture", "CompileCache", "Difference", "FoldReport", "Operation", "Profile", "TraceDiff"}
     assert public - named <= {"Prediction", "Selection", "Standing", "TrainState", *results}

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._model import Parts, dotted, from_parts, is_parts, models_of, named_arrays, parts_of, split
+from ._model import Parts, dotted, from_parts, is_module, is_parts, models_of, named_arrays, parts_of, split
 
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
@@ -17,11 +17,13 @@ def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any,
     return out, models_of(together)
 
 
-def call_purely(api: str, function: Callable[..., Any], arguments: Any) -> tuple[Any, list[dict[str, Any]]]:
+def call_purely(
+    api: str, function: Callable[..., Any], arguments: Any, *, may_assign: bool = False
+) -> tuple[Any, list[dict[str, Any]]]:
     """`function(owner, *args, **kwargs)`, and for each model the arrays that it has changed, by their dotted paths.
 
     Raises:
-      ValueError: the call changes the structure of a model, or assigns what trains.
+      ValueError: the call changes the structure of a model, or assigns what trains (which it `may_assign` in modules).
     """
     out, models = call_with_models(function, arguments)
     changed = []
@@ -33,9 +35,9 @@ def call_purely(api: str, function: Callable[..., Any], arguments: Any) -> tuple
                 f"{api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of its "
                 "variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
             )
-    for after, paths in zip(parts, changes(function, arguments, models), strict=True):
+    for model, after, paths in zip(models, parts, changes(function, arguments, models), strict=True):
         assigned = set(paths) & set(named_arrays(after.trainable))
-        if assigned:
+        if assigned and not (may_assign and is_module(model)):
             raise ValueError(
                 f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; keep values that "
                 "fun computes in another kind of variable, such as nnx.BatchStat, or return them."
@@ -48,8 +50,8 @@ def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> l
     """Models taken apart, with the arrays that `call_purely` says were changed."""
 
     def put(before: Parts, new: dict[str, Any]) -> Parts:
-        rest = jax.tree.map_with_path(lambda path, x: new.get(dotted(path), x), before.rest)
-        return Parts(before.structure, before.trainable, rest)
+        halves = before.trainable, before.rest
+        return Parts(before.structure, *jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), halves))
 
     return [put(before, new) for before, new in zip(parts, changed, strict=True)]
 

@@ -1,13 +1,26 @@
 """The imports from JAX whose place changes between versions, and what it raises where, in one file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef, default_registry
 
-__all__ = ["NeedsValues", "Tracer", "one_of", "scan_counts", "varying", "varying_axes"]
+__all__ = [
+    "NeedsValues",
+    "Tracer",
+    "devices_of",
+    "forget_cache",
+    "loaded",
+    "node",
+    "one_of",
+    "scan_counts",
+    "serialized",
+    "varying",
+    "varying_axes",
+]
 
 # What is raised where a function that is traced asks for a value: it branches on one, or hands an array to NumPy.
 NeedsValues = (
@@ -45,3 +58,35 @@ def one_of(examples: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
     sharding = NamedSharding(kind.sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=kind.manual_axis_type)
+
+
+def serialized(compiled: Any) -> bytes:
+    """A compiled program as bytes; one that calls Python back has none, for which there are many kinds of error."""
+    from jax.experimental.serialize_executable import serialize
+
+    payload, _, _ = serialize(compiled)
+    return payload
+
+
+def loaded(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Any:
+    """The compiled program that `serialized` gave, on these devices; reading it runs what is in it."""
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    return deserialize_and_load(payload, in_tree, out_tree, backend=devices[0].client, execution_devices=tuple(devices))
+
+
+def devices_of(compiled: Any) -> list[Any]:
+    """The devices of a compiled program, in its order."""
+    return list(compiled.runtime_executable().local_devices())
+
+
+def node(kind: type, static: Any, children: Sequence[Any]) -> Any:
+    """The inverse of a `PyTreeDef`'s `node_data()` and `children()`."""
+    return PyTreeDef.from_node_data_and_children(default_registry, (kind, static), children)
+
+
+def forget_cache() -> None:
+    """Let JAX look anew where its persistent cache is: it does so once, when it first compiles."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    compilation_cache.reset_cache()

@@ -83,14 +83,17 @@ class TestACellAgainstItsReference:
         expected = self.slowly(np.asarray(cell.net.kernel[...]), *around)
         assert np.abs(np.asarray(cell(self.X)) - expected).max() <= WEIGHTS[weights][1]
 
-    @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
-    def test_it_is_pytorch_s(self, weights: str):
-        import torch
 
-        cell = self.cell(weights, padding="VALID")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
+def test_a_cell_is_pytorch_s():
+    import torch
+
+    x = TestACellAgainstItsReference.X
+    for initializer, _ in WEIGHTS.values():
+        cell = reinitialize(convolution(padding="VALID"), {nnx.Conv: initializer}, jax.random.key(0))
         kernel = torch.from_numpy(np.array(cell.net.kernel[...])).permute(3, 2, 0, 1)
-        y = torch.nn.functional.conv2d(torch.from_numpy(self.X).permute(0, 3, 1, 2), kernel).relu()
-        assert np.abs(np.asarray(cell(self.X)) - y.permute(0, 2, 3, 1).numpy()).max() <= 2e-5
+        y = torch.nn.functional.conv2d(torch.from_numpy(x).permute(0, 3, 1, 2), kernel).relu()
+        assert np.abs(np.asarray(cell(x)) - y.permute(0, 2, 3, 1).numpy()).max() <= 2e-5
 
 
 class Network(nnx.Module):
@@ -130,7 +133,7 @@ def test_all_but_batch_norms_and_the_loss_in_half_precision():
 
 
 def test_each_kind_of_layer_is_initialized_its_own_way():
-    model = Network(nnx.Rngs(0))
+    model: Any = Network(nnx.Rngs(0))
     rules = {
         nnx.Conv: init.variance_scaling(2.0, "fan_out", "normal"),  # HeNormal(mode="fan_out")
         nnx.BatchNorm: {"scale": init.ones, "bias": init.zeros},
@@ -175,8 +178,8 @@ class TestFreezing:
         optimizer = nnx.Optimizer(tail, optax.adamw(0.1, weight_decay=0.1), wrt=nnx.Param)
         for _ in range(3):
             optimizer.update(tail, grad(squares)(tail))
-        for name, x in named_parameters(tail).items():
-            assert np.array_equal(x, before[name]) == (not name.startswith("layers.3"))
+        for name, after in named_parameters(tail).items():
+            assert np.array_equal(after, before[name]) == (not name.startswith("layers.3"))
         # 4 forward products, and of the backward ones 1 instead of 7.
         assert flops(tail) < 0.5 * flops(net)
         assert not jax.tree.leaves(nnx.state(unfreeze(tail), Frozen))

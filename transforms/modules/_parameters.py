@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from .._model import is_members
-from ._places import check_module, named_leaves
+from ._places import check_module, copied, named_leaves
 
 _KIND = "frozen_from"
 
@@ -34,7 +34,7 @@ def is_parameter(x: Any) -> bool:
 
 def frozen(parameter: Any) -> Any:
     """A parameter that does not train, with what it was in its metadata."""
-    copy = parameter.copy()
+    copy = copied(parameter)
     if isinstance(parameter, Frozen):
         return copy
     return Frozen.from_metadata(copy.get_raw_value(), {**copy.get_metadata(), _KIND: type(parameter)})
@@ -44,7 +44,7 @@ def thawed(x: Any) -> Any:
     """A frozen parameter as it was before; anything else as it is."""
     if not isinstance(x, Frozen):
         return x
-    copy = x.copy()
+    copy = copied(x)
     metadata = copy.get_metadata()
     return metadata.pop(_KIND).from_metadata(copy.get_raw_value(), metadata)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.tree_util import keystr
 
@@ -32,6 +33,12 @@ def check_module(api: str, model: Any) -> None:
             f"{api}: model must be a Flax NNX module, but got {describe(model)}; put several modules into an nnx.Dict, "
             "and a Linen module into an nnx.bridge.ToNNX."
         )
+    for path, x in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(x, nnx.Variable) and (x.hijax or x.ref):
+            raise TypeError(
+                f"{api}: `{dotted(path)}` is a variable of Flax's experimental kinds; make it an ordinary one, with "
+                "nnx.with_vars(model, hijax=False, ref=False)."
+            )
 
 
 def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:
@@ -62,11 +69,17 @@ def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
 def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
     """A copy of a module in which each variable is what `new` gives for it; a shared one stays shared."""
 
-    def copy(path: Path, x: Any) -> Any:
+    def replace(path: Path, x: Any) -> Any:
         found = new(path, x)
-        return found.copy() if found is x and isinstance(x, nnx.Variable) else found
+        return copied(found) if found is x else found
 
-    return nnx.map(copy, model)
+    return nnx.map(replace, model)
+
+
+def copied(x: Any) -> Any:
+    """A variable, or an array that is in none, that shares nothing which could be changed in its place."""
+    value = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, _content(x))
+    return x.copy(value) if isinstance(x, nnx.Variable) else value
 
 
 def places(model: Any) -> dict[Path, Any]:

@@ -35,7 +35,8 @@ def with_precision(
         holds parameters and casts them on its own. Giving `keep` replaces the default.
 
     Returns:
-      A new module (or ensemble) with variables of its own, the arrays shared.
+      A new module (or ensemble) with variables of its own, the arrays shared. What it takes and gives is as if it had
+      been built so: an `nnx.RNN` of an `nnx.SimpleCell` needs `initial_carry` in that dtype.
 
     Raises:
       TypeError: `model` is no module, a dtype is not of floating point, or `keep` no dict from kinds of modules.

@@ -16,7 +16,7 @@ from .._arguments import describe
 from .._model import is_members
 from ._kinds import check_rules, holder, rule_for
 from ._parameters import is_parameter
-from ._places import Path, check_module, dotted, places, with_leaves
+from ._places import Path, check_module, dotted, named_leaves, places, with_leaves
 
 Initializer = Callable[..., Any]
 _WEIGHTS = ("kernel", "embedding")
@@ -43,10 +43,11 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
     Raises:
       TypeError: `model` is no module, `rules` no such dict, `key` no key; an initializer returns no array (as one of
         Flax's that still has to be called).
-      ValueError: a rule meets no layer, or no parameter of that name; an initializer gives another shape or dtype.
+      ValueError: a rule meets no layer, or no parameter of that name; an initializer gives another shape or dtype; the
+        axes by which an `nnx.vmap` made several layers of one do not stand in front.
 
     Cost:
-      One call of an initializer for each parameter, and for each layer of a stack.
+      One call of an initializer for each parameter, and for each layer of those that are stacked in one.
 
     Source:
       He et al. 2015, "Delving Deep into Rectifiers"; MindSpore's `cells_and_names` with `set_data`. Fans are those that
@@ -72,11 +73,13 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
     wanted = _checked_rules(rules)
     if not (isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
         raise TypeError(f"reinitialize: key must be one key, such as jax.random.key(0), but got {describe(key)}.")
+    named_leaves("reinitialize", model, is_parameter)  # refuses two of one name
     nodes = places(model)
     drawn: dict[str, jax.Array] = {}
     layers: set[str] = set()
     held: dict[type, dict[str, bool]] = {}  # for each kind the parameters of its layers, and whether one of them trains
-    for path, x in {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}.values():
+    first = {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}
+    for path, x in first.values():
         length, layer = holder(nodes, path)
         layers.add(type(layer).__name__)
         kind, name, trains = rule_for(layer, wanted), dotted(path[length:]), isinstance(x, nnx.Param)
@@ -85,7 +88,9 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         held.setdefault(kind, {})[name] = trains or held.get(kind, {}).get(name, False)
         if trains and name in wanted[kind]:
             at = [i for i in range(len(path)) if path[i] == "layer" and hasattr(type(nodes.get(path[:i])), _STACK)]
-            drawn[dotted(path)] = _drawn(wanted[kind][name], x.get_raw_value(), len(at), layer, path, name, key)
+            value = x.get_raw_value()
+            axes = _axes_of_layers(layer, name, value, len(at), dotted(path))
+            drawn[dotted(path)] = _drawn(wanted[kind][name], value, axes, layer, path, name, key)
     for kind, rule in rules.items():
         if not any(isinstance(x, kind) for x in nodes.values()):
             raise ValueError(
@@ -124,12 +129,37 @@ def _check_met(kind: type, rule: Any, held: Mapping[str, bool]) -> None:
     )
 
 
+def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -> int:
+    """How many axes in front of a parameter count layers: those of the stacks around it, or of an `nnx.vmap`."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"reinitialize: `{path}` holds {describe(value)}, but only one array can be drawn.")
+    expected = _shape_of_weights(layer) if name in _WEIGHTS else None
+    if expected is None or len(value.shape) <= len(expected) + stacks:
+        return stacks
+    axes = len(value.shape) - len(expected)
+    if value.shape[axes:] != expected:
+        raise ValueError(
+            f"reinitialize: `{path}` has shape {value.shape}, but that of one {type(layer).__name__} is {expected}; "
+            "let the axes that count layers stand in front."
+        )
+    return axes
+
+
+def _shape_of_weights(layer: Any) -> tuple[int, ...] | None:
+    """That of one of Flax's layers: with more axes it stands for several."""
+    if isinstance(layer, nnx.Linear):
+        return layer.in_features, layer.out_features
+    if isinstance(layer, nnx.Embed):
+        return layer.num_embeddings, layer.features
+    if isinstance(layer, nnx.LinearGeneral):
+        return *layer.batch_axis.values(), *layer.in_features, *layer.out_features
+    return tuple(layer.kernel_shape) if isinstance(layer, (nnx.Conv, nnx.ConvTranspose, nnx.Einsum)) else None
+
+
 def _drawn(
     initializer: Initializer, value: Any, axes: int, layer: Any, path: Path, name: str, key: jax.Array
 ) -> jax.Array:
-    """New values like `value`, whose first axes count the layers of stacks."""
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"reinitialize: `{dotted(path)}` holds {describe(value)}, but only one array can be drawn.")
+    """New values like `value`, whose first axes count layers."""
     shape = _shape_for(layer, name, value.shape[axes:])
     words = np.frombuffer(hashlib.blake2b(dotted(path).encode(), digest_size=8).digest(), "<u4")
     for word in words:  # 64 bits, so that no two of a million paths have one key

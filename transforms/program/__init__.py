@@ -1,8 +1,10 @@
 """Look at a program, and rewrite it."""
 
 from ._accumulate import accumulate
+from ._aot import aot
 from ._bucketed import bucketed
 from ._capture import Capture, capture
+from ._compile_cache import CompileCache, enable_compile_cache
 from ._depend import depend
 from ._donation import assert_donated
 from ._fold import fold_bn
@@ -16,17 +18,20 @@ from ._trace_diff import Difference, TraceDiff, trace_diff
 __all__ = [
     "Candidate",
     "Capture",
+    "CompileCache",
     "Difference",
     "FoldReport",
     "Operation",
     "Profile",
     "TraceDiff",
     "accumulate",
+    "aot",
     "assert_donated",
     "bucketed",
     "capture",
     "count_layout_ops",
     "depend",
+    "enable_compile_cache",
     "fold_bn",
     "masked_topk_mean",
     "profile",

@@ -28,7 +28,7 @@ class Net(nnx.Module):
         return self.head(self.dropout(self.norm(self.encoder(x))))
 
 
-def plain(rngs: nnx.Rngs) -> nnx.Sequential:
+def plain(rngs: nnx.Rngs) -> Any:
     return nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), nnx.tanh, nnx.Linear(6, 3, rngs=rngs))
 
 
@@ -156,6 +156,12 @@ class TestCopies:
         assert nnx.graphdef(model) == definition
         for name, x in named_parameters(model).items():
             np.testing.assert_array_equal(x, before[name])
+
+    def test_arrays_of_numpy_are_copied_as_they_can_change(self) -> None:
+        model: Any = nnx.Dict(a=nnx.Param(np.ones(2)), b=nnx.Param({"c": np.ones(2)}), d=nnx.BatchStat(np.ones(2)))
+        for changed in (freeze(model, "a"), unfreeze(freeze(model, True))):
+            changed.a[0] = changed.b.get_raw_value()["c"][0] = changed.d[0] = 7
+        assert (model.a[0], model.b.get_raw_value()["c"][0], model.d[0]) == (1, 1, 1)
 
     def test_thawed_it_is_as_before(self) -> None:
         model = Net(nnx.Rngs(0))

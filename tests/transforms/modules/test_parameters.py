@@ -92,13 +92,21 @@ def test_what_is_no_module_is_refused(other: Any) -> None:
         named_parameters(other)
 
 
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_experimental_variables_are_refused(kind: str) -> None:
+    model = nnx.with_vars(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), **{kind: True})
+    with pytest.raises(TypeError, match="named_parameters: `bias` is a variable of Flax's experimental kinds; make it"):
+        named_parameters(model)
+    assert named_parameters(nnx.with_vars(model, hijax=False, ref=False))["bias"].shape == (3,)
+
+
 def test_all_places_of_what_is_shared_are_known() -> None:
     model = Model(nnx.Rngs(0))
     found = places(model)
     paths = [".".join(map(str, path)) for path, x in found.items() if x is model.blocks[10].kernel]
     assert paths == ["blocks.10.kernel", "parts.again.kernel"]
     assert [path for path, x in found.items() if x is model.embed.embedding] == [("embed", "embedding"), ("head",)]
-    nested = nnx.Dict(a=nnx.Dict(x=nnx.Dict(w=nnx.Param(jnp.ones(1)))))
+    nested: Any = nnx.Dict(a=nnx.Dict(x=nnx.Dict(w=nnx.Param(jnp.ones(1)))))
     nested.b, nested.c = nested.a, nested.a.x
     paths = [".".join(path) for path, x in places(nested).items() if isinstance(x, nnx.Variable)]
     assert paths == ["a.x.w", "b.x.w", "c.w"]

@@ -148,8 +148,8 @@ class BigHead(Head):
 
 def told(model: Any) -> dict[str, str]:
     """The dtypes of the layers that have one."""
-    found = [(path, x) for path, x in nnx.iter_modules(model) if getattr(x, "dtype", None) is not None]
-    return {".".join(map(str, path)): jnp.dtype(x.dtype).name for path, x in found}
+    found = {".".join(map(str, path)): getattr(x, "dtype", None) for path, x in nnx.iter_modules(model)}
+    return {name: jnp.dtype(dtype).name for name, dtype in found.items() if dtype is not None}
 
 
 def both(linear: str, norm: str) -> dict[str, str]:
@@ -250,7 +250,7 @@ def test_a_norm_of_weights_does_not_round_them() -> None:
 
 
 def test_a_shared_layer_in_two_dtypes_is_refused() -> None:
-    model = BigHead(nnx.Rngs(0))
+    model: Any = BigHead(nnx.Rngs(0))
     model.again = model.inner.layers[0]
     outer = nnx.Dict(head=model, again=model.inner)
     match = "stands in several places, for which keep asks for bfloat16 and for float32; name Linear in keep too"

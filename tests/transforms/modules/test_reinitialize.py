@@ -229,6 +229,23 @@ class TestStacks:
         drawn = reinitialize(Stack(inner), {nnx.Linear: init.normal()}, KEY).layer.layer["w"].kernel[...]
         assert len(np.unique(drawn)) == drawn.size
 
+    @pytest.mark.parametrize("name", ["Linear", "batched LinearGeneral", "Einsum", "Conv", "ConvTranspose", "Embed"])
+    def test_layers_of_flax_s_vmap_are_told_by_their_axes(self, name: str) -> None:
+        make, kind, (weights, *_) = LAYERS[name]
+        one: list[Any] = []
+        found: list[Any] = []
+        reinitialize(make(nnx.Rngs(0)), {kind: {weights: recording(one)}}, KEY)
+        layers = nnx.vmap(make, in_axes=0)(nnx.Rngs(0).split(5))
+        reinitialize(layers, {kind: {weights: recording(found)}}, KEY)
+        assert found == 5 * one
+        drawn = getattr(reinitialize(layers, {kind: {weights: init.normal()}}, KEY), weights)[...]
+        assert len(np.unique(drawn)) == drawn.size
+        last = nnx.vmap(make, in_axes=0, out_axes=-1)(nnx.Rngs(0).split(5))
+        with pytest.raises(
+            ValueError, match=rf"reinitialize: `{weights}` has shape .* 5\), but that of one {kind.__name__}"
+        ):
+            reinitialize(last, {kind: {weights: init.normal()}}, KEY)
+
     def test_a_stack_of_no_layers(self) -> None:
         stack = Stack([self.make(0)])
         stack.layer = jax.tree.map(lambda x: x[:0], stack.layer)
@@ -323,6 +340,13 @@ class TestRefusals:
             TypeError, match="reinitialize: model must be one module, but got an ensemble; let what makes"
         ):
             reinitialize(ensemble, {nnx.Linear: init.ones}, KEY)
+
+    def test_two_of_one_name(self) -> None:
+        model = nnx.Dict(
+            {"a.b": nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "a": nnx.Dict(b=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))}
+        )
+        with pytest.raises(ValueError, match=r"reinitialize: two arrays of the model are called `a\.b\.bias`"):
+            reinitialize(model, {nnx.Linear: init.ones}, KEY)
 
     def test_a_parameter_that_holds_a_pytree(self) -> None:
         class Tree(nnx.Module):

@@ -1,0 +1,183 @@
+"""How long until the first result, in a process that is not the first?
+
+python benchmarks/compile.py            measures, and rewrites the tables of benchmarks/README.md
+python benchmarks/compile.py --smoke    runs everything small and once, and writes nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _measure import interleaved, publish, ratio, table
+from jax import lax
+from tqdm import tqdm
+
+from plurax.transforms.program import aot, enable_compile_cache
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def loop(smoke: bool) -> Program:
+    """A loop of Python, which is one long program: MindSpore's example of its cache."""
+
+    def steps(x: jax.Array, y: jax.Array) -> jax.Array:
+        out = x
+        for _ in range(20 if smoke else 200):
+            out = x + x * y + out
+        return out
+
+    return steps, (jnp.full((4, 16), 0.5), jnp.full((4, 16), 0.1))
+
+
+def cnn(smoke: bool) -> Program:
+    """The gradient of a small network, by its parameters."""
+    rng = np.random.default_rng(0)
+    width, batch = (2, 3) if smoke else (32, 16)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
+
+    params = {
+        "conv1": normal(3, 3, 1, width),
+        "conv2": normal(3, 3, width, 2 * width),
+        "dense1": normal(288 * width, 4 * width),
+        "dense2": normal(4 * width, 10),
+    }
+    convolve = partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+    def loss(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+        x = jax.nn.relu(convolve(x, params["conv1"]))
+        x = jax.nn.relu(convolve(x, params["conv2"]))
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        x = jax.nn.relu(x.reshape(len(x), -1) @ params["dense1"]) @ params["dense2"]
+        return -jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], 1).mean()
+
+    return jax.grad(loss), (params, normal(batch, 28, 28, 1), jnp.arange(batch) % 10)
+
+
+PROGRAMS = {"loop of 200 steps": loop, "gradient of a CNN": cnn}
+WAYS: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
+    "jax.jit": lambda fun, _: jax.jit(fun),
+    "jax.jit, enable_compile_cache": lambda fun, directory: enable_compile_cache(directory) and jax.jit(fun),
+    "aot": lambda fun, directory: aot(fun, directory),
+    "aot, key": lambda fun, directory: aot(fun, directory, key="1"),
+}
+
+
+def first_results(program: str, way: str, directory: str, smoke: bool) -> list[float]:
+    """Milliseconds to the first result, from when imports and arguments are there, and from there to a second."""
+    fun, args = PROGRAMS[program](smoke)
+    jax.block_until_ready(args)
+    start = time.perf_counter()
+    called = WAYS[way](fun, directory)
+    jax.block_until_ready(called(*args))
+    first = time.perf_counter()
+    jax.block_until_ready(called(*args))
+    return [(first - start) * 1e3, (time.perf_counter() - first) * 1e3]
+
+
+def in_new_process(*args: str, smoke: bool) -> list[float]:
+    """What `first_results` returns in a process of its own."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    command = [sys.executable, __file__, "--first-results", *args, *(["--smoke"] if smoke else [])]
+    return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
+
+
+def starts(smoke: bool, rounds: int) -> list[dict[str, Any]]:
+    """The first result, where an earlier process has computed it already."""
+    rows = []
+    for program in list(PROGRAMS)[: 1 if smoke else None]:
+        ways = list(WAYS)[:: 3 if smoke else 1]
+        times: dict[str, dict[str, Any]] = {way: {"turns_ms": [], "again_ms": []} for way in ways}
+        with tempfile.TemporaryDirectory() as directory:
+            for turn in tqdm(range(-1, rounds), unit="round", leave=False):  # the first processes write
+                for way in ways if turn < 0 else random.sample(ways, len(ways)):
+                    first, again = in_new_process(program, way, os.path.join(directory, way), smoke=smoke)
+                    if turn >= 0 or smoke:
+                        times[way]["turns_ms"].append(first)
+                        times[way]["again_ms"].append(again)
+        for way, found in times.items():
+            low, _, high = statistics.quantiles(2 * found["turns_ms"], n=4)
+            rows.append(
+                {
+                    "program": program,
+                    "way": way,
+                    "first result (ms)": f"{statistics.median(found['turns_ms']):.1f}",
+                    "quartiles": f"{low:.1f} to {high:.1f}",
+                    "times as quick as jax.jit": f"{ratio(times, 'jax.jit', way):.1f}",
+                    "again (ms)": f"{statistics.median(found['again_ms']):.1f}",
+                }
+            )
+    return rows
+
+
+def calls(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """A later call, of a program that does next to nothing."""
+    rows = []
+    for count in (1, 20):
+        args = [jnp.full((3,), float(i)) for i in range(count)]
+
+        def total(*args: jax.Array) -> jax.Array:
+            return args[0] + 1.0
+
+        with tempfile.TemporaryDirectory() as directory:
+            ways = {
+                way: partial(repeat, WAYS[way](total, directory), args, 10 if smoke else 1000)
+                for way in ("jax.jit", "aot, key")
+            }
+            times = interleaved(ways, rounds=rounds, seconds=seconds)
+        # A thousand calls in a turn, so milliseconds are microseconds of one.
+        shown = {f"{way} (µs)": f"{found['median_ms']:.1f}" for way, found in times.items()}
+        rows.append({"arrays": count} | shown)
+    return rows
+
+
+def repeat(fun: Callable[..., Any], args: list[Any], number: int) -> Any:
+    for _ in range(number):
+        out = fun(*args)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
+    parser.add_argument("--first-results", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    smoke = options.smoke
+    if options.first_results:
+        print(json.dumps(first_results(*options.first_results, smoke)))
+        return
+    rounds, seconds = (2, 0.0) if smoke else (15, 0.1)
+    device = jax.devices()[0]
+    about = f"jax {jax.__version__}, Python {platform.python_version()}, {device.platform} ({device.device_kind})."
+    sections, results = [about], {"about": about}
+    for title, measure in (
+        ("The first result in a process that is not the first", lambda: starts(smoke, 0 if smoke else rounds)),
+        ("A later call", lambda: calls(smoke, rounds, seconds)),
+    ):
+        results[title] = measure()
+        sections.append(f"### {title}\n\n{table(results[title])}")
+        print(sections[-1], flush=True)
+    if not smoke:
+        publish("compile", "\n\n".join(sections), results)
+
+
+if __name__ == "__main__":
+    main()

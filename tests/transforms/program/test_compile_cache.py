@@ -1,0 +1,185 @@
+"""JAX's persistent cache is of use, and says so. This file is also the script that processes run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from plurax.transforms.program import aot, enable_compile_cache
+
+X = np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32)
+SETTINGS = [
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_persistent_cache_enable_xla_caches",
+]
+
+
+def settings() -> list[Any]:
+    return [getattr(jax.config, name) for name in SETTINGS]
+
+
+def run(factor: float = 2.0) -> jax.Array:
+    """A program that JAX has to compile or find each time, since it is that of another function."""
+    return jax.jit(lambda x: jnp.sin(x) * factor)(X)
+
+
+def entries(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("jit_*-cache"))
+
+
+def main(first: str, directory: str) -> None:
+    """Compile before there is a cache, and with another, and then with this."""
+    run()
+    with enable_compile_cache(first):
+        run()
+        cache = enable_compile_cache(directory)
+        out = run(), run(3.0)
+        print(json.dumps([cache.hits, cache.misses, np.asarray(out).tolist()]))  # noqa: T201
+        cache.disable()
+
+
+def in_a_process(*directories: Path) -> list[Any]:
+    command = [sys.executable, __file__, *map(str, directories)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_second_process_finds_all_programs_also_where_the_directory_was_moved(tmp_path):
+    hits, misses, first = in_a_process(tmp_path / "other", tmp_path / "cache")
+    assert (hits, misses) == (0, 2)
+    shutil.move(tmp_path / "cache", tmp_path / "moved")
+    hits, misses, second = in_a_process(tmp_path / "other", tmp_path / "moved")
+    assert (hits, misses) == (2, 0)
+    assert first == second
+
+
+def test_hits_and_misses_are_counted(tmp_path):
+    with enable_compile_cache(tmp_path) as cache:
+        assert (cache.hits, cache.misses) == (0, 0)
+        wanted = run()
+        assert (cache.hits, cache.misses, len(entries(tmp_path))) == (0, 1, 1)
+        np.testing.assert_array_equal(run(), wanted)
+        assert (cache.hits, cache.misses, len(entries(tmp_path))) == (1, 1, 1)
+        run(3.0)
+        assert (cache.hits, cache.misses, len(entries(tmp_path))) == (1, 2, 2)
+    run()
+    assert repr(cache) == f"CompileCache({str(tmp_path)!r}, hits=1, misses=2)"
+
+
+def test_what_has_a_callback_is_a_miss_each_time(tmp_path):
+    with enable_compile_cache(tmp_path) as cache:
+        for _ in range(2):
+            jax.jit(lambda x: jax.pure_callback(np.sin, x, x))(X)
+    assert (cache.hits, cache.misses, entries(tmp_path)) == (0, 2, [])
+
+
+def test_the_settings_are_set_and_set_back(tmp_path):
+    before = settings()
+    cache = enable_compile_cache(tmp_path)
+    assert settings() == [True, str(tmp_path), 0.0, -1, "none"]
+    assert cache.directory == tmp_path
+    cache.disable()
+    assert settings() == before
+    cache.disable()
+    with pytest.raises(RuntimeError, match="inside"), enable_compile_cache(tmp_path):
+        raise RuntimeError("inside")
+    assert settings() == before
+
+
+def test_only_what_went_to_its_own_directory_is_counted(tmp_path):
+    with enable_compile_cache(tmp_path / "a") as outer:
+        run()
+        with enable_compile_cache(tmp_path / "b") as inner:
+            run()
+            run()
+        run()
+    assert [(x.hits, x.misses) for x in (outer, inner)] == [(1, 1), (1, 1)]
+    assert len(entries(tmp_path / "a")) == len(entries(tmp_path / "b")) == 1
+
+
+def test_twice_is_as_once(tmp_path):
+    with enable_compile_cache(tmp_path) as outer, enable_compile_cache(tmp_path) as inner:
+        run()
+        run()
+    assert [(x.hits, x.misses) for x in (outer, inner)] == [(1, 1), (1, 1)]
+
+
+def test_the_one_that_is_not_in_use_is_not_disabled(tmp_path):
+    before = settings()
+    first = enable_compile_cache(tmp_path / "a")
+    second = enable_compile_cache(tmp_path / "b")
+    with pytest.raises(ValueError, match="CompileCache.disable: the cache in use is at '.*b', no longer at '.*a'"):
+        first.disable()
+    assert settings()[1] == str(tmp_path / "b")
+    second.disable()
+    first.disable()
+    assert settings() == before
+
+
+@pytest.mark.filterwarnings("default:Error reading persistent compilation cache entry")
+def test_a_damaged_entry_is_warned_of_and_compiled(tmp_path):
+    with enable_compile_cache(tmp_path) as cache:
+        wanted = run()
+        (path,) = tmp_path.glob("jit_*-cache")
+        path.write_bytes(path.read_bytes()[:100])
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry for 'jit"):
+                np.testing.assert_array_equal(run(), wanted)
+        assert (cache.hits, cache.misses) == (0, 3)
+        path.unlink()
+        run()
+        run()
+        assert (cache.hits, cache.misses) == (1, 4)
+
+
+def test_what_aot_writes_is_whole_whatever_is_in_the_cache(tmp_path):
+    with enable_compile_cache(tmp_path / "cache") as cache:
+        for directory in ("a", "a", "b", "b"):
+            np.testing.assert_array_equal(aot(lambda x: 2.0 * x, tmp_path / directory, key="1")(X), 2 * X)
+    assert cache.hits == 0
+
+
+def test_the_directory_is_made_where_it_was_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with enable_compile_cache("some/where") as cache:
+        monkeypatch.chdir("/")
+        run()
+    assert cache.directory == tmp_path / "some" / "where"
+    assert len(entries(cache.directory)) == 1
+    with enable_compile_cache("~/cache") as cache:
+        assert cache.directory == tmp_path / "home" / "cache"
+
+
+def test_what_is_no_directory_to_write_to_is_refused(tmp_path, monkeypatch):
+    before = settings()
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="enable_compile_cache: directory='.*file' cannot be written to: .*; give"):
+        enable_compile_cache(tmp_path / "file")
+    with pytest.raises(OSError, match="enable_compile_cache: directory='/proc/none' cannot be written to: "):
+        enable_compile_cache("/proc/none")
+    with pytest.raises(TypeError, match="directory must be the path of a directory, but got None"):
+        enable_compile_cache(None)
+    with pytest.raises(TypeError, match="directory must be the path of a directory, but got b'x'"):
+        enable_compile_cache(b"x")
+    for url in ("", "gs://bucket/cache"):
+        with pytest.raises(ValueError, match=f"directory must be a directory of the file system, but got '{url}'"):
+            enable_compile_cache(url)
+    assert settings() == before
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
