@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arguments import check_count, describe, leaf_name
-from .._changes import call_with_models, changes
+from .._changes import call_purely
 from .._convolutions import with_loopable_gradients
-from .._model import Parts, dotted, is_module, split
+from .._model import Parts, dotted, is_module
 from .._stacking import Stacking
 
 if TYPE_CHECKING:
@@ -153,23 +153,14 @@ def scan_layers(
 
     def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
         trainable, rest, x = slices
-        before = Parts(structure, trainable, rest)
 
         def call(layer: Any, carry: Any, *x: Any) -> Any:
             return layer(carry, *shared, *x)
 
-        arguments: Any = before, (carry, *([] if xs is None else [x])), {}
-        out, models = call_with_models(call, arguments)
-        after = split(models[0])
-        if after.structure != structure:
-            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-            raise ValueError(
-                f"scan_layers: {name} changes the structure of its variables (`{path}`), but only their values can be "
-                "carried along; do not add variables in it (such as by sow), nor change attributes."
-            )
-        changed = changes(call, arguments, models)[0]
+        arguments: Any = Parts(structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
+        out, (changed,) = call_purely("scan_layers", call, arguments, may_assign=True)
         out, y = _carry_and_y(name, carry, out)
-        return out, (y, {path: array for path, array in after.arrays().items() if path in changed})
+        return out, (y, changed)
 
     body: Any = turn
     if jax.default_backend() == "cpu" and unroll < len(stack):

@@ -462,7 +462,7 @@ def remember(module: Any, x: Any) -> Any:
         (lambda m, x: None, TypeError, "Any_ must return what the next layer takes"),
         (lambda m, x: x[:2], ValueError, r"Any_ takes `carry`, .* \(3,\) and dtype float32, but returns .* \(2,\)"),
         (lambda m, x: x.astype(jnp.bfloat16), ValueError, "returns .* bfloat16; layers that follow one another must"),
-        (remember, ValueError, r"Any_ changes the structure of its variables \(`seen"),
+        (remember, ValueError, r"fun changes the structure of Any_ \(`seen"),
     ],
 )
 def test_what_a_layer_may_not_do_is_refused(fun: Any, error: type[Exception], message: str) -> None:
