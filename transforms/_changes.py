@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ._jaxpr import CALLS
 from ._model import Parts, dotted, from_parts, is_module, is_parts, models_of, named_arrays, parts_of, split
 
 
@@ -39,8 +40,8 @@ def call_purely(
         assigned = set(paths) & set(named_arrays(after.trainable))
         if assigned and not (may_assign and is_module(model)):
             raise ValueError(
-                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; keep values that "
-                "fun computes in another kind of variable, such as nnx.BatchStat, or return them."
+                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; update parameters "
+                "outside of fun, and keep values that it computes in another kind of variable, such as nnx.BatchStat."
             )
         changed.append({path: array for path, array in after.arrays().items() if path in paths})
     return out, changed
@@ -98,8 +99,8 @@ def _sources(jaxpr: Any) -> list[int | None]:
     """For each output of `jaxpr` the number of the input that it is, or None where it was computed."""
     inputs = {id(variable): i for i, variable in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("jit", "remat2"):
-            inner = eqn.params["jaxpr"]
+        if eqn.primitive.name in CALLS:
+            inner = eqn.params[CALLS[eqn.primitive.name]]
             for variable, i in zip(eqn.outvars, _sources(getattr(inner, "jaxpr", inner)), strict=True):
                 if i is not None and id(eqn.invars[i]) in inputs:
                     inputs[id(variable)] = inputs[id(eqn.invars[i])]

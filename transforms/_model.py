@@ -200,7 +200,12 @@ def split(model: Any) -> Parts:
     paths = sorted(
         (path, trains) for state, trains in ((trainable, True), (rest, False)) for path, _ in nnx.to_flat_state(state)
     )
-    return Parts(ModuleStructure(graphdef, paths), nnx.to_pure_dict(trainable), nnx.to_pure_dict(rest))
+    return Parts(ModuleStructure(graphdef, paths), *(nnx.to_pure_dict(state, _held) for state in (trainable, rest)))
+
+
+def _held(variable: Any) -> Any:
+    """What a variable holds, which is not what it shows where its class or a hook computes that."""
+    return variable.get_raw_value() if hasattr(variable, "get_raw_value") else variable
 
 
 def to_pure(tree: Any) -> Any:
@@ -313,4 +318,13 @@ def dotted(path: Iterable[Any]) -> str:
 
 def named_arrays(tree: Any) -> dict[str, Any]:
     """The arrays of one part of a model by their dotted paths."""
-    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    leaves = jax.tree.leaves_with_path(tree)
+    named = {dotted(path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        names = [dotted(path) for path, _ in leaves]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"a model has two arrays of the name `{twice}`, one of them with a dot in the name of an attribute or key; "
+            "use names without dots."
+        )
+    return named

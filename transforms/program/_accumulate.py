@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from .._arguments import argument_name, check_argnums, check_callable, check_count, describe, leaf_name, wrap_like
 from .._changes import call_purely, with_changes
+from .._compat import varying, varying_axes
 from .._convolutions import with_loopable_gradients
 from .._model import (
     is_model,
@@ -47,8 +48,9 @@ def accumulate(
       reduction: "mean", or "sum" where `fun` gives sums, or counts.
 
     Returns:
-      A function of the same arguments, to be called under `jax.jit`. It returns what `fun` does, as arrays of the same
-      shapes and dtypes: the mean or sum over the parts, which is taken in float32 where they have fewer bits.
+      A function of the same arguments, to be called under `jax.jit`, or `nnx.jit` where a module keeps state. It
+      returns what `fun` does, as arrays of the same shapes and dtypes: the mean or sum over the parts, which is taken
+      in float32 where they have fewer bits.
 
     Raises:
       TypeError: `fun` is not callable; `micro_batches` is no int; `fun` returns a model, something that is no array, or
@@ -97,7 +99,7 @@ def accumulate(
             out, changed = call_purely("accumulate", function, (owner, args, kwargs))
             return _checked(out, reduction), changed
 
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        one = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
         state = [named_arrays(parts.rest) for parts in apart]
         closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(state, one)
         run: Callable[..., Any] = jaxpr_as_fun(closed)
@@ -112,8 +114,11 @@ def accumulate(
             return (jax.tree.map(lambda total, x: total + jnp.asarray(x, total.dtype), totals, out), changed), None
 
         structure: Any = jax.tree.structure((out, changed))
-        totals = jax.tree.map(lambda x: jnp.zeros(x.shape, _accumulator(x.dtype)), out)
-        before = [{path: jnp.asarray(held[path]) for path in new} for held, new in zip(state, changed, strict=True)]
+        totals = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, _accumulator(x.dtype)), varying_axes(x)), out)
+        before = [
+            {path: varying(jnp.asarray(held[path]), varying_axes(x)) for path, x in new.items()}
+            for held, new in zip(state, changed, strict=True)
+        ]
         (totals, after), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (totals, before), batch)
         for model, parts in zip(models, with_changes(apart, after), strict=True):
             update(model, parts)

@@ -15,7 +15,7 @@ from .._arguments import argument_name, check_callable, check_count, describe, l
 from .._axes import Axes, broadcast_axes, check_axes, mapped_size
 from .._changes import call_purely, with_changes
 from .._compat import Tracer
-from .._model import models_of, owner_of, parts_of, refuse_shared_state, to_parts, update
+from .._model import is_model, models_of, owner_of, parts_of, refuse_shared_state, to_parts, update
 
 _POWERS = "pow2"
 
@@ -40,7 +40,8 @@ def bucketed(
 
     Returns:
       A function of the arguments of `fun` without `mask`. Its attribute `traces` counts how often `fun` was traced,
-      which is how many programs were compiled. Under another transform it fills up inside of the program.
+      which is how many programs were compiled: one for each size, and each kind of the other arguments. What
+      `out_axes` cuts is an array of NumPy. Under another transform it fills up and cuts inside of the program.
 
     Raises:
       TypeError: `fun` is not callable; `sizes` holds something that is no int; the axis is asked of a model or of keys;
@@ -68,7 +69,12 @@ def bucketed(
             f"{describe(axis)}."
         )
     axis = check_axes("bucketed", "axis", tuple(axis) if isinstance(axis, list) else axis)
-    return Bucketed(fun, axis, _check_sizes(sizes), check_axes("bucketed", "out_axes", out_axes))
+    out_axes = check_axes("bucketed", "out_axes", out_axes)
+
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return bucketed(fun, axis=axis, sizes=sizes, out_axes=out_axes)
+
+    return wrap_like(fun, "bucketed", Bucketed(fun, axis, _check_sizes(sizes), out_axes), again)
 
 
 class Bucketed:
@@ -83,7 +89,6 @@ class Bucketed:
         self._fun, self._axis, self._sizes, self._out_axes = fun, axis, sizes, out_axes
         self._owner, self._function = owner_of(fun)
         self._compiled = jax.jit(self._run, static_argnames="size")
-        wrap_like(fun, "bucketed", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`fun(*args, mask=..., **kwargs)` with arrays filled up."""
@@ -118,11 +123,17 @@ class Bucketed:
         if not any(isinstance(x, int) for x in jax.tree.leaves(axes)):
             raise ValueError("bucketed: axis names no axis of any argument; give one, or use jax.jit.")
         for i, value in enumerate(args):
-            if models_of(value) and axes[i] is not None:
-                raise TypeError(
-                    f"bucketed: `{argument_name(self._fun, args, i)}` is a model and has no axis {axes[i]}; give axis "
-                    "as a tuple with None for it."
-                )
+            try:
+                axes_of_leaves = broadcast_axes(axes[i], value, is_leaf=is_model)
+            except (ValueError, TypeError, KeyError):
+                continue  # refused with the structures, by `mapped_size`
+            leaves = jax.tree.leaves_with_path(value, is_leaf=is_model)
+            for (path, leaf), axis in zip(leaves, axes_of_leaves, strict=True):
+                if is_model(leaf) and axis is not None:
+                    raise TypeError(
+                        f"bucketed: `{leaf_name(argument_name(self._fun, args, i), path)}` is a model and has no axis "
+                        f"{axis}; give axis as a tuple with None for it."
+                    )
         return axes
 
     def _size_for(self, length: int) -> int:
@@ -137,7 +148,7 @@ class Bucketed:
         return self._sizes[i]
 
     def _filled(self, i: int, value: Any, axes: Axes, size: int) -> Any:
-        leaves, treedef = jax.tree.flatten(value)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=is_model)
 
         def fill(x: Any, axis: int | None) -> Any:
             if axis is None:
@@ -153,9 +164,11 @@ class Bucketed:
             # As numpy.pad, which takes five times as long for small arrays.
             filled = np.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
             filled[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
-            return filled
+            there = isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1
+            return jax.device_put(filled, x.sharding) if there else filled
 
-        filled = [fill(x, axis) for x, axis in zip(leaves, broadcast_axes(axes, value), strict=True)]
+        of_leaves = broadcast_axes(axes, value, is_leaf=is_model)
+        filled = [fill(x, axis) for x, axis in zip(leaves, of_leaves, strict=True)]
         return jax.tree.unflatten(treedef, filled)
 
     def _cut(self, out: Any, length: int, size: int) -> Any:
@@ -178,7 +191,7 @@ class Bucketed:
                     f"has not the {size} places there that the arguments are filled up to; name the axis that has, or "
                     "None."
                 )
-            if isinstance(x, Tracer):
+            if isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
                 return lax.slice_in_dim(x, 0, length, axis=axis)
             return np.asarray(x)[(slice(None),) * (axis % x.ndim) + (slice(length),)]
 

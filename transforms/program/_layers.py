@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arguments import check_count, describe, leaf_name
-from .._changes import call_purely
+from .._changes import call_purely, with_changes
 from .._convolutions import with_loopable_gradients
-from .._model import Parts, dotted, is_module
+from .._model import Parts, is_module, models_of
 from .._stacking import Stacking
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def scan_layers(
             f"scan_layers: remat must be True, False or a policy of jax.checkpoint_policies, but got {describe(remat)}."
         )
     _check_xs(xs, len(stack))
+    _check_shared(shared)
     parts = stack.parts()
     structure, name = parts.structure, type(stack.layer).__name__
 
@@ -169,9 +170,17 @@ def scan_layers(
         body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
     carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)
     if changed:
-        arrays = jax.tree.map_with_path(lambda path, x: changed.get(dotted(path[1:]), x), (parts.trainable, parts.rest))
-        stack.assign(Parts(structure, *arrays))
+        stack.assign(with_changes([parts], [changed])[0])
     return carry, ys
+
+
+def _check_shared(shared: tuple[Any, ...]) -> None:
+    for model in models_of(shared):
+        if type(model).__name__ in ("Rngs", "RngStream"):
+            raise TypeError(
+                f"scan_layers: a {type(model).__name__} cannot be shared by layers, since each would count on from the "
+                "one before; build layers that keep their own, or pass xs=jax.random.split(key, len(stack))."
+            )
 
 
 def _check_xs(xs: Any, size: int) -> None:
@@ -188,7 +197,7 @@ def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
     structure: Any = jax.tree.structure(carry)
     y = None
     if structure != jax.tree.structure(out):
-        if not isinstance(out, (tuple, list)) or len(out) != 2 or structure != jax.tree.structure(out[0]):
+        if type(out) not in (tuple, list) or len(out) != 2 or structure != jax.tree.structure(out[0]):
             raise TypeError(
                 f"scan_layers: {name} must return what the next layer takes, of the structure {structure}, or a pair "
                 f"of that and a y, but it returned {jax.tree.structure(out)}."

@@ -60,12 +60,12 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
         return jnp.zeros((), x.dtype)
     # Selected values first, the largest of them first; a NaN counts as larger than all.
     selected = mask.reshape(-1)
-    values = jnp.where(selected, x.reshape(-1), 0)
-    order = jnp.where(jnp.isnan(values), jnp.inf, values)
-    rank = jnp.lexsort((-lax.stop_gradient(order), ~selected))
+    values = x.reshape(-1).astype(x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32)
+    values = jnp.where(selected, values, 0)
+    rank = jnp.lexsort((-lax.stop_gradient(values), ~jnp.isnan(values), ~selected))
     number = selected.sum(dtype=jnp.int32)
     count = jnp.maximum(_floor_of(Fraction(str(fraction)), number, x.size), jnp.minimum(number, 1))
-    taken = jnp.where(jnp.arange(x.size) < count, values[rank], 0).astype(jnp.promote_types(x.dtype, jnp.float32))
+    taken = jnp.where(jnp.arange(x.size) < count, values[rank], 0)
     return (taken.sum() / jnp.maximum(count, 1)).astype(x.dtype)
 
 

@@ -228,3 +228,67 @@ def test_what_cannot_be_accumulated_is_refused(fun: Any, options: Any, x: Any, e
     options = {"micro_batches": 2, **options}
     with pytest.raises(error, match=f"^accumulate: .*{message}"):
         accumulate(fun, options.pop("micro_batches"), **options)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), x)
+
+
+# What a reader found.
+
+
+def test_weak_types_of_a_batch_stay_weak() -> None:
+    weak = jnp.full((4, 3), 1.0)
+    assert accumulate(lambda w, x: (w * x).mean(), 2)(jnp.ones(3, jnp.bfloat16), weak).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_of_a_shard_map(check_vma: bool) -> None:
+    mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    spec = jax.sharding.PartitionSpec
+
+    def of_part(params: Any, batch: Any) -> Any:
+        return jax.lax.pmean(accumulate(jax.value_and_grad(loss), 3)(params, batch), "i")
+
+    ours = jax.shard_map(of_part, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec(), check_vma=check_vma)
+    assert_close(jax.jit(ours)(PARAMS, BATCH), jax.value_and_grad(loss)(PARAMS, BATCH))
+
+
+def test_a_custom_rule_in_a_module_assigns_nothing() -> None:
+    @nnx.custom_vjp
+    def apply(model: Any, x: jax.Array) -> jax.Array:
+        return model(x)
+
+    def forward(model: Any, x: jax.Array) -> Any:
+        return apply(model, x), (model, x)
+
+    def backward(saved: Any, cotangent: Any) -> Any:
+        (updates, out), (model, _) = cotangent, saved
+        return jax.tree.map(jnp.zeros_like, updates[0]), out @ model.kernel.T
+
+    apply.defvjp(forward, backward)
+    model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(4, 3)
+    total = accumulate(lambda m, x: apply(m, x).sum(), 2, reduction="sum")(model, x)
+    np.testing.assert_allclose(total, model(x).sum(), rtol=1e-5)
+
+
+def test_variables_that_compute_what_they_show_do_so_once() -> None:
+    class Doubled(nnx.Param):
+        def get_value(self, **options: Any) -> Any:
+            return super().get_value(**options) * 2
+
+    class Scale(nnx.Module):
+        def __init__(self) -> None:
+            self.w = Doubled(jnp.array(3.0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * self.w.get_value()
+
+    assert float(accumulate(lambda model, x: model(x).mean(), 2)(Scale(), jnp.ones(4))) == 6.0
+
+
+def test_names_with_dots_that_meet_are_refused() -> None:
+    model = nnx.Dict({"a.b": nnx.BatchStat(jnp.zeros(())), "a": nnx.Dict({"b": nnx.BatchStat(jnp.ones(()))})})
+
+    def count(model: Any, x: jax.Array) -> jax.Array:
+        model["a.b"][...] += 1
+        return x.sum()
+
+    with pytest.raises(ValueError, match="a model has two arrays of the name `a.b`, one of them with a dot"):
+        accumulate(count, 2)(model, jnp.ones(4))

@@ -184,3 +184,59 @@ def test_wrong_arguments_are_refused(options: Any, args: Any, error: type[Except
 def test_a_mask_of_ones_own_is_refused() -> None:
     with pytest.raises(TypeError, match="^bucketed: mask is not passed, since it comes from the lengths; leave it out"):
         bucketed(mean)(np.ones(3), mask=np.ones(3, bool))
+
+
+# What a reader found.
+
+
+class Tied(nnx.Module):
+    """One variable in two places."""
+
+    def __init__(self) -> None:
+        self.a = self.b = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.a[...] += 1
+        self.b[...] += 1
+        return x + self.a[...]
+
+
+def test_variables_in_two_places_stay_one() -> None:
+    def fun(*args: Any, mask: jax.Array) -> jax.Array:
+        model, x = (args[0]["m"], args[0]["x"]) if len(args) == 1 else args
+        return model(x)
+
+    x = np.ones(3, np.float32)
+    for in_a_dict in (False, True):
+        model = Tied()
+        axis = ({"m": None, "x": 0},) if in_a_dict else (None, 0)
+        out = bucketed(fun, axis=axis, out_axes=0)(*([{"m": model, "x": x}] if in_a_dict else [model, x]))
+        assert out.tolist() == [3.0, 3.0, 3.0]
+        assert float(model.a[...]) == 2.0
+
+
+def test_a_model_in_a_dict_with_an_axis_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^bucketed: `d\['m'\]` is a model and has no axis 0"):
+        bucketed(lambda d, mask: d["x"], axis=0)({"m": Tied(), "x": np.ones(3)})
+
+
+def test_keys_that_come_out_are_cut() -> None:
+    keys = bucketed(lambda x, mask: jax.random.split(jax.random.key(0), x.shape[0]), out_axes=0)(np.ones(3))
+    assert keys.shape == (3,)
+
+
+def test_a_module_under_another_transform_keeps_its_state() -> None:
+    model, x = Net(), jnp.ones((4, 5, 3))
+    expected = model.dense(x[0]).sum(0)
+    from plurax.transforms.program import accumulate
+
+    out = accumulate(lambda model, x: bucketed(lambda m, x, mask: m(x, mask), axis=(None, 0))(model, x[0]), 4)(model, x)
+    np.testing.assert_allclose(out, expected, rtol=1e-5)
+    assert float(model.seen[...]) == 20.0
+
+
+def test_arrays_stay_on_their_device() -> None:
+    device = jax.devices()[0]
+    out = bucketed(lambda x, mask: x)(jax.device_put(jnp.ones(3), device))
+    assert out.devices() == {device}
+    assert out.committed

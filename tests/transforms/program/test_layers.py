@@ -1,7 +1,7 @@
 """Layers stored as one and scanned, against the loop over them."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -468,6 +468,45 @@ def remember(module: Any, x: Any) -> Any:
 def test_what_a_layer_may_not_do_is_refused(fun: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^scan_layers: .*{message}"):
         scan_layers(stack_layers([Any_(fun), Any_(fun)]), jnp.ones(3))
+
+
+def test_streams_cannot_be_shared_but_keys_are_handed_over() -> None:
+    class Noisy(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones(3))
+
+        def __call__(self, x: jax.Array, key: jax.Array) -> jax.Array:
+            return x + jax.random.normal(key, (3,)) * self.w
+
+    stack, keys = stack_layers([Noisy() for _ in range(4)]), jax.random.split(jax.random.key(0), 4)
+    expected = sum(jax.random.normal(key, (3,)) for key in keys)
+    np.testing.assert_allclose(scan_layers(stack, jnp.zeros(3), xs=keys)[0], expected, atol=1e-6)
+    with pytest.raises(TypeError, match="^scan_layers: a Rngs cannot be shared by layers, .* pass xs="):
+        scan_layers(stack, jnp.zeros(3), nnx.Rngs(0))
+
+
+def test_a_named_tuple_is_no_pair() -> None:
+    class Both(NamedTuple):
+        x: Any
+        y: Any
+
+    with pytest.raises(TypeError, match="Any_ must return what the next layer takes"):
+        scan_layers(stack_layers([Any_(lambda m, x: Both(x, x))]), jnp.ones(3))
+
+
+def test_variables_that_compute_what_they_show_do_so_once() -> None:
+    class Doubled(nnx.Param):
+        def get_value(self, **options: Any) -> Any:
+            return super().get_value(**options) * 2
+
+    class Scale(nnx.Module):
+        def __init__(self) -> None:
+            self.w = Doubled(jnp.array(3.0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * self.w.get_value()
+
+    assert float(scan_layers(stack_layers([Scale(), Scale()]), jnp.array(1.0))[0]) == 36.0
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -37,7 +37,7 @@ def test_ties_at_the_edge_count_exactly() -> None:
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (), (0,), (3, 1, 2)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), shape).astype(dtype)
     mask = jax.random.bernoulli(jax.random.key(1), 0.8, shape)
@@ -69,6 +69,8 @@ def test_what_is_not_selected_may_be_anything() -> None:
     assert (float(value), slope.tolist()) == (2.0, [0.0, 1.0, 0.0, 0.0])
     assert jnp.isnan(masked_topk_mean(x, ~mask, 0.5))
     assert jnp.isnan(masked_topk_mean(jnp.array([jnp.nan, 2.0]), jnp.ones(2, bool), 0.5))
+    for values in ([jnp.inf, jnp.nan], [jnp.nan, jnp.inf]):
+        assert jnp.isnan(masked_topk_mean(jnp.array(values), jnp.ones(2, bool), 0.5))
     assert float(masked_topk_mean(jnp.array([-jnp.inf, 2.0]), jnp.ones(2, bool), 0.5)) == 2.0
 
 
