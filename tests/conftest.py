@@ -32,9 +32,15 @@ settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Scripts first: they take longest, and one that is started last has the other workers wait."""
-    items.sort(key=lambda item: item.path.name != "test_examples.py")
+    """The tests of a file run in one worker, so that what several of them trace and compile is made once.
+
+    xdist begins with the largest groups. Scripts are processes of their own: each by itself, they fill up the end.
+    """
+    for item in items:
+        if item.path.name != "test_examples.py" and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

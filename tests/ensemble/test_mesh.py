@@ -58,8 +58,20 @@ class MLP(nnx.Module):
         return self.out(self.dropout(nnx.tanh(self.norm(self.first(x)))))
 
 
+# Always the same functions, so that what is made of them is known again.
+SPREAD = partial(MLP, axis_name="data")
+DROPPING = partial(MLP, rate=0.5)
+SPREAD_DROPPING = partial(MLP, axis_name="data", rate=0.5)
+
+
 def linear(rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Linear(3, 2, rngs=rngs)
+
+
+@cache
+def created(make: Callable[..., Any], size: int = MEMBERS) -> Ensemble:
+    """Members on one device: each is traced and compiled once."""
+    return Ensemble.create(make, size, seed=0)
 
 
 def cross_entropy(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -88,7 +100,7 @@ def train(
 ) -> Any:
     """A trainer, the state after three steps and their last metrics."""
     trainer = Trainer(loss, optimizer or optax.sgd(0.1, momentum=0.9), mesh=mesh, **{"strategy": "vmap", **o})
-    state = trainer.init(Ensemble.create(make, size, seed=0))
+    state = trainer.init(created(make, size))
     for _ in range(3):
         state, metrics = trainer.step(state, batch)
     return trainer, state, metrics
@@ -100,7 +112,7 @@ def alone(name: str) -> Any:
     kinds: dict[str, Any] = {
         "cnn": (CNN, cross_entropy, (IMAGES, LABELS)),
         "mlp": (MLP, square, (ROWS, TARGETS)),
-        "dropout": (partial(MLP, rate=0.5), square, (ROWS, TARGETS)),
+        "dropout": (DROPPING, square, (ROWS, TARGETS)),
     }
     return train(*kinds[name])[1:]
 
@@ -144,7 +156,7 @@ def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
     make: Any
     make, loss, batch = {"cnn": (CNN, cross_entropy, (IMAGES, LABELS)), "mlp": (MLP, square, (ROWS, TARGETS))}[kind]
     if kind == "mlp" and len(shape) == 2:
-        make = partial(MLP, axis_name="data")
+        make = SPREAD
     trainer, state, metrics = train(make, loss, batch, mesh_of(*shape), strategy=strategy)
     expected, expected_metrics = alone(kind)
     assert len(state.ensemble) == MEMBERS
@@ -166,11 +178,11 @@ def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
 def held_by_each() -> None:
     """No device holds another's members, from the start."""
     ensemble = Ensemble.create(CNN, 8, seed=0, mesh=mesh_of(4))
-    assert_close(ensemble.trainable, Ensemble.create(CNN, 8, seed=0).trainable)
+    assert_close(ensemble.trainable, created(CNN, 8).trainable)
     state = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(ensemble)
     for leaf in jax.tree.leaves((ensemble, state.ensemble, state.opt_state)):
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
-    padded = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(Ensemble.create(CNN, 6, seed=0))
+    padded = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(created(CNN))
     assert {len(shard.data) for leaf in jax.tree.leaves(padded.rows()) for shard in leaf.addressable_shards} == {2}
     assert len(padded.ensemble) == 6
     with pytest.raises(
@@ -192,10 +204,10 @@ def a_batch_for_each() -> None:
 def random_numbers() -> None:
     """Dropout draws the same with members on many devices, and others for each part of a batch."""
     expected, expected_metrics = alone("dropout")
-    _, state, metrics = train(partial(MLP, rate=0.5), square, (ROWS, TARGETS), mesh_of(4))
+    _, state, metrics = train(DROPPING, square, (ROWS, TARGETS), mesh_of(4))
     assert_close((state.ensemble, metrics), (expected.ensemble, expected_metrics))
 
-    _, state, _ = train(partial(MLP, rate=0.5, axis_name="data"), square, (ROWS, TARGETS), mesh_of(2, 4))
+    _, state, _ = train(SPREAD_DROPPING, square, (ROWS, TARGETS), mesh_of(2, 4))
     counts = [x for path, x in jax.tree.leaves_with_path(state.ensemble.rest) if "count" in str(path)]
     expected_counts = [x for path, x in jax.tree.leaves_with_path(expected.ensemble.rest) if "count" in str(path)]
     assert_close(counts, expected_counts)
@@ -227,7 +239,7 @@ def padded() -> None:
     states = []
     for mesh in (None, mesh_of(4)):
         trainer = Trainer(square, optax.sgd, hyperparams={"learning_rate": rates}, strategy="vmap", mesh=mesh)
-        state = trainer.init(Ensemble.create(linear, 5, seed=0))
+        state = trainer.init(created(linear, 5))
         for _ in range(2):
             state, _ = trainer.step(state, (ROWS, TARGETS))
             jax.jit(lambda x, state=state: state.ensemble(x))(ROWS)
@@ -240,7 +252,7 @@ def padded() -> None:
 
 def calls() -> None:
     """Axes counted from behind, and arrays that are on one device."""
-    whole = Ensemble.create(linear, 4, seed=0)
+    whole = created(linear, 4)
     spread = Trainer(square, optax.sgd(0.1), mesh=mesh_of(4)).init(whole).ensemble
     inputs = np.sin(np.arange(24.0, dtype=np.float32)).reshape(2, 4, 3)
     assert_close(spread(inputs, in_axes=-2), whole(inputs, in_axes=1))
@@ -248,9 +260,8 @@ def calls() -> None:
 
 
 def a_data_axis_of_one() -> None:
-    make = partial(MLP, axis_name="data")
     for seconds in (0, 0.1):
-        state = train(make, square, (ROWS, TARGETS), mesh_of(4, 1), strategy="auto", tune_seconds=seconds)[1]
+        state = train(SPREAD, square, (ROWS, TARGETS), mesh_of(4, 1), strategy="auto", tune_seconds=seconds)[1]
         assert_close(state.ensemble.trainable, alone("mlp")[0].ensemble.trainable)
 
 
@@ -283,7 +294,7 @@ def refusals() -> None:
         with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
             train(linear, loss, batch, data)
     with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
-        train(partial(MLP, axis_name="data", rate=0.5), lambda m, x, y: jnp.sum(m(x) * y), (ROWS, TARGETS), data)
+        train(SPREAD_DROPPING, lambda m, x, y: jnp.sum(m(x) * y), (ROWS, TARGETS), data)
     for value in (lambda x: len(x), lambda x: jnp.float32(len(x)), lambda x: x.sum(), lambda x: jnp.sqrt(x.var())):
         with pytest.raises(ValueError, match=f"the loss reports `mine`, .* {not_a_mean}"):
             train(linear, partial(reporting, value), (ROWS, TARGETS), data)
@@ -297,7 +308,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match=f"the loss leaves `seen` in the model, 8 {not_a_mean}"):
         trainer.step(trainer.init(counting), (ROWS, TARGETS))
     traced = Trainer(lambda m, x, y: jnp.sum(m(x)), optax.sgd(0.1), strategy="vmap", mesh=data)
-    state = traced.init(Ensemble.create(linear, 2, seed=0))
+    state = traced.init(created(linear, 2))
     jax.jit(traced.step)(state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match="the loss reports `loss`"):  # in a trace there was nothing to compare
         traced.step(state, (ROWS, TARGETS))
@@ -318,7 +329,7 @@ def other_meshes() -> None:
             _, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh)
         assert_close(state.ensemble.trainable, expected.ensemble.trainable)
     trainer = Trainer(cross_entropy, optax.sgd(0.1, momentum=0.9), strategy="loop", mesh=mesh_of(4))
-    state, step = trainer.init(Ensemble.create(CNN, MEMBERS, seed=0)), jax.jit(trainer.step)
+    state, step = trainer.init(created(CNN)), jax.jit(trainer.step)
     for _ in range(3):
         state, _ = step(state, (IMAGES, LABELS))
     assert_close(state.ensemble, expected.ensemble)
@@ -328,7 +339,7 @@ def files() -> None:
     """A run over four devices goes on over two and on one, with what it had."""
     batches = [(IMAGES + i, LABELS) for i in range(4)]
     make = lambda mesh: Trainer(cross_entropy, optax.adam(0.01), strategy="vmap", mesh=mesh)
-    ensemble = Ensemble.create(CNN, MEMBERS, seed=0)
+    ensemble = created(CNN)
     whole, history = make(None).fit(make(None).init(ensemble), batches, progress=False)
     for mesh in (None, mesh_of(2, 2)):
         with tempfile.TemporaryDirectory() as directory:
@@ -361,7 +372,7 @@ def chosen() -> None:
         assert {one.execution.strategy for one in found} == {"vmap", "map", "unroll"} | (set() if mesh else {"loop"})
     for seconds in (0, 0.2):
         options = {"strategy": "auto", "tune_seconds": seconds}
-        _, state, _ = train(partial(MLP, axis_name="data"), square, (ROWS, TARGETS), mesh_of(2, 2), **options)
+        _, state, _ = train(SPREAD, square, (ROWS, TARGETS), mesh_of(2, 2), **options)
         assert_close(state.ensemble.trainable, alone("mlp")[0].ensemble.trainable)
     _, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh_of(4), strategy="auto", tune_seconds=0)
     assert_close(state.ensemble.trainable, expected.ensemble.trainable)
