@@ -40,7 +40,7 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
         difference is named, and the layer's index.
 
     Cost:
-      One copy of every array.
+      One copy of every array. (What variables say of their sharding stays that of one layer.)
 
     Source:
       MindSpore, `mindspore.lazy_inline`.
