@@ -74,7 +74,9 @@ def bucketed(
     def again(fun: Callable[..., Any]) -> Callable[..., Any]:
         return bucketed(fun, axis=axis, sizes=sizes, out_axes=out_axes)
 
-    return wrap_like(fun, "bucketed", Bucketed(fun, axis, _check_sizes(sizes), out_axes), again)
+    of_any_length = Bucketed(fun, axis, _check_sizes(sizes), out_axes)
+    wrap_like(fun, "bucketed", of_any_length, again)
+    return of_any_length
 
 
 class Bucketed:
