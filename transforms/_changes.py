@@ -26,6 +26,13 @@ def call_purely(
     Raises:
       ValueError: the call changes the structure of a model, or assigns what trains (which it `may_assign` in modules).
     """
+    for parts_before in parts_of(arguments):
+        names = [dotted(path[1:]) for path, _ in jax.tree.leaves_with_path((parts_before.trainable, parts_before.rest))]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"{api}: a model has two arrays of the name `{next(x for x in names if names.count(x) > 1)}`, one of "
+                "them with a dot in the name of an attribute or key; use names without dots."
+            )
     out, models = call_with_models(function, arguments)
     changed = []
     parts = [split(model) for model in models]

@@ -318,13 +318,4 @@ def dotted(path: Iterable[Any]) -> str:
 
 def named_arrays(tree: Any) -> dict[str, Any]:
     """The arrays of one part of a model by their dotted paths."""
-    leaves = jax.tree.leaves_with_path(tree)
-    named = {dotted(path): leaf for path, leaf in leaves}
-    if len(named) < len(leaves):
-        names = [dotted(path) for path, _ in leaves]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(
-            f"a model has two arrays of the name `{twice}`, one of them with a dot in the name of an attribute or key; "
-            "use names without dots."
-        )
-    return named
+    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
