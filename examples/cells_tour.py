@@ -55,7 +55,7 @@ def said(call: Callable[[], Any]) -> str:
     """What a call gives: a number, or the name of its error."""
     try:
         return f"{float(call()):g}"
-    except Exception as error:
+    except Exception as error:  # which kind is what the tables show
         return type(error).__name__
 
 
@@ -402,7 +402,7 @@ def _forward(x: jax.Array, seed: jax.Array, number: int) -> tuple[jax.Array, tup
     return values, (x, where)
 
 
-def _backward(number: int, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:  # noqa: ARG001
+def _backward(_: int, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
     return scatter_add(*saved, cotangent), None
 
 

@@ -55,7 +55,7 @@ def refusal(call: Callable[[], Any]) -> str:
     """The first sentence of the error of a call that must fail."""
     try:
         call()
-    except Exception as error:
+    except Exception as error:  # which kind is what the tables show
         return f"{type(error).__name__}: {str(error).split('. ')[0].split(chr(10))[0]}"
     raise AssertionError("nothing was refused")
 

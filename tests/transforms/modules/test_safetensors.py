@@ -35,7 +35,7 @@ def content(path: Path) -> bytes:
 
 def read(path: Path) -> dict[str, np.ndarray]:
     with reading("load", path) as file:
-        return {name: read_array("load", file, path, name) for name in file.keys()}  # noqa: SIM118
+        return {name: read_array("load", file, path, name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
 
 
 def assert_told(path: Path, content: bytes) -> None:

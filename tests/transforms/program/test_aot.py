@@ -222,7 +222,7 @@ def main(directory: str) -> None:
     warnings.simplefilter("error")
     found: dict[str, Any] = {f"{name}, key={key}": run(name, directory, key) for name, key in CALLS}
     found["described"] = described([ZOO, jax.tree.structure(to_parts(net_and_optimizer()))])
-    print(json.dumps(found))  # noqa: T201
+    print(json.dumps(found))  # noqa: T201 (read by the test)
 
 
 @pytest.fixture(scope="module")

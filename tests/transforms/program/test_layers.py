@@ -170,7 +170,7 @@ def test_a_mask_is_shared_and_a_cache_goes_in_and_out() -> None:
     caches = {"key": normal(3, 5, 4, seed=2), "used": jnp.array([4, 5, 6])}
     y, ys = jax.jit(lambda x, mask, caches: scan_layers(stack_layers(layers), x, mask, xs=caches))(x, mask, caches)
     for i, layer in enumerate(layers):
-        x, cache = layer(x, mask, jax.tree.map(lambda leaf: leaf[i], caches))  # noqa: B023
+        x, cache = layer(x, mask, jax.tree.map(lambda leaf: leaf[i], caches))  # noqa: B023 (used at once)
         np.testing.assert_allclose(ys["key"][i], cache["key"], atol=1e-5)
     np.testing.assert_allclose(y, x, atol=1e-5)
     assert ys["used"].tolist() == [5, 6, 7]
