@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from .._arguments import argument_name, check_argnums, check_callable, check_count, describe, leaf_name, wrap_like
 from .._changes import call_purely, with_changes
 from .._compat import varying, varying_axes
-from .._convolutions import with_loopable_gradients
+from .._loopable import with_loopable_gradients
 from .._model import (
     is_model,
     is_parts,
