@@ -76,21 +76,18 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
             return interpret(body.jaxpr, body.consts, values, _visit)
     if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
         eqn = with_bodies(eqn, _run)
-    if name == "conv_general_dilated":
-        out = convolved(eqn, *values)
+    if name in _PRODUCTS_AND_SLICES:
+        with at_source(eqn):
+            out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:
             return [out]
     laid = next((x for x in values if isinstance(x, _Laid)), None)
-    if name in _WINDOWS:
-        out = _WINDOWS[name](eqn, *values)
-        if out is not None:
-            return [out]
-    elif laid is not None and name in ELEMENTWISE:
+    if laid is not None and name in ELEMENTWISE:
         arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, laid.order) for x in values]
         return [_Laid(x, laid.order) for x in evaluate(eqn, *arrays)]
-    elif laid is not None and name in _REDUCTIONS:
+    if laid is not None and name in _REDUCTIONS:
         return [_reduce(eqn, laid)]
-    elif laid is not None and name == "transpose":
+    if laid is not None and name == "transpose":
         order = tuple(eqn.params["permutation"].index(i) for i in laid.order)
         return [_laid(laid.array, order)]
     return evaluate(eqn, *map(plain, values))
@@ -366,7 +363,8 @@ def _greatest(dtype: Any) -> Any:
     return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
-_WINDOWS: dict[str, Callable[..., Any]] = {
+_PRODUCTS_AND_SLICES: dict[str, Callable[..., Any]] = {
+    "conv_general_dilated": convolved,
     "reduce_window_max": partial(_pool, combine=lax.max, empty=_least),
     "reduce_window_min": partial(_pool, combine=lax.min, empty=_greatest),
     "reduce_window_sum": partial(_pool, combine=lax.add, empty=lambda _: 0),

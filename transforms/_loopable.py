@@ -36,7 +36,8 @@ def with_loopable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if name == "conv_general_dilated":
-        return [_convolve(eqn, *values)]
+        with at_source(eqn):
+            return [_convolve(eqn, *values)]
     if not any(map(has_convolution, bodies(eqn))):
         return evaluate(eqn, *values)
     if name == "jit":
@@ -53,16 +54,17 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     positions. Of half precision, what comes back from them is added up in single, as XLA does.
     """
     half = jnp.issubdtype(lhs.dtype, jnp.floating) and jnp.finfo(lhs.dtype).bits < 32
+    by_xla = partial(eqn.primitive.bind, **eqn.params)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def as_products(lhs: Any, rhs: Any) -> Any:
         operands = (x.astype(jnp.float32) if half else x for x in (lhs, rhs))
         out = convolved(eqn, *operands)
-        return evaluate(eqn, lhs, rhs)[0] if out is None else plain(out)
+        return by_xla(lhs, rhs) if out is None else plain(out)
 
     @jax.custom_jvp
     def convolve(lhs: Any, rhs: Any) -> Any:
-        return evaluate(eqn, lhs, rhs)[0] if _is_channels_last(eqn) else as_products(lhs, rhs)
+        return by_xla(lhs, rhs) if _is_channels_last(eqn) else as_products(lhs, rhs)
 
     @partial(convolve.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:

@@ -157,10 +157,8 @@ def test_named_scopes_reach_into_calls(rewrite: Any) -> None:
             return jnp.sin(jax.nn.silu(inner(x)))
 
     eqns = jax.make_jaxpr(rewrite(fun))(normal(0, (2, 5, 2))).eqns
-    stacks = {eqn.primitive.name: str(eqn.source_info.name_stack) for eqn in eqns}
-    assert stacks.pop("sin") == "outer"
-    assert "outer/inner" in stacks.values()
-    assert all(stack.startswith("outer") for stack in stacks.values())
+    scopes = {str(eqn.source_info.name_stack) for eqn in eqns}
+    assert scopes - {""} == {"outer", "outer/inner"}  # none where the result is put in its order
 
 
 class LeNet(nnx.Module):
