@@ -11,19 +11,18 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from .._arguments import argument_name, check_argnums, check_callable, check_count, describe, leaf_name, wrap_like
-from .._changes import call_purely, with_changes
+from .._changes import call_purely, update, with_changes
 from .._compat import varying, varying_axes
 from .._convolutions import with_loopable_gradients
 from .._model import (
     is_model,
-    is_parts,
     models_of,
     named_arrays,
     owner_of,
     parts_of,
     refuse_shared_state,
     to_parts,
-    update,
+    with_parts,
 )
 
 
@@ -86,44 +85,38 @@ def accumulate(
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         batch = _cut(fun, args, positions, micro_batches)
         refuse_shared_state("accumulate", fun, owner, args, kwargs)
-        models = models_of((owner, args, kwargs))
         everything = to_parts((owner, args, kwargs))
-
         apart = parts_of(everything)
+        state = [named_arrays(parts.rest) for parts in apart]
 
-        def call(changed: Any, batch: Any) -> Any:
-            given = iter(with_changes(apart, changed))
-            filled = jax.tree.map(lambda x: next(given) if is_parts(x) else x, everything, is_leaf=is_parts)
-            owner, args, kwargs = filled
-            args = tuple(batch.get(i, value) for i, value in enumerate(args))
+        def of_part(state: Any, part: Any) -> Any:
+            owner, args, kwargs = with_parts(everything, with_changes(apart, state))
+            args = tuple(part.get(i, value) for i, value in enumerate(args))
             out, changed = call_purely("accumulate", function, (owner, args, kwargs))
             return _checked(out, reduction), changed
 
         one = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
-        state = [named_arrays(parts.rest) for parts in apart]
-        closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(state, one)
+        closed, outline = jax.make_jaxpr(of_part, return_shape=True)(state, one)
         run: Callable[..., Any] = jaxpr_as_fun(closed)
         if jax.default_backend() == "cpu":
             run = with_loopable_gradients(run)
 
-        def turn(carry: Any, batch: Any) -> tuple[Any, None]:
+        def turn(carry: Any, part: Any) -> tuple[Any, None]:
             totals, changed = carry
-            now = [before | new for before, new in zip(state, changed, strict=True)]
-            leaves = run(*jax.tree.leaves((now, batch)))
-            out, changed = jax.tree.unflatten(structure, leaves)
+            now = [held | new for held, new in zip(state, changed, strict=True)]
+            leaves = run(*jax.tree.leaves((now, part)))
+            out, changed = jax.tree.unflatten(jax.tree.structure(outline), leaves)
             return (jax.tree.map(lambda total, x: total + jnp.asarray(x, total.dtype), totals, out), changed), None
 
-        structure: Any = jax.tree.structure((out, changed))
-        totals = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, _accumulator(x.dtype)), varying_axes(x)), out)
-        before = [
+        zeros = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, _accumulator(x.dtype)), varying_axes(x)), outline[0])
+        first = [
             {path: varying(jnp.asarray(held[path]), varying_axes(x)) for path, x in new.items()}
-            for held, new in zip(state, changed, strict=True)
+            for held, new in zip(state, outline[1], strict=True)
         ]
-        (totals, after), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (totals, before), batch)
-        for model, parts in zip(models, with_changes(apart, after), strict=True):
-            update(model, parts)
+        (totals, last), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (zeros, first), batch)
+        update("accumulate", models_of((owner, args, kwargs)), apart, with_changes(apart, last))
         number = micro_batches if reduction == "mean" else 1
-        return jax.tree.map(lambda total, x: (total / number if number > 1 else total).astype(x.dtype), totals, out)
+        return jax.tree.map(lambda x, like: (x / number if number > 1 else x).astype(like.dtype), totals, outline[0])
 
     return wrap_like(
         fun,

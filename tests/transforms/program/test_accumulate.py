@@ -268,21 +268,6 @@ def test_a_custom_rule_in_a_module_assigns_nothing() -> None:
     np.testing.assert_allclose(total, model(x).sum(), rtol=1e-5)
 
 
-def test_variables_that_compute_what_they_show_do_so_once() -> None:
-    class Doubled(nnx.Param):
-        def get_value(self, **options: Any) -> Any:
-            return super().get_value(**options) * 2
-
-    class Scale(nnx.Module):
-        def __init__(self) -> None:
-            self.w = Doubled(jnp.array(3.0))
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return x * self.w.get_value()
-
-    assert float(accumulate(lambda model, x: model(x).mean(), 2)(Scale(), jnp.ones(4))) == 6.0
-
-
 def test_names_with_dots_that_meet_are_refused() -> None:
     model = nnx.Dict({"a.b": nnx.BatchStat(jnp.zeros(())), "a": nnx.Dict({"b": nnx.BatchStat(jnp.ones(()))})})
 
