@@ -1,5 +1,8 @@
 """Micro-batches one after another, against the whole batch."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -238,16 +241,48 @@ def test_weak_types_of_a_batch_stay_weak() -> None:
     assert accumulate(lambda w, x: (w * x).mean(), 2)(jnp.ones(3, jnp.bfloat16), weak).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_of_a_shard_map(check_vma: bool) -> None:
-    mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    spec = jax.sharding.PartitionSpec
+ON_FOUR_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from plurax.transforms.program import accumulate
 
-    def of_part(params: Any, batch: Any) -> Any:
-        return jax.lax.pmean(accumulate(jax.value_and_grad(loss), 3)(params, batch), "i")
+def loss(w, x):
+    return (jnp.tanh(x @ w) ** 2).mean()
 
-    ours = jax.shard_map(of_part, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec(), check_vma=check_vma)
-    assert_close(jax.jit(ours)(PARAMS, BATCH), jax.value_and_grad(loss)(PARAMS, BATCH))
+assert jax.device_count() == 4
+w, x = jnp.sin(jnp.arange(6.0)).reshape(3, 2), jnp.cos(jnp.arange(72.0)).reshape(24, 3)
+mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
+value, gradient = jax.value_and_grad(loss)(w, x)
+for check_vma, inside in ((True, True), (True, False), (False, True)):
+    of = accumulate(jax.value_and_grad(loss), 3) if inside else jax.value_and_grad(accumulate(loss, 3))
+
+    def of_part(w, x):
+        mine = jax.lax.pcast(w, "i", to="varying") if check_vma else w  # or gradients are added over devices
+        return jax.lax.pmean(of(mine, x), "i")
+
+    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma)
+    found = jax.jit(mapped)(w, x)
+    np.testing.assert_allclose(found[0], value, rtol=1e-5)
+    np.testing.assert_allclose(found[1], gradient, rtol=1e-5, atol=1e-6)
+    each = jax.jit(jax.shard_map(lambda w, x: of(w, x)[0][None], mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i")))
+    expected = [loss(w, part) for part in jnp.split(x, 4)]
+    np.testing.assert_allclose(each(w, x), expected, rtol=1e-5)
+    assert len({float(x) for x in expected}) == 4
+
+    def added(w, x):
+        return of(w, x)[1]
+
+    if check_vma:
+        found = jax.jit(jax.shard_map(added, mesh=mesh, in_specs=(P(), P("i")), out_specs=P()))(w, x)
+        np.testing.assert_allclose(found, 4 * gradient, rtol=1e-5, atol=1e-6)
+"""
+
+
+def test_inside_of_a_shard_map_on_four_devices() -> None:
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-c", ON_FOUR_DEVICES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_custom_rule_in_a_module_assigns_nothing() -> None:
