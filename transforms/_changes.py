@@ -117,7 +117,7 @@ def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
     from flax import errors, nnx
 
     for path, x in nnx.to_flat_state(nnx.state(model)):
-        name = ".".join(map(str, path))
+        name = dotted(path)
         if not any(f"{changed}.".startswith(f"{name}.") for changed in paths):
             continue
         try:  # what it holds already

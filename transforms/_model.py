@@ -297,7 +297,7 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
     for i, model in enumerate(models):
         for path, node in nnx.iter_graph(model) if is_module(model) else ():
             if isinstance(node, nnx.Variable):
-                place = i, ".".join(map(str, path))
+                place = i, dotted(path)
                 first = places.setdefault(id(node), place)
                 if first[0] != i:
                     return first, place
@@ -305,7 +305,7 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
 
 
 def dotted(path: Iterable[Any]) -> str:
-    """A pytree path with dots, such as `blocks.0.kernel`, as one would write it in code."""
+    """A path of a pytree or of Flax with dots, such as `blocks.0.kernel`, as one would write it in code."""
     return keystr(tuple(path), simple=True, separator=".")
 
 
