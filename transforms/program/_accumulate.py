@@ -10,7 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from .._arguments import argument_name, check_argnums, check_callable, check_count, describe, leaf_name, wrap_like
+from .._arguments import (
+    argument_name,
+    check_argnums,
+    check_callable,
+    check_count,
+    count_examples,
+    describe,
+    leaf_name,
+    resolve_argnums,
+    wrap_like,
+)
 from .._changes import call_purely, update, with_changes
 from .._compat import varying, varying_axes
 from .._convolutions import with_loopable_gradients
@@ -49,7 +59,9 @@ def accumulate(
     Returns:
       A function of the same arguments, to be called under `jax.jit`, or `nnx.jit` where a module keeps state. It
       returns what `fun` does, as arrays of the same shapes and dtypes: the mean or sum over the parts, which is taken
-      in float32 where they have fewer bits.
+      in float32 where they have fewer bits. That holds of every array: one that has the examples as an axis, such as
+      logits as auxiliary output, has the size of one part and mixes the examples of all parts, and nobody can tell it
+      from a parameter's gradient. Return means or sums over the examples, and nothing for each of them.
 
     Raises:
       TypeError: `fun` is not callable; `micro_batches` is no int; `fun` returns a model, something that is no array, or
@@ -59,7 +71,8 @@ def accumulate(
         module.
 
     Cost:
-      The evaluations of all parts, the memory of one, and one more copy of what `fun` returns.
+      The evaluations of all parts, the memory of one, and one more copy of what `fun` returns. XLA's CPU backend runs
+      the body of a loop on one core: 1.3 to 1.7 times the time of the whole batch on two cores, 0.78 times on one.
 
     Source:
       MindSpore, `mindspore.nn.PipelineCell`, whose parts `lazy_inline` compiles once.
@@ -126,43 +139,22 @@ def accumulate(
     )
 
 
-def _cut(fun: Any, args: Sequence[Any], positions: Sequence[int], parts: int) -> dict[int, Any]:
+def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) -> dict[int, Any]:
     """The batch by positions, with an axis of its parts in front."""
-    batch: dict[int, Any] = {}
-    for position in positions:
-        if not -len(args) <= position < len(args):
-            raise ValueError(
-                f"accumulate: batch_argnums selects argument {position}, but the call has {len(args)} positional "
-                "argument(s); pass the batch by position."
-            )
-        i = position % len(args)
+    selected = resolve_argnums("accumulate", fun, positions, args, "batch_argnums")
+    for i in selected:
         if models_of(args[i]):
             raise TypeError(
                 f"accumulate: `{argument_name(fun, args, i)}` is a model and no batch; say with batch_argnums which "
                 "arguments have examples."
             )
-        batch[i] = args[i]
-    size = None
-    for i, value in batch.items():
-        for path, leaf in jax.tree.leaves_with_path(value):
-            name = leaf_name(argument_name(fun, args, i), path)
-            shape = getattr(leaf, "shape", ())
-            if not shape:
-                raise ValueError(
-                    f"accumulate: `{name}` is {describe(leaf)}, but arrays of a batch have the examples along axis 0; "
-                    "pass what all share in an argument that batch_argnums leaves out."
-                )
-            if shape[0] != (size := shape[0] if size is None else size):
-                raise ValueError(
-                    f"accumulate: `{name}` has {shape[0]} examples along axis 0, but those before it have {size}."
-                )
-            if size % parts:
-                raise ValueError(
-                    f"accumulate: micro_batches is {parts}, which does not divide the {size} examples of `{name}`; "
-                    "leave some out, or fill up and weigh them by 0 in a sum."
-                )
-    if size is None:
-        raise ValueError("accumulate: the batch holds no arrays; say with batch_argnums which arguments have examples.")
+    size = count_examples("accumulate", fun, selected, args)
+    if size % parts:
+        raise ValueError(
+            f"accumulate: micro_batches is {parts}, which does not divide the {size} examples; leave some out, or fill "
+            "up and weigh them by 0 in a sum."
+        )
+    batch = {i: args[i] for i in selected}
     return jax.tree.map(lambda x: jnp.reshape(x, (parts, size // parts, *x.shape[1:])), batch)
 
 
