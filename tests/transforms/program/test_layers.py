@@ -492,7 +492,7 @@ def test_streams_cannot_be_shared_but_keys_are_handed_over() -> None:
 
 
 def test_models_are_neither_carried_nor_sliced() -> None:
-    stack, x = stack_layers([Any_(lambda m, x: x) for _ in range(2)]), jnp.ones(3)
+    stack, x = stack_layers([nnx.LayerNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)]), jnp.ones(3)
     with pytest.raises(TypeError, match=r"^scan_layers: `carry\[1\]` is a Rngs, but .* before xs, or build each layer"):
         scan_layers(stack, (x, nnx.Rngs(0)))
     with pytest.raises(TypeError, match=r"^scan_layers: `xs\['a'\]` is a Linear, but carry and xs hold arrays"):
