@@ -1,6 +1,6 @@
 """MindSpore's guide to cells: names, a cell against its reference, initialization, freezing.
 
-What else it shows is among the tests of `plurax.transforms.modules`: `test_precision.py`, `test_freeze.py`, `test_files.py`.
+What else it shows is in the tests of `plurax.transforms.modules`: `test_precision.py`, `test_freeze.py`, `test_files.py`.
 """
 
 import importlib.util

@@ -141,7 +141,12 @@ def test_an_inner_jit_moves_state_and_hands_the_rest_back() -> None:
 
 
 def test_each_of_several_models_gets_its_own_state() -> None:
-    models = {"a": Layer(""), "b": Layer("seen"), "c": nnx.Linear(3, 3, rngs=nnx.Rngs(0)), "d": Layer("seen")}
+    models: dict[str, Any] = {
+        "a": Layer(""),
+        "b": Layer("seen"),
+        "c": nnx.Linear(3, 3, rngs=nnx.Rngs(0)),
+        "d": Layer("seen"),
+    }
 
     def mean(models: dict[str, Any], x: jax.Array) -> jax.Array:
         models["d"](x)

@@ -399,7 +399,7 @@ class TestWholeOrNotThere:
 
     def test_who_is_killed_leaves_a_whole_file(self, path: Path) -> None:
         like = nnx.Dict(w=nnx.Param(jnp.zeros(500_000)), v=nnx.Param(jnp.zeros(7)))
-        reads = []
+        reads: list[float] = []
         with subprocess.Popen([sys.executable, "-c", REPEATEDLY, str(path)]) as process:
             try:
                 # Meanwhile whoever reads it finds a whole one, too: at least twenty times, and each of the two.
