@@ -148,7 +148,7 @@ def convolutions(smoke: bool, rounds: int) -> list[dict[str, Any]]:
         "remat=True": gradient(stack, partial(scanned, remat=True), x),
     }
     programs = dict(list(programs.items())[:: 2 if smoke else 1])
-    return compared(programs, f"{depth} blocks of convolutions", "loop", min(rounds, 5), 1, 0.0)
+    return compared(programs, f"{depth} blocks of convolutions", "loop", min(rounds, 5), 1 if smoke else 3, 0.0)
 
 
 def parts(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:

@@ -22,17 +22,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ._jaxpr import CALLS, ELEMENTWISE, aval, bodies, evaluate, interpret
+from ._jaxpr import CALLS, ELEMENTWISE, at_source, aval, bodies, evaluate, interpret
 
 # A window of more positions than this stays as it is: each is one slice in the program.
 _MOST_SLICES = 64
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 _RUN_AGAIN = frozenset({"checkpoint", "remat2"})
-_WITH_BODIES = frozenset({"scan", "while", "cond"}) | _RUN_AGAIN
+WITH_BODIES = frozenset({"scan", "while", "cond"}) | _RUN_AGAIN
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,70 +46,6 @@ def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return rewritten
-
-
-def with_loopable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` with convolutions whose derivatives are products; the same to rounding, and for a loop on a CPU.
-
-    Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.
-    """
-
-    def rewritten(*args: Any) -> Any:
-        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-        values = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), _visit_differentiable)
-        return jax.tree.unflatten(jax.tree.structure(out), values)
-
-    return rewritten
-
-
-def _visit_differentiable(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    name = eqn.primitive.name
-    if name == "jit":
-        body = eqn.params["jaxpr"]
-        return interpret(body.jaxpr, body.consts, values, _visit_differentiable)
-    if name == "conv_general_dilated":
-        return [_differentiable(eqn, *values)]
-    if name in _WITH_BODIES and any(map(has_convolution, bodies(eqn))):
-        run = partial(interpret, visit=_visit_differentiable)
-        eqn = eqn.replace(params={key: _rewritten_bodies(value, run) for key, value in eqn.params.items()})
-    return evaluate(eqn, *values)
-
-
-def _differentiable(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
-    """A convolution, linear in each operand, with derivatives by products.
-
-    Slices of the operand are taken again where they are needed: held, they would be as many copies as the window has
-    positions.
-    """
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def as_products(lhs: Any, rhs: Any) -> Any:
-        out = _convolve(eqn, lhs, rhs)
-        return evaluate(eqn, lhs, rhs)[0] if out is None else _plain(out)
-
-    @jax.custom_jvp
-    def convolve(lhs: Any, rhs: Any) -> Any:
-        return evaluate(eqn, lhs, rhs)[0] if _is_channels_last(eqn) else as_products(lhs, rhs)
-
-    @partial(convolve.defjvp, symbolic_zeros=True)
-    def _(primals: Any, tangents: Any) -> Any:
-        (lhs, rhs), (lhs_tangent, rhs_tangent) = primals, tangents
-        terms = []
-        if not isinstance(lhs_tangent, SymbolicZero):
-            terms.append(as_products(lhs_tangent, rhs))
-        if not isinstance(rhs_tangent, SymbolicZero):
-            terms.append(as_products(lhs, rhs_tangent))
-        return convolve(lhs, rhs), sum(terms[1:], *terms[:1])
-
-    return convolve(lhs, rhs)
-
-
-def _is_channels_last(eqn: JaxprEqn) -> bool:
-    lhs, rhs, out = eqn.params["dimension_numbers"]
-    places = tuple(range(1, len(lhs) - 1))
-    last = (0, len(lhs) - 1, *places)
-    weights = (len(lhs) - 1, len(lhs) - 2, *(i - 1 for i in places))
-    return (lhs, rhs, out) == (last, weights, last) and eqn.params["batch_group_count"] == 1
 
 
 def has_convolution(jaxpr: Jaxpr) -> bool:
@@ -129,7 +64,7 @@ class _Laid:
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return [_plain(x) for x in interpret(jaxpr, consts, args, _visit)]
+    return [plain(x) for x in interpret(jaxpr, consts, args, _visit)]
 
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -137,32 +72,35 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if name in CALLS and name not in _RUN_AGAIN:
         # The axes stay in their order through a call: activation functions are one.
         body = eqn.params[CALLS[name]]
-        return interpret(body.jaxpr, body.consts, values, _visit)
-    if name in _WITH_BODIES and any(map(has_convolution, bodies(eqn))):
-        eqn = eqn.replace(params={key: _rewritten_bodies(value, _run) for key, value in eqn.params.items()})
-    if name == "conv_general_dilated":
-        out = _convolve(eqn, *values)
+        with at_source(eqn):
+            return interpret(body.jaxpr, body.consts, values, _visit)
+    if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
+        eqn = with_bodies(eqn, _run)
+    if name in _PRODUCTS_AND_SLICES:
+        with at_source(eqn):
+            out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:
             return [out]
     laid = next((x for x in values if isinstance(x, _Laid)), None)
-    if name in _WINDOWS:
-        out = _WINDOWS[name](eqn, *values)
-        if out is not None:
-            return [out]
-    elif laid is not None and name in ELEMENTWISE:
+    if laid is not None and name in ELEMENTWISE:
         arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, laid.order) for x in values]
         return [_Laid(x, laid.order) for x in evaluate(eqn, *arrays)]
-    elif laid is not None and name in _REDUCTIONS:
+    if laid is not None and name in _REDUCTIONS:
         return [_reduce(eqn, laid)]
-    elif laid is not None and name == "transpose":
+    if laid is not None and name == "transpose":
         order = tuple(eqn.params["permutation"].index(i) for i in laid.order)
         return [_laid(laid.array, order)]
-    return evaluate(eqn, *map(_plain, values))
+    return evaluate(eqn, *map(plain, values))
 
 
-def _rewritten_bodies(value: Any, run: Callable[..., list[Any]]) -> Any:
+def with_bodies(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> JaxprEqn:
+    """The operation with its bodies traced again, each by `run(jaxpr, consts, args)`."""
+    return eqn.replace(params={key: _traced_again(value, run) for key, value in eqn.params.items()})
+
+
+def _traced_again(value: Any, run: Callable[..., list[Any]]) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(_rewritten_bodies(x, run) for x in value)
+        return type(value)(_traced_again(x, run) for x in value)
     if not isinstance(value, (ClosedJaxpr, Jaxpr)):
         return value
     closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
@@ -196,7 +134,7 @@ def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
     return _array(x) if turn == tuple(range(len(turn))) else lax.transpose(_array(x), turn)
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
     return _in_order(x, range(len(x.order))) if isinstance(x, _Laid) else x
 
 
@@ -222,13 +160,15 @@ class _Convolution:
         self.batch, self.channels, *self.places = numbers.lhs_spec
         self.features, self.inputs, *self.window = numbers.rhs_spec
         self.out_batch, self.out_features, *self.out_places = numbers.out_spec
-        shape = aval(eqn.outvars[0]).shape
+        shape, dtype = aval(eqn.outvars[0]).shape, aval(eqn.outvars[0]).dtype
         self.sizes, self.number = [shape[i] for i in self.out_places], shape[self.out_batch]
         self.groups: int = params["feature_group_count"]
         self.batches: int = params["batch_group_count"]
         self.strides, self.padding = params["window_strides"], params["padding"]
         self.spread, self.dilation = params["lhs_dilation"], params["rhs_dilation"]
-        self._settings = {"precision": params["precision"], "preferred_element_type": params["preferred_element_type"]}
+        # Parts of a result are added up in at least 32 bits, as XLA adds them.
+        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+        self._settings = {"precision": params["precision"], "preferred_element_type": wide}
 
     def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
         """The product summed over some axes of each, for each place along others."""
@@ -242,7 +182,7 @@ class _Convolution:
         return lax.pad(x, jnp.zeros((), x.dtype), config) if any(map(any, config)) else x
 
 
-def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
+def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     """A convolution as a product; None where its window has too many positions."""
     of = _Convolution(eqn)
     lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
@@ -423,7 +363,8 @@ def _greatest(dtype: Any) -> Any:
     return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
-_WINDOWS: dict[str, Callable[..., Any]] = {
+_PRODUCTS_AND_SLICES: dict[str, Callable[..., Any]] = {
+    "conv_general_dilated": convolved,
     "reduce_window_max": partial(_pool, combine=lax.max, empty=_least),
     "reduce_window_min": partial(_pool, combine=lax.min, empty=_greatest),
     "reduce_window_sum": partial(_pool, combine=lax.add, empty=lambda _: 0),

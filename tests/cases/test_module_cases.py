@@ -1,6 +1,6 @@
 """MindSpore's guide to cells: names, a cell against its reference, initialization, freezing.
 
-What else it shows is in the tests of `plurax.transforms.modules`: `test_precision.py`, `test_freeze.py`, `test_files.py`.
+Precision, what is frozen, and files are in `test_precision.py`, `test_freeze.py` and `test_files.py` of the modules.
 """
 
 import importlib.util

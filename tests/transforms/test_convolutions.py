@@ -13,11 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from plurax.transforms._convolutions import (
-    convolutions_as_products,
-    has_convolution,
-    with_loopable_gradients,
-)
+from plurax.transforms._convolutions import convolutions_as_products, has_convolution
+from plurax.transforms._loopable import with_loopable_gradients
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
@@ -114,6 +111,54 @@ def test_every_convolution_with_loopable_gradients(case: Any) -> None:
         return
     if size:
         assert_equal(with_gradients(with_loopable_gradients(fun)), with_gradients(fun), x, w)
+
+
+@pytest.mark.parametrize("rewrite", [convolutions_as_products, with_loopable_gradients])
+@pytest.mark.parametrize(("window", "channels", "features", "strides"), [(3, 32, 32, 1), (5, 32, 2, 1), (7, 4, 9, 2)])
+def test_half_precision_is_rounded_as_by_xla(
+    rewrite: Any, window: int, channels: int, features: int, strides: int
+) -> None:
+    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, w, (strides,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def derivatives(fun: Any, *args: jax.Array) -> Any:
+        return *with_gradients(fun)(*args), jax.jvp(fun, args, args)[1]
+
+    def distance(found: Any, expected: Any) -> float:
+        found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+        return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+    args = [
+        normal(i, shape, jnp.bfloat16)
+        for i, shape in enumerate([(4, 8, 8, channels), (window, window, channels, features)])
+    ]
+    of_xla = jax.jit(partial(derivatives, fun))(*args)
+    if rewrite is convolutions_as_products:
+        ours = jax.jit(rewrite(partial(derivatives, fun)))(*args)
+    else:
+        ours = jax.jit(partial(derivatives, rewrite(fun)))(*args)
+    exact = derivatives(fun, *(x.astype(jnp.float32) for x in args))
+    for found, theirs, expected in zip(*map(jax.tree.leaves, (ours, of_xla, exact)), strict=True):
+        assert found.dtype == jnp.bfloat16
+        assert distance(found, expected) < 1.1 * distance(theirs, expected)
+
+
+@pytest.mark.parametrize("rewrite", [convolutions_as_products, with_loopable_gradients])
+def test_named_scopes_reach_into_calls(rewrite: Any) -> None:
+    w = normal(1, (3, 2, 3))
+
+    @jax.jit
+    def inner(x: jax.Array) -> jax.Array:
+        with jax.named_scope("inner"):
+            return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+
+    def fun(x: jax.Array) -> jax.Array:
+        with jax.named_scope("outer"):
+            return jnp.sin(jax.nn.silu(inner(x)))
+
+    eqns = jax.make_jaxpr(rewrite(fun))(normal(0, (2, 5, 2))).eqns
+    scopes = {str(eqn.source_info.name_stack) for eqn in eqns}
+    assert scopes - {""} == {"outer", "outer/inner"}  # none where the result is put in its order
 
 
 class LeNet(nnx.Module):

@@ -23,7 +23,7 @@ from .._arguments import (
 )
 from .._changes import call_purely, update, with_changes
 from .._compat import varying, varying_axes
-from .._convolutions import with_loopable_gradients
+from .._loopable import with_loopable_gradients
 from .._model import (
     is_model,
     models_of,

@@ -11,7 +11,7 @@ from jax import lax
 
 from .._arguments import check_count, describe, leaf_name
 from .._changes import call_purely, update, with_changes
-from .._convolutions import with_loopable_gradients
+from .._loopable import with_loopable_gradients
 from .._model import Parts, is_model, is_module, models_of
 from .._stacking import Stacking
 

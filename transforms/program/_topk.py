@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import jax
@@ -34,7 +33,8 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
       ValueError: the shapes differ; `fraction` is outside (0, 1].
 
     Cost:
-      One sort.
+      One sort. A fraction of many digits, such as 1 / 3, adds a table of `x.size` ints to the program, which takes
+      0.1 s for a million.
 
     Source:
       The dynamic shapes of MindSpore's guide to cells: a loss of the hardest 70 %.
@@ -56,6 +56,7 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
         raise TypeError(f"masked_topk_mean: fraction must be a number, but got {describe(fraction)}.")
     if not 0 < fraction <= 1:
         raise ValueError(f"masked_topk_mean: fraction must be above 0 and at most 1, but got {fraction}.")
+    x, mask = jnp.asarray(x), jnp.asarray(mask)
     if not x.size:
         return jnp.zeros((), x.dtype)
     # Selected values first, the largest of them first; a NaN counts as larger than all.
@@ -75,4 +76,4 @@ def _floor_of(fraction: Fraction, number: jax.Array, most: int) -> jax.Array:
     p, q = fraction.numerator, fraction.denominator
     if min(q, most) * p < 2**31 and q < 2**31:
         return number // q * p + number % q * p // q
-    return jnp.asarray(np.array([math.floor(fraction * n) for n in range(most + 1)], np.int32))[number]
+    return jnp.asarray(np.array([n * p // q for n in range(most + 1)], np.int32))[number]

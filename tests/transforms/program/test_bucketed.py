@@ -111,6 +111,13 @@ def test_modules_and_what_they_keep(as_function: bool) -> None:
     assert (float(model.seen[...]), of.traces) == (10.0, 1)
 
 
+def test_a_failing_call_changes_nothing() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="^bucketed: out_axes is 0 for `output`"):
+        bucketed(model, out_axes=0)(np.ones((5, 3), np.float32))
+    assert float(model.seen[...]) == 0.0
+
+
 def test_a_parameter_that_changes_is_seen() -> None:
     model, x = Net(), np.ones((5, 3), np.float32)
     of = bucketed(model)
@@ -159,7 +166,14 @@ def test_a_wrong_function_is_refused() -> None:
         ({}, (np.ones(5), np.ones(6)), ValueError, "axis 0 of argument `x` has size 5, but axis 0 of argument `y` has"),
         ({"axis": 1}, (np.ones(5), np.ones(5)), ValueError, "argument `x` cannot be mapped over axis 1"),
         ({"axis": (0,)}, (np.ones(5), np.ones(5)), ValueError, r"axis has 1 entries, but the call has 2 positional"),
-        ({"axis": (None, None)}, (np.ones(5), 1.0), ValueError, "axis names no axis of any argument; give one, or use"),
+        ({"axis": (None, None)}, (np.ones(5), 1.0), ValueError, "axis names no axis of any array in the call; give"),
+        ({}, ((), ()), ValueError, "axis names no axis of any array in the call; give one, or use jax.jit"),
+        (
+            {"axis": ({"a": 0}, 0)},
+            (np.ones(5), np.ones(5)),
+            ValueError,
+            r"axis for argument `x` is {'a': 0}, which is not a prefix of that argument's structure PyTreeDef\(\*\)",
+        ),
         ({}, (Net(), np.ones(5)), TypeError, "`x` is a model and has no axis 0; give axis as a tuple with None for it"),
         (
             {"axis": (0, 0)},

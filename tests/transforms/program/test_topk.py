@@ -46,6 +46,12 @@ def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: Any) -> None:
     np.testing.assert_allclose(float(found), of_list(x, mask, 0.5), rtol=2 * float(jnp.finfo(dtype).eps))
 
 
+def test_arrays_of_numpy_are_read_as_jax_reads_them() -> None:
+    for x, expected in (np.arange(5.0), 3.5), (np.zeros(0), 0.0):
+        found = masked_topk_mean(x, np.ones(x.shape, bool), 0.5)
+        assert (float(found), found.dtype) == (expected, jnp.float32)
+
+
 def test_the_number_is_exact_for_every_count() -> None:
     counts = np.arange(0, 10_001)
     for text in ("0.29", "0.7", "0.1", "1", "0.123456789012"):
