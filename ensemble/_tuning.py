@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import time
-import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..transforms._budget import in_words
+from ..transforms._whole_file import write_whole
 from ._strategy import Execution
 
 # A program with a copy of the operations for each member is not compiled if that is likely to take longer: seconds.
@@ -327,10 +327,7 @@ def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
     if directory is None:
         return
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        unfinished = directory / f".{key}.{uuid.uuid4().hex}"
-        unfinished.write_text(json.dumps(asdict(tuning)))
-        unfinished.replace(directory / f"{key}.json")
+        write_whole(directory / f"{key}.json", [json.dumps(asdict(tuning)).encode()])
     except OSError as error:
         warnings.warn(f"Trainer: tune_cache={str(directory)!r} cannot be written: {error}.", stacklevel=2)
 

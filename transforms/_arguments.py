@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.tree_util import keystr
+from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
 Argnums = int | Sequence[int]
 
@@ -79,23 +80,51 @@ def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bo
         raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")
 
 
-def resolve_argnums(api: str, fun: Any, positions: tuple[int, ...], args: Sequence[Any]) -> tuple[int, ...]:
+def resolve_argnums(
+    api: str, fun: Any, positions: tuple[int, ...], args: Sequence[Any], name: str = "argnums"
+) -> tuple[int, ...]:
     """`positions` with negative ones counted from the end, checked against a call with `args`."""
     count = len(args)
     for position in positions:
         if not -count <= position < count:
             raise ValueError(
-                f"{api}: argnums selects argument {position}, but the call has {count} positional argument(s); "
-                "pass the arguments to differentiate by position, not by keyword."
+                f"{api}: {name} selects argument {position}, but the call has {count} positional argument(s); pass the "
+                "arguments that it selects by position, not by keyword."
             )
     resolved = tuple(position % count for position in positions)
     if len(set(resolved)) < len(resolved):
         twice = next(r for r in resolved if resolved.count(r) > 1)
         raise ValueError(
-            f"{api}: argnums={positions!r} names argument `{argument_name(fun, args, twice)}` twice in a call with "
+            f"{api}: {name}={positions!r} names argument `{argument_name(fun, args, twice)}` twice in a call with "
             f"{count} positional arguments; name each once."
         )
     return resolved
+
+
+def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[Any]) -> int:
+    """The size of axis 0 of all arrays in the arguments that `batch_argnums` selects; refuses several sizes."""
+    size, first = None, ""
+    for i in positions:
+        for path, leaf in leaves_with_path(args[i]):
+            name = leaf_name(argument_name(fun, args, i), path)
+            shape = getattr(leaf, "shape", ())
+            if not shape:
+                raise ValueError(
+                    f"{api}: `{name}` is {describe(leaf)}, which has no axis of examples; pass what all of them share "
+                    "in an argument that batch_argnums leaves out."
+                )
+            if size is None:
+                size, first = shape[0], name
+            elif shape[0] != size:
+                raise ValueError(
+                    f"{api}: `{first}` has {size} examples along axis 0, but `{name}` has {shape[0]}; give all parts "
+                    "of the batch the same."
+                )
+    if size is None:
+        raise ValueError(
+            f"{api}: the arguments of batch_argnums hold no array, so there are no examples; name others, or pass some."
+        )
+    return size
 
 
 def wrap_like(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import argument_name, describe, leaf_name, resolve_argnums
-from ._changes import call_with_models, changes, passing_through
+from ._changes import call_with_models, changes, passing_through, update
 from ._model import (
     Parts,
     is_parts,
@@ -21,7 +21,6 @@ from ._model import (
     split,
     to_parts,
     to_pure,
-    update,
 )
 
 
@@ -133,8 +132,11 @@ class Call:
     def finish(self, rest: Any) -> Any:
         """Write what `fun` changed into the models; returns the auxiliary output."""
         arrays, after = rest
-        for model, changed in zip(self._models, after, strict=True):
-            update(model, changed)
+        call = self._owner_parts, self._parts, self._kwarg_parts
+        before = parts_of(call)
+        # What trains stays: it passes through the transform, and is another object behind that.
+        left = [Parts(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
+        update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, call))
         return self._join_aux(arrays)
 
     def gradient(self, i: int, values: Any) -> Any:

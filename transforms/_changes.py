@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ._jaxpr import CALLS
-from ._model import Parts, dotted, from_parts, is_module, is_parts, models_of, named_arrays, parts_of, split
+from ._model import Parts, dotted, from_parts, is_module, models_of, named_arrays, parts_of, split, with_parts
 
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
@@ -58,10 +58,76 @@ def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> l
     """Models taken apart, with the arrays that `call_purely` says were changed."""
 
     def put(before: Parts, new: dict[str, Any]) -> Parts:
+        if not new:
+            return before
         halves = before.trainable, before.rest
         return Parts(before.structure, *jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), halves))
 
     return [put(before, new) for before, new in zip(parts, changed, strict=True)]
+
+
+def update(
+    api: str,
+    models: Sequence[Any],
+    before: Sequence[Parts],
+    after: Sequence[Parts],
+    passing: Callable[[], list[set[str]]] | None = None,
+) -> None:
+    """Write into models what differs between their parts `before` and `after` a call.
+
+    Args:
+      api: what the user called.
+      models: the models.
+      before: their parts as they are.
+      after: as they shall be.
+      passing: gives what `passing_through` says of the call, if `after` has other objects for arrays that it leaves.
+
+    Raises:
+      ValueError: what differs is of a module from outside of a transform that we are inside of, where `nnx.update`
+        would leave tracers in it. Nothing is written then.
+    """
+    changed = [then.changes(now) for then, now in zip(before, after, strict=True)]
+    lost = next(filter(None, map(_out_of_reach, models, changed)), None)
+    if lost and passing:
+        arrays = [parts.arrays() for parts in after]
+        new = [{path: x for path, x in a.items() if path not in b} for a, b in zip(arrays, passing(), strict=True)]
+        update(api, models, before, with_changes(before, new))
+        return
+    if lost:
+        raise ValueError(
+            f"{api}: the call changes {lost}, which is closed over by a function that JAX transforms, and would be "
+            "left with a tracer; pass the module as an argument of the outer transform, one of nnx or plurax."
+        )
+    for model, paths, now in zip(models, changed, after, strict=True):
+        if not paths:
+            continue
+        if not is_module(model):
+            model.__plurax_update__(now.rest)
+            continue
+        from flax import nnx
+
+        nnx.update(model, now.trainable)
+        nnx.update(model, now.rest)
+
+
+def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
+    """The first variable with one of these arrays that Flax would not let its user assign here."""
+    if not paths or not is_module(model):
+        return None
+    from flax import errors, nnx
+
+    for path, x in nnx.to_flat_state(nnx.state(model)):
+        name = dotted(path)
+        if not any(f"{changed}.".startswith(f"{name}.") for changed in paths):
+            continue
+        try:  # what it holds already
+            if isinstance(x, nnx.Variable):
+                x.set_raw_value(x.get_raw_value())
+            else:
+                nnx.update(model, nnx.from_flat_state([(path, x)]))
+        except errors.TraceContextError:
+            return f"`{name}` of {type(model).__name__}"
+    return None
 
 
 def changes(
@@ -88,9 +154,8 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
     outputs: list[tuple[int, str]] = []
 
     def arrays_after(before: list[Parts]) -> list[dict[str, Any]]:
-        parts = iter(before)
-        filled = jax.tree.map(lambda x: next(parts) if is_parts(x) else x, arguments, is_leaf=is_parts)
-        after = [split(model).arrays() for model in call_with_models(function, filled)[1]]
+        _, models = call_with_models(function, with_parts(arguments, before))
+        after = [split(model).arrays() for model in models]
         outputs.extend((i, path) for i, arrays in enumerate(after) for path in sorted(arrays))
         return after
 

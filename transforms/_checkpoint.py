@@ -27,6 +27,7 @@ from . import _arrays
 from ._arguments import describe
 from ._model import dotted
 from ._processes import Damaged, Group
+from ._whole_file import sync
 
 _FORMAT = "plurax checkpoint"
 _VERSION = 2
@@ -369,14 +370,6 @@ def _replace(new: Path, path: Path) -> None:
             raise
     sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

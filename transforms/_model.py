@@ -214,19 +214,6 @@ def to_pure(tree: Any) -> Any:
     return nnx.to_pure_dict(tree) if nnx is not None and isinstance(tree, nnx.State) else tree
 
 
-def update(model: Any, after: Parts) -> None:
-    """Write into `model` what differs from it in the parts `after` a call, its parameters aside."""
-    before = split(model)
-    if not Parts(before.structure, (), before.rest).changes(Parts(after.structure, (), after.rest)):
-        return
-    if not is_module(model):
-        model.__plurax_update__(after.rest)
-        return
-    from flax import nnx
-
-    nnx.update(model, after.rest)
-
-
 def is_parts(x: Any) -> bool:
     """Whether `x` is a model taken apart."""
     return isinstance(x, Parts)
@@ -240,6 +227,12 @@ def to_parts(tree: Any) -> Any:
 def from_parts(tree: Any) -> Any:
     """The inverse of `to_parts`."""
     return jax.tree.map(lambda x: x.merge() if is_parts(x) else x, tree, is_leaf=is_parts)
+
+
+def with_parts(tree: Any, parts: Sequence[Parts]) -> Any:
+    """`tree` with others in the place of the models taken apart in it."""
+    given = iter(parts)
+    return jax.tree.map(lambda x: next(given) if is_parts(x) else x, tree, is_leaf=is_parts)
 
 
 def models_of(tree: Any) -> list[Any]:
@@ -304,7 +297,7 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
     for i, model in enumerate(models):
         for path, node in nnx.iter_graph(model) if is_module(model) else ():
             if isinstance(node, nnx.Variable):
-                place = i, ".".join(map(str, path))
+                place = i, dotted(path)
                 first = places.setdefault(id(node), place)
                 if first[0] != i:
                     return first, place
@@ -312,7 +305,7 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
 
 
 def dotted(path: Iterable[Any]) -> str:
-    """A pytree path with dots, such as `blocks.0.kernel`, as one would write it in code."""
+    """A path of a pytree or of Flax with dots, such as `blocks.0.kernel`, as one would write it in code."""
     return keystr(tuple(path), simple=True, separator=".")
 
 

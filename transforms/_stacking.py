@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ._arguments import describe, short
@@ -66,7 +67,7 @@ class Stacking:
                 f"{whose} is a {type(other_model).__name__}, but {self.noun} 0 is a {type(model).__name__}; stack "
                 "models of one class."
             )
-        expected, found = _outline(parts), _outline(other_parts)
+        expected, found = ({path: outline(x) for path, x in each.arrays().items()} for each in (parts, other_parts))
         for path in [*expected, *found]:
             if expected.get(path) != found.get(path):
                 raise ValueError(
@@ -105,16 +106,13 @@ def _same_structure(tree: Any, other: Any) -> bool:
     return structures[0] == structures[1]
 
 
-def _outline(parts: Parts) -> dict[str, tuple[tuple[int, ...], Any]]:
-    # A variable may hold a Python number.
-    return {
-        path: (jnp.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
-        for path, leaf in parts.arrays().items()
-    }
+def outline(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype; a variable may hold a Python number."""
+    return np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
-def _say(outline: tuple[tuple[int, ...], Any] | None) -> str:
-    return "no array there" if outline is None else f"shape {outline[0]} and dtype {outline[1]}"
+def _say(found: tuple[tuple[int, ...], Any] | None) -> str:
+    return "no array there" if found is None else f"shape {found[0]} and dtype {found[1]}"
 
 
 def _configuration(model: Any, other: Any) -> tuple[str, bool]:
@@ -127,7 +125,7 @@ def _configuration(model: Any, other: Any) -> tuple[str, bool]:
     for path, node in nnx.iter_graph(model):
         if not isinstance(node, nnx.Variable) and not is_module(node):
             continue
-        place = ".".join(map(str, path)) or "the model"
+        place = dotted(path) or "the model"
         counterpart = nodes.get(path)
         if type(counterpart) is not type(node):
             return f"{place} is a {type(counterpart).__name__}, but there a {type(node).__name__}", False

@@ -1,27 +1,23 @@
-"""MindSpore's guide to cells: names, a cell against its reference, precision, initialization, freezing, files."""
+"""MindSpore's guide to cells: names, a cell against its reference, initialization, freezing.
+
+Precision, what is frozen, and files are in `test_precision.py`, `test_freeze.py` and `test_files.py` of the modules.
+"""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from flax.nnx import initializers as init
 
 from plurax.transforms import grad
 from plurax.transforms.modules import (
-    Frozen,
     freeze,
-    load_params,
     named_parameters,
     reinitialize,
-    save_params,
-    unfreeze,
-    with_precision,
 )
 
 
@@ -110,28 +106,6 @@ class Network(nnx.Module):
         return self.fc(x.reshape(-1, 100))
 
 
-IMAGES = np.random.default_rng(1).normal(size=(3, 20, 20, 3)).astype(np.float32)
-LABELS = np.array([4, 0, 9])
-
-
-def cross_entropy(model: Any) -> jax.Array:
-    logits = model(IMAGES).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
-
-
-def test_all_but_batch_norms_and_the_loss_in_half_precision():
-    model = Network(nnx.Rngs(0))
-    mixed = with_precision(model, jnp.float16)
-    model.eval()
-    mixed.eval()
-    used = {type(x): jnp.dtype(x.dtype) for _, x in nnx.iter_modules(mixed) if hasattr(x, "dtype")}
-    assert used == {nnx.Conv: jnp.float16, nnx.BatchNorm: jnp.float32, nnx.Linear: jnp.float16}
-    assert mixed.layer1.layers[1](mixed.layer1.layers[0](IMAGES)).dtype == jnp.float32
-    assert mixed(IMAGES).dtype == jnp.float16
-    assert cross_entropy(mixed).dtype == jnp.float32
-    np.testing.assert_allclose(cross_entropy(mixed), cross_entropy(model), rtol=0.01)
-
-
 def test_each_kind_of_layer_is_initialized_its_own_way():
     model: Any = Network(nnx.Rngs(0))
     rules = {
@@ -155,34 +129,7 @@ def test_each_kind_of_layer_is_initialized_its_own_way():
 
 
 class TestFreezing:
-    """`requires_grad=False` by name, and `stop_gradient` as the other way."""
-
-    def test_by_a_part_of_the_name(self):
-        net = freeze(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), lambda path, _: "bias" in path[-1])
-        assert [path for path, _ in nnx.to_flat_state(nnx.state(net, nnx.Param))] == [("kernel",)]
-        assert [*named_parameters(net)] == ["bias", "kernel"]
-
-    def test_what_is_frozen_does_not_move_by_a_bit_and_costs_no_gradient(self):
-        net = nnx.Sequential(*[nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(4)])
-        x = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
-
-        def squares(model: Any) -> jax.Array:
-            return (model(x) ** 2).mean()
-
-        def flops(model: Any) -> float:
-            gradient = jax.jit(lambda state: grad(squares)(nnx.merge(nnx.graphdef(model), state)))
-            return dict(gradient.lower(nnx.state(model)).compile().cost_analysis() or {})["flops"]
-
-        tail = freeze(net, ["layers.0", "layers.1", "layers.2"])
-        before = {name: np.array(x) for name, x in named_parameters(tail).items()}
-        optimizer = nnx.Optimizer(tail, optax.adamw(0.1, weight_decay=0.1), wrt=nnx.Param)
-        for _ in range(3):
-            optimizer.update(tail, grad(squares)(tail))
-        for name, after in named_parameters(tail).items():
-            assert np.array_equal(after, before[name]) == (not name.startswith("layers.3"))
-        # 4 forward products, and of the backward ones 1 instead of 7.
-        assert flops(tail) < 0.5 * flops(net)
-        assert not jax.tree.leaves(nnx.state(unfreeze(tail), Frozen))
+    """`requires_grad=False` and `stop_gradient`, the other way: when each is right."""
 
     def test_if_something_trains_before_it_only_freezing_will_do(self):
         net = nnx.Dict(a=nnx.Linear(3, 3, rngs=nnx.Rngs(0)), b=nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
@@ -199,28 +146,3 @@ class TestFreezing:
         frozen = grad(lambda net: net.b(net.a(x)).sum())(freeze(net, "a"))
         cut = grad(lambda net: net.b(jax.lax.stop_gradient(net.a(x))).sum())(net)
         np.testing.assert_array_equal(frozen["b"]["kernel"][...], cut["b"]["kernel"][...])
-
-
-class TestSavingAndLoading:
-    """A dense layer of 2 inputs and 1 output, loaded under other names."""
-
-    @pytest.fixture
-    def path(self, tmp_path: Path) -> Path:
-        path = tmp_path / "dense.safetensors"
-        save_params(path, nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
-        return path
-
-    def test_other_names_and_ones_for_weights(self, path: Path):
-        net = MyCell(nnx.Linear(2, 1, rngs=nnx.Rngs(1)))
-        found = load_params(path, net, rename=lambda name: f"net.{name}", transform=lambda _, x: np.ones_like(x))
-        assert {name: x.tolist() for name, x in named_parameters(found).items()} == {
-            "net.bias": [1],
-            "net.kernel": [[1], [1]],
-        }
-
-    def test_what_does_not_fit_is_named_and_nothing_is_changed(self, path: Path):
-        net = nnx.Dict(kernel=nnx.Param(jnp.zeros((3, 1))), scale=nnx.Param(jnp.zeros(1)))
-        match = r"Dict: it lacks `scale`; the module has no `bias`; `kernel` has shape \(2, 1\) instead of \(3, 1\)"
-        with pytest.raises(ValueError, match=match):
-            load_params(path, net)
-        assert not any(np.any(x) for x in named_parameters(net).values())

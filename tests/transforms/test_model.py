@@ -136,6 +136,16 @@ def test_a_variable_may_hold_a_pytree() -> None:
     assert model.seen.get_value()[1]["count"] == 1
 
 
+def test_a_variable_that_computes_what_it_shows_comes_apart_as_what_it_holds() -> None:
+    class Doubled(nnx.Param):
+        def get_value(self, **options: Any) -> Any:
+            return super().get_value(**options) * 2
+
+    parts = split(nnx.Dict(w=Doubled(jnp.array(3.0))))
+    assert [float(x) for x in parts.arrays().values()] == [3.0]
+    assert float(parts.merge()["w"].get_value()) == 6.0
+
+
 def test_arrays_go_back_to_their_places() -> None:
     rngs = nnx.Rngs(0)
     layers = nnx.List([nnx.Linear(1 + i % 3, 2, rngs=rngs) for i in range(12)])

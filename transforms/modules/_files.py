@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from .._arguments import check_callable, describe
 from .._compat import Tracer
 from .._model import is_members
+from .._stacking import outline
 from ._places import check_module, named_leaves, with_leaves
 from ._safetensors import DTYPES, read_array, reading, write
 
@@ -33,8 +33,8 @@ def save_params(path: str | os.PathLike[str], model: Any) -> None:
     code is in such a file, and PyTorch and others read it. For ensembles there is `plurax.ensemble.save`.
 
     Args:
-      path: of the file. One that is there is replaced once the new one is whole and on the disk. Missing folders are
-        made.
+      path: of the file, in which `~` is your home. One that is there is replaced once the new one is whole and on the
+        disk. Missing folders are made.
       model: an NNX module.
 
     Raises:
@@ -76,7 +76,7 @@ def load_params(
     """Read parameters from a file in the format of safetensors, one of `save_params` or of another library.
 
     Args:
-      path: of the file.
+      path: of the file, as for `save_params`.
       model: an NNX module of the architecture, whose values do not matter (`nnx.eval_shape` gives one without any).
       rename: what the arrays of the file are called in the module: a dict from names in the file, in which others keep
         theirs, or a function of a name in the file. None in place of a name leaves that array out.
@@ -129,7 +129,7 @@ def load_params(
         raise TypeError(f"load_params: strict must be True or False, but got {describe(strict)}.")
     if transform is not None:
         check_callable("load_params", transform, "transform")
-    expected = {name: _outline(leaf) for name, leaf in _kept("load_params", model)}
+    expected = {name: outline(leaf) for name, leaf in _kept("load_params", model)}
     _check_representable(expected)
     file = _path("load_params", path)
     with reading("load_params", file) as opened:
@@ -139,7 +139,7 @@ def load_params(
         found = {name: _transformed(transform, name, x) for name, x in found.items()}
     missing = [f"`{name}`" for name in expected if name not in sources]
     unknown = [_say(source, name) for name, source in sources.items() if name not in expected]
-    wrong = [_difference(name, x, *expected[name]) for name, x in found.items() if _outline(x) != expected[name]]
+    wrong = [_difference(name, x, *expected[name]) for name, x in found.items() if outline(x) != expected[name]]
     needed = strict or (missing and not found)
     if wrong or (needed and (missing or unknown)):
         names = (missing, unknown) if needed else ([], [])
@@ -160,7 +160,7 @@ def _check_model(api: str, model: Any, instead: str) -> None:
 def _path(api: str, path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{api}: path must be that of a file, but got {describe(path)}.")
-    found = Path(path).resolve()
+    found = Path(path).expanduser().resolve()
     if found.is_dir():
         raise IsADirectoryError(f"{api}: {found} is a directory; give the path of a file.")
     return found
@@ -179,12 +179,6 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _outline(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype; a variable may hold a Python number."""
-    number = isinstance(leaf, (int, float, complex))
-    return np.shape(leaf) if number else tuple(leaf.shape), np.dtype(jnp.result_type(leaf) if number else leaf.dtype)
-
-
 def _to_host(name: str, leaf: Any) -> np.ndarray:
     if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
         raise TypeError(f"save_params: `{name}` is {describe(leaf)} without values; call it outside of jax.jit.")
@@ -193,7 +187,7 @@ def _to_host(name: str, leaf: Any) -> np.ndarray:
             f"save_params: `{name}` is spread over several processes; gather it first, with "
             "jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
         )
-    dtype = _outline(leaf)[1]
+    dtype = outline(leaf)[1]
     if dtype.name not in DTYPES.values():
         raise ValueError(
             f"save_params: `{name}` has dtype {dtype}, which files of safetensors lack; convert it to one of "

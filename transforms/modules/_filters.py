@@ -9,7 +9,8 @@ from typing import Any
 from flax import nnx
 
 from .._arguments import describe
-from ._places import Path, dotted
+from .._model import dotted
+from ._places import Path
 
 # Of a path, the modules around it, and the variable there.
 Matches = Callable[[Path, list[Any], Any], bool]

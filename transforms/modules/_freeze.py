@@ -8,10 +8,11 @@ from typing import Any
 from flax import nnx
 
 from .._arguments import short
+from .._model import dotted
 from ._filters import matching
 from ._kinds import SEEKERS
 from ._parameters import frozen, is_parameter, thawed
-from ._places import apply_to_module, dotted, enclosing, places, replaced
+from ._places import apply_to_module, enclosing, places, replaced
 
 
 def freeze(model: Any, filter: Any) -> Any:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.tree_util import keystr
 
 from .._arguments import describe
 from .._compat import Tracer
-from .._model import is_members, is_module
+from .._model import dotted, is_members, is_module
 
 Path = tuple[Any, ...]
 
@@ -93,11 +92,6 @@ def enclosing(nodes: Mapping[Path, Any], path: Path) -> list[Any]:
     return [nodes[path[:i]] for i in range(len(path)) if path[:i] in nodes]
 
 
-def dotted(path: Iterable[Any]) -> str:
-    """A path as one would write it in code."""
-    return ".".join(map(str, path))
-
-
 def _is_node(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
@@ -123,7 +117,7 @@ def _content(x: Any) -> Any:
 
 def _leaves(path: Path, x: Any) -> list[tuple[str, Any]]:
     inner = jax.tree.leaves_with_path(_content(x))
-    return [(dotted((*path, *([keystr(p, simple=True, separator=".")] if p else []))), leaf) for p, leaf in inner]
+    return [(dotted((*path, *p)), leaf) for p, leaf in inner]
 
 
 def _placed(value: Any, like: Any) -> jax.Array:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._arguments import describe
+from .._model import dotted
 from ._kinds import SEEKERS, check_rules, holder, rule_for
 from ._parameters import is_parameter
-from ._places import apply_to_module, dotted, enclosing, places, replaced
+from ._places import apply_to_module, enclosing, places, replaced
 
 
 def with_precision(
@@ -30,9 +31,10 @@ def with_precision(
       model: an NNX module, or an ensemble of them.
       dtype: of floating point, such as `jnp.bfloat16` or its name.
       keep: kinds of modules that compute in another dtype, and all that is in them. Of several kinds that a module is,
-        the nearest counts, and of several modules around a layer the innermost. A BatchNorm in half precision would
-        keep its running statistics in that. None leaves a module as it is (but not what is in it): it is for one that
-        holds parameters and casts them on its own. Giving `keep` replaces the default.
+        the nearest counts, and of several modules around a layer the innermost. A BatchNorm keeps its running
+        statistics in float32 in any case, but one in half precision rounds its inputs before it takes them, and these
+        where it normalizes by them. None leaves a module as it is (but not what is in it): it is for one that holds
+        parameters and casts them on its own. Giving `keep` replaces the default.
 
     Returns:
       A new module (or ensemble) with variables of its own, the arrays shared. What it takes and gives is as if it had

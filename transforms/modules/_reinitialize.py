@@ -13,10 +13,10 @@ import numpy as np
 from flax import nnx
 
 from .._arguments import describe
-from .._model import is_members
+from .._model import dotted, is_members
 from ._kinds import check_rules, holder, rule_for
 from ._parameters import is_parameter
-from ._places import Path, check_module, dotted, named_leaves, places, with_leaves
+from ._places import Path, check_module, named_leaves, places, with_leaves
 
 Initializer = Callable[..., Any]
 _WEIGHTS = ("kernel", "embedding")
@@ -51,7 +51,9 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
 
     Source:
       He et al. 2015, "Delving Deep into Rectifiers"; MindSpore's `cells_and_names` with `set_data`. Fans are those that
-      Flax would use: of the flattened kernel for `nnx.LinearGeneral`.
+      Flax would use: of the flattened kernel for `nnx.LinearGeneral`. Where `nnx.vmap` made several layers of a class
+      of your own in one, nothing tells their axis from others: take an initializer with `batch_axis=0`, or its fans
+      count it.
 
     Example:
       >>> import jax

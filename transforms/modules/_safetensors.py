@@ -6,9 +6,7 @@ ours has a checksum of all bytes of the file, for which its own digits count as 
 
 from __future__ import annotations
 
-import os
 import re
-import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .._checkpoint import sync
 from .._processes import Damaged
+from .._whole_file import write_whole
 
 _DIGITS = b"00000000"
 _METADATA = {"plurax.format": "1", "plurax.checksum": _DIGITS.decode()}
@@ -34,23 +32,11 @@ def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a file, which is replaced in one step once the new one is whole and on the disk."""
     save = _library(api).numpy.save
     # The library writes an array's memory as it lies.
-    data = save({name: np.asarray(x, order="C") for name, x in arrays.items()}, _METADATA)
+    data = memoryview(save({name: np.asarray(x, order="C") for name, x in arrays.items()}, _METADATA))
     match = _CHECKSUM.search(data)
     assert match is not None
-    start = match.start(1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(data)
-            file.seek(start)
-            file.write(b"%08x" % zlib.crc32(data))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        sync(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    start, end = match.span(1)
+    write_whole(path, (data[:start], b"%08x" % zlib.crc32(data), data[end:]))
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from .._call import with_trainable
-from .._changes import call_with_models, changes
+from .._changes import call_with_models, changes, with_changes
 from .._grad import scalar_seed
-from .._model import Parts, dotted, is_module, is_parts, parts_of, split
+from .._model import Parts, dotted, is_module, is_parts, parts_of, split, with_parts
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array) -> Callable[..., Any]:
@@ -43,16 +43,7 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any) -> Any:
     """
     if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in parts_of(tree)):
         return tree
-    each = iter(_call(loss, tree, None, batch)[1])
-
-    def of_model(parts: Any) -> Any:
-        if not is_parts(parts):
-            return parts
-        new = next(each)
-        rest = jax.tree.map_with_path(lambda path, x: new.get(dotted(path), x), parts.rest)
-        return Parts(parts.structure, parts.trainable, rest)
-
-    return jax.tree.map(of_model, tree, is_leaf=is_parts)
+    return with_parts(tree, with_changes(parts_of(tree), _call(loss, tree, None, batch)[1]))
 
 
 def _call(loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any) -> tuple[Any, list[dict[str, Any]]]:

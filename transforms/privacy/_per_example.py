@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import argument_name, describe, leaf_name
+from .._arguments import count_examples, describe, leaf_name, resolve_argnums
 from .._call import Call, arrays_apart
 from .._compat import varying, varying_axes
 from .._grad import scalar_seed
@@ -53,8 +53,8 @@ class PerExample:
         self._call = Call(api, fun, argnums, has_aux, args, kwargs)
         self._call.check_floating(complex_too=False)
         self.parameters, self._treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, self._call.primals))
-        self._batched = tuple(batch_argnums)
-        self.size = _batch_size(api, fun, self._batched, args)
+        self._batched = resolve_argnums(api, fun, tuple(batch_argnums), args, "batch_argnums")
+        self.size = count_examples(api, fun, self._batched, args)
         batch = {i: args[i] for i in self._batched}
         for path, leaf in jax.tree.leaves_with_path(kwargs):
             if tuple(getattr(leaf, "shape", ()))[:1] != (self.size,):
@@ -124,27 +124,3 @@ class PerExample:
         values = jax.tree.unflatten(self._treedef, list(leaves))
         forms = tuple(self._call.gradient(i, value) for i, value in enumerate(values))
         return forms[0] if bare else forms
-
-
-def _batch_size(api: str, fun: Callable[..., Any], batched: Sequence[int], args: tuple[Any, ...]) -> int:
-    size = None
-    for i in batched:
-        if i >= len(args):
-            raise ValueError(
-                f"{api}: batch_argnums selects argument {i}, but the call has {len(args)} positional argument(s); pass "
-                "the batch by position."
-            )
-        for path, leaf in jax.tree.leaves_with_path(args[i]):
-            name = leaf_name(argument_name(fun, args, i), path)
-            if not jnp.shape(leaf):
-                raise ValueError(f"{api}: `{name}` is {describe(leaf)}, which has no axis of examples.")
-            if size is None:
-                size, first = jnp.shape(leaf)[0], name
-            elif jnp.shape(leaf)[0] != size:
-                raise ValueError(
-                    f"{api}: `{first}` has {size} examples along axis 0, but `{name}` has {jnp.shape(leaf)[0]}; give "
-                    "all parts of the batch the same."
-                )
-    if size is None:
-        raise ValueError(f"{api}: the arguments of batch_argnums hold no array, so there are no examples.")
-    return size

@@ -10,20 +10,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from .._arguments import argument_name, check_argnums, check_callable, check_count, describe, leaf_name, wrap_like
-from .._changes import call_purely, with_changes
+from .._arguments import (
+    argument_name,
+    check_argnums,
+    check_callable,
+    check_count,
+    count_examples,
+    describe,
+    leaf_name,
+    resolve_argnums,
+    wrap_like,
+)
+from .._changes import call_purely, update, with_changes
 from .._compat import varying, varying_axes
 from .._loopable import with_loopable_gradients
 from .._model import (
     is_model,
-    is_parts,
     models_of,
     named_arrays,
     owner_of,
     parts_of,
     refuse_shared_state,
     to_parts,
-    update,
+    with_parts,
 )
 
 
@@ -50,7 +59,9 @@ def accumulate(
     Returns:
       A function of the same arguments, to be called under `jax.jit`, or `nnx.jit` where a module keeps state. It
       returns what `fun` does, as arrays of the same shapes and dtypes: the mean or sum over the parts, which is taken
-      in float32 where they have fewer bits.
+      in float32 where they have fewer bits. That holds of every array: one that has the examples as an axis, such as
+      logits as auxiliary output, has the size of one part and mixes the examples of all parts, and nobody can tell it
+      from a parameter's gradient. Return means or sums over the examples, and nothing for each of them.
 
     Raises:
       TypeError: `fun` is not callable; `micro_batches` is no int; `fun` returns a model, something that is no array, or
@@ -60,7 +71,8 @@ def accumulate(
         module.
 
     Cost:
-      The evaluations of all parts, the memory of one, and one more copy of what `fun` returns.
+      The evaluations of all parts, the memory of one, and one more copy of what `fun` returns. XLA's CPU backend runs
+      the body of a loop on one core: 1.3 to 1.7 times the time of the whole batch on two cores, 0.78 times on one.
 
     Source:
       MindSpore, `mindspore.nn.PipelineCell`, whose parts `lazy_inline` compiles once.
@@ -86,44 +98,38 @@ def accumulate(
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         batch = _cut(fun, args, positions, micro_batches)
         refuse_shared_state("accumulate", fun, owner, args, kwargs)
-        models = models_of((owner, args, kwargs))
         everything = to_parts((owner, args, kwargs))
-
         apart = parts_of(everything)
+        state = [named_arrays(parts.rest) for parts in apart]
 
-        def call(changed: Any, batch: Any) -> Any:
-            given = iter(with_changes(apart, changed))
-            filled = jax.tree.map(lambda x: next(given) if is_parts(x) else x, everything, is_leaf=is_parts)
-            owner, args, kwargs = filled
-            args = tuple(batch.get(i, value) for i, value in enumerate(args))
+        def of_part(state: Any, part: Any) -> Any:
+            owner, args, kwargs = with_parts(everything, with_changes(apart, state))
+            args = tuple(part.get(i, value) for i, value in enumerate(args))
             out, changed = call_purely("accumulate", function, (owner, args, kwargs))
             return _checked(out, reduction), changed
 
         one = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
-        state = [named_arrays(parts.rest) for parts in apart]
-        closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(state, one)
+        closed, outline = jax.make_jaxpr(of_part, return_shape=True)(state, one)
         run: Callable[..., Any] = jaxpr_as_fun(closed)
         if jax.default_backend() == "cpu":
             run = with_loopable_gradients(run)
 
-        def turn(carry: Any, batch: Any) -> tuple[Any, None]:
+        def turn(carry: Any, part: Any) -> tuple[Any, None]:
             totals, changed = carry
-            now = [before | new for before, new in zip(state, changed, strict=True)]
-            leaves = run(*jax.tree.leaves((now, batch)))
-            out, changed = jax.tree.unflatten(structure, leaves)
+            now = [held | new for held, new in zip(state, changed, strict=True)]
+            leaves = run(*jax.tree.leaves((now, part)))
+            out, changed = jax.tree.unflatten(jax.tree.structure(outline), leaves)
             return (jax.tree.map(lambda total, x: total + jnp.asarray(x, total.dtype), totals, out), changed), None
 
-        structure: Any = jax.tree.structure((out, changed))
-        totals = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, _accumulator(x.dtype)), varying_axes(x)), out)
-        before = [
+        zeros = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, _accumulator(x.dtype)), varying_axes(x)), outline[0])
+        first = [
             {path: varying(jnp.asarray(held[path]), varying_axes(x)) for path, x in new.items()}
-            for held, new in zip(state, changed, strict=True)
+            for held, new in zip(state, outline[1], strict=True)
         ]
-        (totals, after), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (totals, before), batch)
-        for model, parts in zip(models, with_changes(apart, after), strict=True):
-            update(model, parts)
+        (totals, last), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (zeros, first), batch)
+        update("accumulate", models_of((owner, args, kwargs)), apart, with_changes(apart, last))
         number = micro_batches if reduction == "mean" else 1
-        return jax.tree.map(lambda total, x: (total / number if number > 1 else total).astype(x.dtype), totals, out)
+        return jax.tree.map(lambda x, like: (x / number if number > 1 else x).astype(like.dtype), totals, outline[0])
 
     return wrap_like(
         fun,
@@ -133,43 +139,22 @@ def accumulate(
     )
 
 
-def _cut(fun: Any, args: Sequence[Any], positions: Sequence[int], parts: int) -> dict[int, Any]:
+def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) -> dict[int, Any]:
     """The batch by positions, with an axis of its parts in front."""
-    batch: dict[int, Any] = {}
-    for position in positions:
-        if not -len(args) <= position < len(args):
-            raise ValueError(
-                f"accumulate: batch_argnums selects argument {position}, but the call has {len(args)} positional "
-                "argument(s); pass the batch by position."
-            )
-        i = position % len(args)
+    selected = resolve_argnums("accumulate", fun, positions, args, "batch_argnums")
+    for i in selected:
         if models_of(args[i]):
             raise TypeError(
                 f"accumulate: `{argument_name(fun, args, i)}` is a model and no batch; say with batch_argnums which "
                 "arguments have examples."
             )
-        batch[i] = args[i]
-    size = None
-    for i, value in batch.items():
-        for path, leaf in jax.tree.leaves_with_path(value):
-            name = leaf_name(argument_name(fun, args, i), path)
-            shape = getattr(leaf, "shape", ())
-            if not shape:
-                raise ValueError(
-                    f"accumulate: `{name}` is {describe(leaf)}, but arrays of a batch have the examples along axis 0; "
-                    "pass what all share in an argument that batch_argnums leaves out."
-                )
-            if shape[0] != (size := shape[0] if size is None else size):
-                raise ValueError(
-                    f"accumulate: `{name}` has {shape[0]} examples along axis 0, but those before it have {size}."
-                )
-            if size % parts:
-                raise ValueError(
-                    f"accumulate: micro_batches is {parts}, which does not divide the {size} examples of `{name}`; "
-                    "leave some out, or fill up and weigh them by 0 in a sum."
-                )
-    if size is None:
-        raise ValueError("accumulate: the batch holds no arrays; say with batch_argnums which arguments have examples.")
+    size = count_examples("accumulate", fun, selected, args)
+    if size % parts:
+        raise ValueError(
+            f"accumulate: micro_batches is {parts}, which does not divide the {size} examples; leave some out, or fill "
+            "up and weigh them by 0 in a sum."
+        )
+    batch = {i: args[i] for i in selected}
     return jax.tree.map(lambda x: jnp.reshape(x, (parts, size // parts, *x.shape[1:])), batch)
 
 

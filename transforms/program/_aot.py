@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from .._arguments import argument_name, check_callable, describe, leaf_name, wrap_like
-from .._changes import with_changes
+from .._changes import update, with_changes
 from .._compat import Tracer
-from .._model import Parts, from_parts, is_module, models_of, owner_of, parts_of, refuse_shared_state, to_parts
+from .._model import Parts, from_parts, models_of, owner_of, parts_of, refuse_shared_state, to_parts
 from ._aot_program import Call, Inside, prepare
 from ._compile_cache import checked_directory
 from ._environment import current_mesh, names_of_settings
@@ -132,8 +132,7 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
         program, returns_models = found
         out, changed = program(*leaves)
         if any(changed):
-            for model, after in zip(models, with_changes(parts_of(apart), changed), strict=True):
-                _put(model, after)
+            update("aot", models, parts_of(apart), with_changes(parts_of(apart), changed))
         return from_parts(out) if returns_models else out
 
     return wrap_like(fun, "aot", call, lambda fun: aot(fun, path, key=key))
@@ -167,14 +166,3 @@ def _check_leaves(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                     f"aot: argument `{leaf_name(name, path)}` is {describe(leaf)}, but only arrays, numbers and "
                     "modules can be; bind it with functools.partial."
                 )
-
-
-def _put(model: Any, after: Parts) -> None:
-    """Write the arrays of a model taken apart into it."""
-    if not is_module(model):
-        model.__plurax_update__(after.rest)
-        return
-    from flax import nnx
-
-    nnx.update(model, after.trainable)
-    nnx.update(model, after.rest)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .._whole_file import write_whole
 
 _SIZE = hashlib.sha256().digest_size
 
@@ -44,11 +44,5 @@ def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes
 
 def write(file: Path, line: Mapping[str, Any], program: bytes) -> None:
     """Write a file, or replace it: in one step, so that nobody finds half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     rest = json.dumps(line).encode() + b"\n" + program
-    unfinished = file.with_name(f".{file.name}.{uuid.uuid4().hex}.unfinished")
-    try:
-        unfinished.write_bytes(hashlib.sha256(rest).digest() + rest)
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(file, (hashlib.sha256(rest).digest(), rest))

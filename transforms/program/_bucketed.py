@@ -13,9 +13,9 @@ from jax import lax
 
 from .._arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
 from .._axes import Axes, broadcast_axes, check_axes, mapped_size
-from .._changes import call_purely, with_changes
+from .._changes import call_purely, update, with_changes
 from .._compat import Tracer
-from .._model import is_model, models_of, owner_of, parts_of, refuse_shared_state, to_parts, update
+from .._model import is_model, models_of, owner_of, parts_of, refuse_shared_state, to_parts
 
 _POWERS = "pow2"
 
@@ -105,9 +105,8 @@ class Bucketed:
         apart = to_parts((self._owner, filled, kwargs))
         out, changed = self._compiled(apart, length, size=size)
         out = self._cut(out, length, size)
-        models = models_of((self._owner, args, kwargs))
-        for model, parts in zip(models, with_changes(parts_of(apart), changed), strict=True):
-            update(model, parts)
+        parts = parts_of(apart)
+        update("bucketed", models_of((self._owner, args, kwargs)), parts, with_changes(parts, changed))
         return out
 
     def _run(self, arguments: Any, length: Any, *, size: int) -> Any:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import jax
 import jaxlib
 
 from .._arguments import check_count
+from .._whole_file import write_whole
 from ._operations import count_operations
 from ._prepared import Prepared
 from ._timeline import Timeline, timelines
@@ -53,7 +53,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
     """Run `fun(*args)` some times and write what it runs to a file, for `trace_diff`.
 
     Args:
-      path: the file, JSON; one that is there is replaced once the new one is whole.
+      path: the file, JSON; one that is there is replaced once the new one is whole. Missing folders are made.
       fun: as for `profile`.
       *args: as for `profile`.
       repeats: how many calls are watched, as for `profile`; at least two.
@@ -79,7 +79,6 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
     """
     check_count("capture", "repeats", repeats, least=2)
     (found,) = captures("capture", [Prepared("capture", fun, args)], repeats)
-    path = Path(path)
     content = {
         "format": _FORMAT,
         "name": found.name,
@@ -90,12 +89,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
             for (op, scope), count in found.counts.items()
         ],
     }
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
     return found
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arguments import check_count, describe, leaf_name
-from .._changes import call_purely, with_changes
+from .._changes import call_purely, update, with_changes
 from .._loopable import with_loopable_gradients
-from .._model import Parts, is_module, models_of
+from .._model import Parts, is_model, is_module, models_of
 from .._stacking import Stacking
 
 if TYPE_CHECKING:
@@ -112,10 +112,11 @@ def scan_layers(
       y with the layers as axis 0. (A result that has the structure of `carry` is a carry.)
 
     Raises:
-      TypeError: `stack` is no stack; a layer returns neither a carry nor a pair; `remat` is neither a bool nor a
-        policy.
+      TypeError: `stack` is no stack; a model is in `carry` or `xs`; a layer returns neither a carry nor a pair; `remat`
+        is neither a bool nor a policy.
       ValueError: an array of `xs` or of the stack has not the layers as axis 0; a layer returns a carry of other shapes
-        or dtypes, or changes the structure of its variables.
+        or dtypes, or changes the structure of its variables; or their values, in a function that JAX transforms and
+        that closes over the stack.
 
     Cost:
       Time and memory of the layers one after another, and a copy of each layer's arrays as its turn comes. A gradient
@@ -147,6 +148,8 @@ def scan_layers(
         raise TypeError(
             f"scan_layers: remat must be True, False or a policy of jax.checkpoint_policies, but got {describe(remat)}."
         )
+    _check_arrays("carry", carry)
+    _check_arrays("xs", xs)
     _check_xs(xs, len(stack))
     _check_shared(shared)
     parts = stack.parts()
@@ -169,17 +172,27 @@ def scan_layers(
     if remat:
         body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
     carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)
-    if changed:
-        stack.assign(with_changes([parts], [changed])[0])
+    update("scan_layers", [stack.layer], [parts], with_changes([parts], [changed]))
     return carry, ys
 
 
 def _check_shared(shared: tuple[Any, ...]) -> None:
+    from flax import nnx
+
     for model in models_of(shared):
-        if type(model).__name__ in ("Rngs", "RngStream"):
+        if isinstance(model, (nnx.Rngs, nnx.RngStream)):
             raise TypeError(
                 f"scan_layers: a {type(model).__name__} cannot be shared by layers, since each would count on from the "
                 "one before; build layers that keep their own, or pass xs=jax.random.split(key, len(stack))."
+            )
+
+
+def _check_arrays(name: str, tree: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
+        if is_model(leaf):
+            raise TypeError(
+                f"scan_layers: `{leaf_name(name, path)}` is a {type(leaf).__name__}, but carry and xs hold arrays; "
+                "pass a model that all layers use before xs, or build each layer with one of its own."
             )
 
 

@@ -45,11 +45,6 @@ class Stack(nnx.Module):
         parts = self.parts()
         return [jax.tree.map(itemgetter(i), parts).merge() for i in range(self._size)]
 
-    def assign(self, parts: Parts) -> None:
-        """Put other arrays in the place of all layers' arrays."""
-        nnx.update(self.layer, parts.trainable)
-        nnx.update(self.layer, parts.rest)
-
     def parts(self) -> Parts:
         """The layers taken apart; refuses arrays that are not those of all of them."""
         parts = split(self.layer)

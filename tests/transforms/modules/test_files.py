@@ -300,6 +300,15 @@ class TestRefusals:
         with pytest.raises(FileNotFoundError, match="load_params: there is no file at .*nothing"):
             load_params(tmp_path / "nothing", linear())
 
+    def test_a_tilde_is_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path)
+        save_params("~/nets/linear.safetensors", linear())
+        assert (tmp_path / "home" / "nets" / "linear.safetensors").is_file()
+        assert not (tmp_path / "~").exists()
+        found = load_params(Path("~") / "nets" / "linear.safetensors", linear(1))
+        np.testing.assert_array_equal(found.kernel[...], linear().kernel[...])
+
     def test_arguments_may_be_swapped_by_mistake(self, path: Path) -> None:
         with pytest.raises(TypeError, match="save_params: model must be a Flax NNX module, but got"):
             save_params(linear(), path)
@@ -390,7 +399,7 @@ class TestWholeOrNotThere:
 
     def test_who_is_killed_leaves_a_whole_file(self, path: Path) -> None:
         like = nnx.Dict(w=nnx.Param(jnp.zeros(500_000)), v=nnx.Param(jnp.zeros(7)))
-        reads = []
+        reads: list[float] = []
         with subprocess.Popen([sys.executable, "-c", REPEATEDLY, str(path)]) as process:
             try:
                 # Meanwhile whoever reads it finds a whole one, too: at least twenty times, and each of the two.

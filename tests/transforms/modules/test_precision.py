@@ -130,11 +130,20 @@ def test_everything_but_batch_norms_and_the_loss() -> None:
     assert mixed(IMAGES).dtype == HALF
 
 
-def test_without_keep_a_batch_norm_would_round_its_statistics() -> None:
-    mixed = with_precision(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), HALF, keep={})
-    mixed(X)
-    assert mixed.mean.dtype == jnp.float32
-    assert mixed.mean[...].astype(HALF).astype(jnp.float32).tolist() != mixed.mean[...].tolist()
+def test_without_keep_a_batch_norm_rounds_what_it_takes_statistics_of_and_not_these() -> None:
+    norms = [nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0)) for _ in range(3)]
+    full, rounded, mixed = *norms[:2], with_precision(norms[2], HALF, keep={})
+    far = X + 100  # where a bfloat16 has steps of 0.5
+    for norm, x in ((full, far), (rounded, jnp.asarray(far, HALF).astype(jnp.float32)), (mixed, far)):
+        norm(x)
+        norm.eval()
+    for name in ("mean", "var"):
+        of_full, of_rounded, of_mixed = (getattr(norm, name)[...] for norm in (full, rounded, mixed))
+        assert of_mixed.dtype == jnp.float32
+        np.testing.assert_allclose(of_mixed, of_rounded, rtol=1e-4)
+        assert np.abs(of_mixed - of_full).max() > 1e-3
+        assert (of_mixed.astype(HALF).astype(jnp.float32) != of_mixed).any()
+    assert np.abs(full(far) - mixed(far).astype(jnp.float32)).max() > 0.1
 
 
 class Head(nnx.Module):

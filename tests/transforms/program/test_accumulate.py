@@ -1,5 +1,8 @@
 """Micro-batches one after another, against the whole batch."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -206,10 +209,29 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             TypeError,
             "`params` is a model and no batch; say with batch_argnums",
         ),
-        (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass what all share in an argument that"),
-        (loss, {}, {"x": jnp.ones(4), "y": jnp.ones(6)}, ValueError, r"`batch\['y'\]` has 6 examples .* have 4"),
-        (loss, {}, {}, ValueError, "the batch holds no arrays"),
-        (loss, {}, jnp.ones(5), ValueError, "micro_batches is 2, which does not divide the 5 examples of `batch`"),
+        (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass what all of them share in an argument"),
+        (
+            loss,
+            {},
+            {"x": jnp.ones(4), "y": jnp.ones(6)},
+            ValueError,
+            r"`batch\['x'\]` has 4 examples .* but `batch\['y'\]` has 6",
+        ),
+        (
+            loss,
+            {},
+            {},
+            ValueError,
+            "the arguments of batch_argnums hold no array, so there are no examples; name others",
+        ),
+        (loss, {}, jnp.ones(5), ValueError, "micro_batches is 2, which does not divide the 5 examples; leave some out"),
+        (
+            loss,
+            {"batch_argnums": (1, -1)},
+            jnp.ones(4),
+            ValueError,
+            r"batch_argnums=\(1, -1\) names argument `batch` twice",
+        ),
         (
             lambda m, x: {"n": x.astype(int)},
             {},
@@ -238,16 +260,48 @@ def test_weak_types_of_a_batch_stay_weak() -> None:
     assert accumulate(lambda w, x: (w * x).mean(), 2)(jnp.ones(3, jnp.bfloat16), weak).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_of_a_shard_map(check_vma: bool) -> None:
-    mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    spec = jax.sharding.PartitionSpec
+ON_FOUR_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from plurax.transforms.program import accumulate
 
-    def of_part(params: Any, batch: Any) -> Any:
-        return jax.lax.pmean(accumulate(jax.value_and_grad(loss), 3)(params, batch), "i")
+def loss(w, x):
+    return (jnp.tanh(x @ w) ** 2).mean()
 
-    ours = jax.shard_map(of_part, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec(), check_vma=check_vma)
-    assert_close(jax.jit(ours)(PARAMS, BATCH), jax.value_and_grad(loss)(PARAMS, BATCH))
+assert jax.device_count() == 4
+w, x = jnp.sin(jnp.arange(6.0)).reshape(3, 2), jnp.cos(jnp.arange(72.0)).reshape(24, 3)
+mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
+value, gradient = jax.value_and_grad(loss)(w, x)
+for check_vma, inside in ((True, True), (True, False), (False, True)):
+    of = accumulate(jax.value_and_grad(loss), 3) if inside else jax.value_and_grad(accumulate(loss, 3))
+
+    def of_part(w, x):
+        mine = jax.lax.pcast(w, "i", to="varying") if check_vma else w  # or gradients are added over devices
+        return jax.lax.pmean(of(mine, x), "i")
+
+    mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma)
+    found = jax.jit(mapped)(w, x)
+    np.testing.assert_allclose(found[0], value, rtol=1e-5)
+    np.testing.assert_allclose(found[1], gradient, rtol=1e-5, atol=1e-6)
+    each = jax.jit(jax.shard_map(lambda w, x: of(w, x)[0][None], mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i")))
+    expected = [loss(w, part) for part in jnp.split(x, 4)]
+    np.testing.assert_allclose(each(w, x), expected, rtol=1e-5)
+    assert len({float(x) for x in expected}) == 4
+
+    def added(w, x):
+        return of(w, x)[1]
+
+    if check_vma:
+        found = jax.jit(jax.shard_map(added, mesh=mesh, in_specs=(P(), P("i")), out_specs=P()))(w, x)
+        np.testing.assert_allclose(found, 4 * gradient, rtol=1e-5, atol=1e-6)
+"""
+
+
+def test_inside_of_a_shard_map_on_four_devices() -> None:
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-c", ON_FOUR_DEVICES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_custom_rule_in_a_module_assigns_nothing() -> None:
@@ -266,21 +320,6 @@ def test_a_custom_rule_in_a_module_assigns_nothing() -> None:
     model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(4, 3)
     total = accumulate(lambda m, x: apply(m, x).sum(), 2, reduction="sum")(model, x)
     np.testing.assert_allclose(total, model(x).sum(), rtol=1e-5)
-
-
-def test_variables_that_compute_what_they_show_do_so_once() -> None:
-    class Doubled(nnx.Param):
-        def get_value(self, **options: Any) -> Any:
-            return super().get_value(**options) * 2
-
-    class Scale(nnx.Module):
-        def __init__(self) -> None:
-            self.w = Doubled(jnp.array(3.0))
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return x * self.w.get_value()
-
-    assert float(accumulate(lambda model, x: model(x).mean(), 2)(Scale(), jnp.ones(4))) == 6.0
 
 
 def test_names_with_dots_that_meet_are_refused() -> None:

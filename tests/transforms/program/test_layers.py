@@ -484,6 +484,20 @@ def test_streams_cannot_be_shared_but_keys_are_handed_over() -> None:
     with pytest.raises(TypeError, match="^scan_layers: a Rngs cannot be shared by layers, .* pass xs="):
         scan_layers(stack, jnp.zeros(3), nnx.Rngs(0))
 
+    class Streams(nnx.Rngs):
+        pass
+
+    with pytest.raises(TypeError, match="^scan_layers: a Streams cannot be shared by layers"):
+        scan_layers(stack, jnp.zeros(3), [Streams(0)])
+
+
+def test_models_are_neither_carried_nor_sliced() -> None:
+    stack, x = stack_layers([nnx.LayerNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)]), jnp.ones(3)
+    with pytest.raises(TypeError, match=r"^scan_layers: `carry\[1\]` is a Rngs, but .* before xs, or build each layer"):
+        scan_layers(stack, (x, nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"^scan_layers: `xs\['a'\]` is a Linear, but carry and xs hold arrays"):
+        scan_layers(stack, x, xs={"a": nnx.Linear(2, 3, rngs=nnx.Rngs(0))})
+
 
 def test_a_named_tuple_is_no_pair() -> None:
     class Both(NamedTuple):
@@ -492,21 +506,6 @@ def test_a_named_tuple_is_no_pair() -> None:
 
     with pytest.raises(TypeError, match="Any_ must return what the next layer takes"):
         scan_layers(stack_layers([Any_(lambda m, x: Both(x, x))]), jnp.ones(3))
-
-
-def test_variables_that_compute_what_they_show_do_so_once() -> None:
-    class Doubled(nnx.Param):
-        def get_value(self, **options: Any) -> Any:
-            return super().get_value(**options) * 2
-
-    class Scale(nnx.Module):
-        def __init__(self) -> None:
-            self.w = Doubled(jnp.array(3.0))
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return x * self.w.get_value()
-
-    assert float(scan_layers(stack_layers([Scale(), Scale()]), jnp.array(1.0))[0]) == 36.0
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -218,8 +218,8 @@ def test_a_capture_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         capture(path, jnp.cos, X, repeats=1)
     assert path.read_text() == before
     assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(FileNotFoundError):
-        capture(tmp_path / "none" / "capture.json", jnp.sin, X, repeats=2)
+    with pytest.raises(FileExistsError):
+        capture(path / "capture.json", jnp.sin, X, repeats=2)
 
 
 def test_the_columns_are_those_of_holistic_trace_analysis() -> None:
