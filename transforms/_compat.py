@@ -13,7 +13,9 @@ __all__ = [
     "Tracer",
     "devices_of",
     "forget_cache",
+    "jit_settings",
     "loaded",
+    "lowered_for",
     "node",
     "one_of",
     "scan_counts",
@@ -78,6 +80,20 @@ def loaded(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) 
 def devices_of(compiled: Any) -> list[Any]:
     """The devices of a compiled program, in its order."""
     return list(compiled.runtime_executable().local_devices())
+
+
+def jit_settings(jitted: Any) -> dict[str, Any]:
+    """What `jax.jit` was told beside the function, which it has no public name for."""
+    info: Any = getattr(jitted, "_jit_info", None)
+    if not hasattr(info, "_asdict"):
+        raise TypeError(f"the settings of jax.jit cannot be read with jax {jax.__version__}")
+    return {name: value for name, value in info._asdict().items() if not name.startswith("fun_")}
+
+
+def lowered_for(lowered: Any) -> list[Any]:
+    """The devices of a lowered program, in its order: its text does not name them."""
+    found = getattr(lowered._lowering, "_device_list", None)
+    return devices_of(lowered.compile()) if found is None else list(found)
 
 
 def node(kind: type, static: Any, children: Sequence[Any]) -> Any:

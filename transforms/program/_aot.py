@@ -30,16 +30,26 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
     is one file for each combination of shapes, dtypes, static structure, devices and settings of JAX.
 
     With `key` nothing is traced where there is a file: it is found by the key, by `fun` and by its arguments. You
-    promise that under one key `fun` is one program. Its own code is compared, and the numbers, arrays and functions
-    that it closes over; what it calls is not, nor are globals and other objects that it uses, such as a module. So
-    change the key with these. Without `key` the program is traced and lowered, and found by its text with all
-    constants: never out of date, but slower to begin. Either way what `fun` closes over is a part of the program, as it
-    was when it was compiled. A module that `fun` is, or is a method of, is an argument.
+    promise that under one key `fun` is one program, as far as it is not compared:
 
-    A file that does not fit is never used: made by another version of Python, JAX, Flax, optax or this library, for
-    another kind of device or processor, with other flags of XLA or settings of JAX (those of its context managers have
-    files of their own), or damaged. There is a warning, and it is compiled anew and replaced. What
-    cannot be written (no permission, a program with a callback of Python) is a warning too, and runs.
+    - compared are the code and the defaults of `fun`, what it closes over, its class where it is an object or a method,
+      what it holds where it is an object, what decorators, transforms and partials made it of, and the settings of
+      `jax.jit`; and of all values in there numbers, arrays with their dtypes, functions and classes likewise, and other
+      objects by what `copy` copies of them (so `__getstate__` may leave out what changes from run to run);
+    - not compared is what `fun` uses by a global name, such as the functions that it calls: change the key with these.
+      Functions and classes of JAX, Flax, optax, NumPy and Python count by their names, and so do imported modules;
+      what cannot be copied, such as a lock, by its type.
+
+    Without `key` the program is traced and lowered, and found by its text with all constants and by its devices: never
+    out of date, but slower to begin. Either way what `fun` closes over is a part of the program, as it was when it was
+    compiled. A module that `fun` is, or is a method of, is an argument.
+
+    There is a file of its own for each kind of device and processor, and for each value of those settings of JAX that
+    `jax.enable_x64`, `jax.default_matmul_precision`, `jax.default_prng_impl`, `jax.threefry_partitionable`,
+    `jax.numpy_dtype_promotion` and `jax.numpy_rank_promotion` set. A file that does not fit is never used: made by
+    another version of Python, JAX, Flax, optax, NumPy or this library, with other flags of XLA or other settings of
+    JAX, or damaged. There is a warning, and it is compiled anew and replaced. What cannot be written (no permission, a
+    program with a callback of Python) is a warning too, and runs.
 
     Such a file is code. Loading it runs what is in it (JAX reads it with pickle, and the program is machine code), and
     the checksum guards against accidents, not against people: use no directory that somebody whom you do not trust may
@@ -60,14 +70,16 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
 
     Raises:
       TypeError: `fun` is not callable, `path` no path, or `key` no string; in a call, an argument is neither array,
-        number nor module, or (with `key`) holds something that cannot be told from others in another process.
+        number nor module; with `key`, what is static in an argument or bound by a partial cannot be copied, what `fun`
+        holds is nested thousands deep, or the settings of `jax.jit` cannot be read.
       ValueError: `path` or `key` is empty, or `path` is a file; in a call, `fun` has static arguments, is under
         `jax.jit` and is given a module, or changes the structure of a module.
 
     Cost:
-      Of the time to the first result in a new process, imports aside, 1/20 for a loop of 200 steps and 1/11 for the
-      gradient of a small CNN, of which the run itself is a third; without `key` 1/3 and 1/7. A later call costs some
-      40 µs more than under `jax.jit`, and with a module milliseconds, as under `nnx.jit`: where that matters, pass what
+      Of the time that `jax.jit` takes to the first result in a new process, imports aside, 1/16 for a loop of 200
+      steps and 1/7 for the gradient of a small CNN, of which the run itself is a third; without `key` 2/5 and 1/5. A
+      later call costs some 24 to 39 µs more than under `jax.jit`, for 1 and 20 arrays, and with a module milliseconds,
+      as under `nnx.jit`: where that matters, pass what
       `nnx.split` gives. A program that calls out of XLA, other than LAPACK, is traced even with `key`, since JAX
       prepares such functions while it lowers.
 

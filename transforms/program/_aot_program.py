@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from .._changes import call_purely
-from .._compat import devices_of, loaded, serialized
-from .._model import parts_of, to_parts
+from .._compat import devices_of, loaded, lowered_for, serialized
+from .._model import owner_of, parts_of, to_parts
 from . import _aot_file as file
 from ._environment import current_mesh, default_device, installation, settings_of_a_call, settings_of_a_process
 from ._structure import JITTED, described, nodes, read, written
@@ -86,17 +86,18 @@ class Call:
     def identity(self, lower: Callable[[], Any]) -> list[Any]:
         """What tells the program from all others, the same in every process."""
         if self.key is None:
-            program = [hashlib.sha256(lower().as_text().replace(self.tag, "").encode()).hexdigest()]
+            text = lower().as_text().replace(self.tag, "")
+            program = [_digest(text), [device.id for device in lowered_for(lower())]]
         else:
             try:
-                of_fun = described((self.fun, _codes(self.fun)), whole=False)
+                of_fun = described(self.fun, whole=False, owner=owner_of(self.fun)[0])
                 program = [self.key, of_fun, described((_bound(self.fun), self.structure))]
             except jax.errors.TracerArrayConversionError:
                 raise Inside from None
             except TypeError as error:
                 raise TypeError(
-                    f"aot: with key, what is static in the arguments has to be known again by another process, but "
-                    f"{error}; leave key out, so that the program is traced."
+                    f"aot: with key, fun and what is static in its arguments have to be known again by another "
+                    f"process, but {error}; leave key out, so that the program is traced."
                 ) from error
         mesh = current_mesh()
         around = [settings_of_a_call(), f"{mesh} {[x.id for x in mesh.devices.flat]}" if mesh else "", str(self.device)]
@@ -119,16 +120,13 @@ def prepare(call: Call, directory: Path) -> tuple[Any, list[str]] | None:
 
 
 def _prepare(call: Call, lower: Callable[[], Any], directory: Path) -> tuple[Any, list[str]]:
-    identity = hashlib.sha256(json.dumps(call.identity(lower)).encode()).hexdigest()
+    identity, here = call.identity(lower), installation(call.device)
+    # Machines of several kinds may share a directory; other versions are the next ones, and replace the file.
+    name = _digest([identity, here["device"], here.get("processor")])[:32]
     label = re.sub(r"[^\w.-]+", "_", _name(call.fun))[:60]
-    path = directory / f"{label}-{identity[:32]}.aot"
+    path = directory / f"{label}-{name}.aot"
     # In this order, so that of another version that has other settings the version is named.
-    expected = {
-        "format": _FORMAT,
-        "program": identity,
-        **installation(call.device),
-        **settings_of_a_process(call.names),
-    }
+    expected = {"format": _FORMAT, "program": _digest(identity), **here, **settings_of_a_process(call.names)}
     said: list[str] = []
     try:
         found = file.read(path, expected)
@@ -142,6 +140,10 @@ def _prepare(call: Call, lower: Callable[[], Any], directory: Path) -> tuple[Any
     except Exception as error:  # which, depends on what is in the program
         said.append(f"{path} cannot be written ({error}); other processes will compile the program again.")
     return compiled, said
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _line(call: Call, lowered: Any, compiled: Any) -> dict[str, Any]:
@@ -180,12 +182,6 @@ def _name(fun: Any) -> str:
     while isinstance(fun, functools.partial):
         fun = fun.func
     return getattr(fun, "__qualname__", type(fun).__qualname__)
-
-
-def _codes(fun: Any) -> list[Any]:
-    """The code of a function, and of those that it wraps."""
-    inner = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
-    return [getattr(fun, "__code__", None), *(_codes(inner) if inner else [])]
 
 
 def _bound(fun: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial, reduce
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import jax
@@ -20,71 +20,106 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from .._arguments import short
-from .._compat import node
+from .._compat import Tracer, jit_settings, node
+from .._model import is_model, to_parts
+from ._environment import PACKAGES
 
 JITTED: Any = type(jax.jit(len))
 
 _LEAF = "*"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+# Of these the version is compared, so that what they have under a name is described by it (`ml_dtypes` are dtypes).
+_LIBRARIES = {*PACKAGES, "ml_dtypes", *sys.stdlib_module_names}
 
 
-def described(value: Any, *, whole: bool = True) -> str:
+def described(value: Any, *, whole: bool = True, owner: Any = None) -> str:
     """A text that is the same in every process for what is the same, and another for anything else.
 
-    Functions and classes that a module has under their name are described by that name; other functions by their code,
-    defaults and what they close over; arrays by their bytes; and every other object by what `copy` would copy of it,
-    or, where it shall not be the `whole`, by its type alone.
+    Functions are described by their code, defaults and what they close over, so not by the globals that they use;
+    classes by what their bodies define; functions and classes of the libraries by their names, and modules too; arrays
+    by their bytes; and every other object by what `copy` would copy of it. Of `owner` there is only its class.
 
     Raises:
-      TypeError: it holds an object that cannot be copied, such as a lock.
+      TypeError: it holds an object that cannot be copied, such as a lock (where it shall not be the `whole`, or where a
+        class or a function of a module holds it, it counts by its type), or it is nested too deeply.
     """
-    inside: list[int] = []
+    numbers: dict[int, int] = {}
+    found: list[tuple[Any, bool]] = []  # which also keeps alive what is made on the way: no two have one id
 
-    def text(x: Any) -> str:
+    def text(x: Any, whole: bool) -> str:
         if type(x) in _PLAIN:
             return repr(x)
-        if id(x) in inside:
-            return f"<{len(inside) - inside.index(id(x))} up>"
-        inside.append(id(x))
-        parts = _parts(x)
-        if parts is None:
-            parts = _reduced(x) if whole else ()
-        line = f"{_name(type(x))}({', '.join(map(text, parts))})"
-        inside.pop()
-        return line
+        if type(x) is tuple:
+            return f"({', '.join([text(y, whole) for y in x])})"
+        if id(x) not in numbers:
+            numbers[id(x)] = len(found)
+            found.append((x, whole))
+        return f"#{numbers[id(x)]}"
 
-    return text(value)
+    try:
+        lines = [text(value, whole)]
+        for x, all_of_it in found:
+            parts = [type(x)] if x is owner else _parts(x, all_of_it)
+            all_of_it = all_of_it and not isinstance(x, type) and not _is_global(x)
+            lines.append(_name(type(x)) + text(tuple(parts), all_of_it))
+    except RecursionError:
+        raise TypeError(f"something of type {_name(type(value))} is nested too deeply to be told from others") from None
+    return "\n".join(lines)
 
 
-def _parts(x: Any) -> Iterable[Any] | None:
-    """What tells an object from others of its type; None for those of other types than these."""
-    if type(x) in (tuple, list):
+def _parts(x: Any, whole: bool) -> Iterable[Any]:
+    """What tells an object from others of its type."""
+    if type(x) is list:
         return x
-    if type(x) is dict:
+    if isinstance(x, MappingProxyType) or type(x) is dict:
         return x.items()
     if type(x) in (set, frozenset):
-        return sorted(map(described, x))
-    if isinstance(x, type) or _is_global(x):
-        return [_name(x)]
+        return sorted(described(y, whole=whole) for y in x)
     if isinstance(x, ModuleType):
         return [x.__name__]
+    if _is_global(x) and x.__module__.partition(".")[0] in _LIBRARIES:
+        return [_name(x)]
+    if isinstance(x, type):
+        return [_name(x), x.__bases__, *_body(x)]
     if isinstance(x, PyTreeDef):
         return [x.node_data(), *x.children()]
     if isinstance(x, partial):
         return [x.func, x.args, x.keywords]
     if isinstance(x, JITTED):
-        return [x.__wrapped__]
-    if isinstance(x, MethodType):
-        return [x.__func__, x.__self__]
+        return [jit_settings(x), x.__wrapped__]
+    if isinstance(x, (MethodType, staticmethod, classmethod)):
+        return [x.__func__, getattr(x, "__self__", None)]
+    if isinstance(x, property):
+        return [x.fget]
     if isinstance(x, FunctionType):
         return [_name(x), x.__code__, x.__defaults__, x.__kwdefaults__, *map(_content, x.__closure__ or ())]
     if isinstance(x, CodeType):
-        return [x.co_code, x.co_names, x.co_varnames, x.co_consts]
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return [str(x.dtype), np.asarray(jax.random.key_data(x))]
-    if isinstance(x, (np.ndarray, jax.Array)) and not x.dtype.hasobject:
-        return [x.shape, str(x.dtype), hashlib.sha256(np.asarray(x).tobytes()).hexdigest()]
-    return None
+        arguments = x.co_argcount, x.co_posonlyargcount, x.co_kwonlyargcount, x.co_flags
+        return [*arguments, x.co_code, x.co_exceptiontable, x.co_names, x.co_varnames, x.co_consts]
+    if isinstance(x, jax.Array):
+        return [str(jax.typeof(x)), _digest(x)]  # the type says also whether it is weak
+    if isinstance(x, np.generic) or (type(x) is np.ndarray and not x.dtype.hasobject):
+        return [x.shape, str(x.dtype), _digest(x)]
+    if isinstance(x, jax.Device):
+        return [str(x)]
+    if is_model(x):  # whose attributes change their order where it is updated
+        leaves, structure = jax.tree.flatten(to_parts(x))
+        return [structure, *leaves]
+    return _reduced(x, whole)
+
+
+def _digest(x: Any) -> str:
+    if isinstance(x, jax.Array):
+        if not isinstance(x, Tracer) and x.is_deleted():
+            return "deleted"
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+    return hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
+
+
+def _body(kind: type) -> Iterator[tuple[str, Any]]:
+    """What somebody has defined in a class: other special attributes than functions are Python's own."""
+    return ((k, v) for k, v in vars(kind).items() if not k.startswith("__") or isinstance(v, FunctionType))
 
 
 def _content(cell: CellType) -> Any:
@@ -94,15 +129,18 @@ def _content(cell: CellType) -> Any:
         return ...
 
 
-def _reduced(x: Any) -> Iterator[Any]:
+def _reduced(x: Any, whole: bool) -> list[Any]:
     """What `copy` makes an object of."""
     try:
         registered = copyreg.dispatch_table.get(type(x))
         found: Any = registered(x) if registered else x.__reduce_ex__(4)
     except Exception as error:  # TypeError as a rule, but it is the object's own method
+        if not whole:
+            return []
         raise TypeError(f"{short(x)} of type {_name(type(x))} cannot be told from others: {error}") from error
-    for part in (found,) if isinstance(found, str) else found:
-        yield list(part) if isinstance(part, Iterator) else part
+    if isinstance(found, str):  # it says that it has this name, as each `functools.cache` does
+        found = found, getattr(x, "__dict__", None)
+    return [list(part) if isinstance(part, Iterator) else part for part in found]
 
 
 def _name(x: Any) -> str:
@@ -111,12 +149,10 @@ def _name(x: Any) -> str:
 
 def _is_global(x: Any) -> bool:
     """Whether a module has `x` under its name."""
-    module, name = getattr(x, "__module__", None), getattr(x, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str):
-        return False
     try:
-        return _find(module, name) is x
-    except (AttributeError, ImportError):
+        module, name = x.__module__, x.__qualname__
+        return isinstance(module, str) and isinstance(name, str) and _find(module, name) is x
+    except Exception:  # AttributeError or ImportError as a rule, but attributes may be the object's own work
         return False
 
 

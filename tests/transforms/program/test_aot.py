@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,6 +144,14 @@ def is_on_devices_in_another_order() -> Any:
     return lambda x: (x * 2, x.sum()), {"x": jax.device_put(np.arange(8.0), rows)}
 
 
+def is_on_the_first_device_by_the_settings_of_jit() -> Any:
+    return jax.jit(lambda x: x * 3, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[1])), {"x": X}
+
+
+def is_on_the_second_device_by_the_settings_of_jit() -> Any:
+    return jax.jit(lambda x: x * 3, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[2])), {"x": X}
+
+
 def is_on_an_explicit_mesh() -> Any:
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
     return lambda x: jnp.sin(x), {"x": jax.device_put(np.arange(8.0), NamedSharding(mesh, P("a")))}
@@ -155,6 +165,8 @@ ZOO: list[Any] = [
     *(None, True, 1, 1.0, 1j, "a", b"a", ..., (1,), [1], {"b": 1, "a": 2}, {"x", "y", "z"}, frozenset({"u", "v", "w"})),
     *(int, jnp.float32, np.dtype("int8"), np.float32(1.5), np.arange(3), jnp, np.sin, jnp.sin, jax.nn.relu, nnx.Param),
     *(scaled(2.0), partial(scaled, factor=2.0), jax.jit(scaled(2.0)), "a".upper, P("a", None), AxisType.Auto),
+    *(Net, nnx.jit(train), grad(loss), jax.vmap(scaled(2.0)), jax.checkpoint(scaled(2.0)), optax.adam(1e-2)),
+    *(slice(3), np.random.default_rng(0), np.array([1, "a"], object), {("x", 1), ("y", 2), ("z", 3)}),
 ]
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -175,11 +187,14 @@ CASES: dict[str, Callable[[], Any]] = {
         donates,
         is_on_another_device,
         is_on_devices_in_another_order,
+        is_on_the_first_device_by_the_settings_of_jit,
+        is_on_the_second_device_by_the_settings_of_jit,
         is_on_an_explicit_mesh,
     )
 }
+PLACED = ("is_on_the_first_device_by_the_settings_of_jit", "is_on_the_second_device_by_the_settings_of_jit")
 # Without a key a case goes another way only up to the file.
-WITHOUT_KEY = ("trees", "closes_over_arrays_and_a_key", "calls_lapack", "returns_the_module", "donates")
+WITHOUT_KEY = ("trees", "closes_over_arrays_and_a_key", "calls_lapack", "returns_the_module", "donates", *PLACED)
 CALLS = [*((name, "1") for name in CASES), *((name, None) for name in WITHOUT_KEY)]
 COMPILED = "/jax/core/compile/backend_compile_duration"
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
@@ -221,7 +236,7 @@ def main(directory: str) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     warnings.simplefilter("error")
     found: dict[str, Any] = {f"{name}, key={key}": run(name, directory, key) for name, key in CALLS}
-    found["described"] = described([ZOO, jax.tree.structure(to_parts(net_and_optimizer()))])
+    found["described"] = described([ZOO, Net(), jax.tree.structure(to_parts(net_and_optimizer()))])
     print(json.dumps(found))  # noqa: T201 (read by the test)
 
 
@@ -250,13 +265,21 @@ def test_the_second_process_has_the_same_to_the_bit_and_compiles_nothing(name, k
 
 
 @pytest.mark.xdist_group("aot in two processes")
+@pytest.mark.parametrize("key", ["1", None])
+def test_a_program_is_on_the_devices_that_jit_was_told(key, processes):
+    for i, name in enumerate(PLACED):
+        for found in processes:
+            assert f"SingleDeviceSharding(device=CpuDevice(id={i + 1})" in found[f"{name}, key={key}"]["bits"][0]
+
+
+@pytest.mark.xdist_group("aot in two processes")
 def test_what_is_static_is_described_alike_in_both(processes):
     first, second = (found["described"] for found in processes)
     assert first == second
 
 
 class Counted:
-    """A function that counts how often it is traced."""
+    """A function that counts how often it is traced, which is no part of what it is."""
 
     def __init__(self, fun: Callable[..., Any]) -> None:
         self.traces, self._fun = 0, fun
@@ -264,6 +287,9 @@ class Counted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.traces += 1
         return self._fun(*args, **kwargs)
+
+    def __getstate__(self) -> Any:
+        return self._fun
 
 
 def double(x: Any) -> Any:
@@ -410,6 +436,194 @@ def test_functions_of_one_name_and_key_are_told_apart_by_their_code(tmp_path):
         ):
             np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), wanted)
     assert len(list(tmp_path.iterdir())) == 7
+
+
+# A function in a module, before and after somebody has edited it.
+EDITS = {
+    "a default": "def step(x, rate={}): return rate * x",
+    "a default by keyword": "def step(x, *, rate={}): return rate * x",
+    "a default under a transform": """
+def inner(x, rate={}): return (rate * x).sum()
+step = jax.grad(inner)""",
+    "the rate of a decorator": """
+def times(rate):
+    def wrap(fun):
+        return functools.wraps(fun)(lambda x: rate * fun(x))
+    return wrap
+@times({})
+def step(x): return x""",
+    "a default under a decorator": """
+def plain(fun): return functools.wraps(fun)(lambda x: fun(x))
+@plain
+def step(x, rate={}): return rate * x""",
+    "a function under a decorator that hides it": """
+def plain(fun): return lambda x: fun(x)
+def inner(x): return {} * x
+step = plain(inner)""",
+    "a default under jit and partial": """
+def inner(x, y, rate={}): return rate * x + y
+step = functools.partial(jax.jit(inner), y=0.0)""",
+    "what is bound under jit": "step = jax.jit(functools.partial(lambda x, rate: rate * x, rate={}))",
+    "the constant of a function in it": """
+def step(x):
+    def inner(): return {} * x
+    return inner()""",
+    "the call of an object": """
+class Step:
+    def __call__(self, x): return {} * x
+step = Step()""",
+    "the call of a module": """
+class Step(nnx.Module):
+    def __call__(self, x): return {} * x
+step = Step()""",
+    "a method of an object": """
+class Step:
+    def method(self, x, rate={}): return rate * x
+step = Step().method""",
+    "a method of a class": """
+class Step:
+    @classmethod
+    def method(cls, x, rate={}): return rate * x
+step = Step.method""",
+    "what a method calls of its class": """
+class Step(nnx.Module):
+    @property
+    def rate(self): return {}
+    def method(self, x): return self.rate * x
+step = Step().method""",
+    "a method of a module under a transform": """
+class Step(nnx.Module):
+    def method(self, x): return ({} * x).sum()
+step = grad(Step().method)""",
+    "the rule of a derivative": """
+@jax.custom_jvp
+def inner(x): return x.sum()
+@inner.defjvp
+def rule(primals, tangents): return inner(*primals), {} * tangents[0].sum()
+step = jax.grad(inner)""",
+    "what an object holds": """
+class Step:
+    def __init__(self, rate): self.rate = [rate]
+    def method(self, x): return self.rate[0] * x
+step = Step({}).method""",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_with_a_key_an_edit_of_fun_is_noticed(edit, tmp_path, monkeypatch):
+    for factor in (2.0, 3.0):
+        edited: Any = types.ModuleType("edited")
+        vars(edited).update(functools=functools, jax=jax, nnx=nnx, grad=grad)
+        monkeypatch.setitem(sys.modules, "edited", edited)
+        exec(EDITS[edit].format(factor), vars(edited))
+        for _ in range(2):
+            np.testing.assert_allclose(aot(edited.step, tmp_path, key="1")(X), factor * (edited.step(X) / factor))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("key", ["1", None])
+def test_donation_is_not_that_of_another_function(key, tmp_path):
+    def step(x: Any) -> Any:
+        return x + 1.0
+
+    for directory, donations in (("a", (0, ())), ("b", ((), 0))):
+        for donated in 2 * donations:
+            state = jnp.asarray(X)
+            got = aot(jax.jit(step, donate_argnums=donated), tmp_path / directory, key=key)(state)
+            np.testing.assert_array_equal(got, X + 1)
+            assert state.is_deleted() == (donated == 0)
+        assert len(list((tmp_path / directory).iterdir())) == 2
+
+
+def test_all_settings_of_jit_are_compared():
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    settings: list[dict[str, Any]] = [
+        *({}, {"keep_unused": True}, {"inline": True}, {"static_argnames": "x"}, {"static_argnums": 0}),
+        *({"donate_argnums": 0}, {"out_shardings": here}, {"in_shardings": here}),
+        {"compiler_options": {"xla_embed_ir_in_executable": True}},
+        {"compiler_options": {"xla_embed_ir_in_executable": False}},
+    ]
+    found = [described(jax.jit(lambda x: x, **given)) for given in settings]
+    assert len(set(found)) == len(settings) - 1  # JAX makes names of numbers
+
+
+def test_settings_of_jit_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    jitted = jax.jit(lambda x: 2.0 * x)
+    monkeypatch.delattr(jitted, "_jit_info")
+    with pytest.raises(TypeError, match=r"with key, .*the settings of jax.jit cannot be read with jax .*leave key out"):
+        aot(jitted, tmp_path, key="1")(X)
+
+
+def test_with_a_key_what_is_closed_over_is_compared_by_value(tmp_path):
+    def step(scale: Any, x: Any) -> Any:
+        return aot(lambda x: scale * x, tmp_path, key="1")(x)
+
+    for _ in range(2):
+        for scale in (X.std(), (2 * X).std(), np.float64(X.std()), np.int8(3), np.int8(4)):
+            np.testing.assert_allclose(step(scale, X), scale * X, rtol=1e-6)
+    assert len(list(tmp_path.iterdir())) == 5
+    half = jnp.asarray(X, jnp.bfloat16)
+    for _ in range(2):
+        for scale in (jnp.asarray(2.0), jnp.float32(2.0)):
+            assert step(scale, half).dtype == (scale * half).dtype
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_with_a_key_an_optimizer_that_is_closed_over_is_compared(tmp_path):
+    def step(optimizer: Any) -> Any:
+        def update(grads: Any) -> Any:
+            return optimizer.update(grads, optimizer.init(grads))[0]
+
+        return update
+
+    optimizers = [optax.sgd(1e-3), optax.sgd(1e-2), optax.adam(1e-3), optax.adam(1e-2), optax.adam(1e-2, b1=0.8)]
+    optimizers += [optax.chain(optax.clip(c), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)) for c in (1, 2)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            np.testing.assert_allclose(aot(step(optimizer), tmp_path, key="1")(X), step(optimizer)(X), rtol=1e-5)
+    assert len(list(tmp_path.iterdir())) == len(optimizers)
+
+
+def applied(model: Any) -> Callable[..., Any]:
+    return lambda x: model(x)
+
+
+def test_with_a_key_a_module_that_is_closed_over_is_compared_and_one_that_is_an_argument_is_not(tmp_path):
+    for seed in (0, 1):
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(seed))
+        for fun in (lambda x, model=model: model(x), applied(model), model, model.__call__):
+            np.testing.assert_allclose(aot(fun, tmp_path, key="1")(X), model(X), rtol=1e-5)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_what_an_object_leaves_out_of_its_state_is_not_compared(tmp_path):
+    fun = Counted(double)
+    for _ in range(2):
+        fun.traces += 1
+        aot(fun, tmp_path, key="1")(X)
+    assert fun.traces == 3
+
+
+def test_what_was_deleted_may_be_in_what_fun_holds(tmp_path):
+    class Trainer:
+        def __init__(self) -> None:
+            self.state = jnp.ones(3)
+
+        def double(self, x: Any) -> Any:
+            return 2.0 * x
+
+    trainer = Trainer()
+    trainer.state.delete()
+    np.testing.assert_array_equal(aot(trainer.double, tmp_path, key="1")(X), 2 * X)
+
+
+def test_two_kinds_of_machine_share_a_directory(tmp_path, monkeypatch):
+    fun, ours = Counted(double), environment.installation(jax.devices()[0])
+    for _ in range(2):
+        for machine in ({}, {"processor": "another"}, {"device": "another"}):
+            monkeypatch.setattr(aot_program, "installation", lambda _, machine=machine: ours | machine)
+            np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
+    assert (fun.traces, len(list(tmp_path.iterdir()))) == (3, 3)
 
 
 def test_what_is_bound_is_compared_as_a_whole(tmp_path):
@@ -609,7 +823,7 @@ def test_the_warning_is_at_the_line_of_the_call(tmp_path):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-NAMES = ["plurax", "jax", "jaxlib", "flax", "optax", "Python", "backend", "device", "XLA_FLAGS", "processor"]
+NAMES = ["plurax", "jax", "jaxlib", "flax", "optax", "numpy", "Python", "backend", "device", "XLA_FLAGS", "processor"]
 
 
 def test_all_that_has_to_be_the_same_is_looked_at():
@@ -623,7 +837,11 @@ def test_another_installation_or_machine_is_a_warning(name, tmp_path, monkeypatc
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)
     ours = environment.installation(jax.devices()[0])
+    file_of_ours = only_file(tmp_path)
     monkeypatch.setattr(aot_program, "installation", lambda _: ours | {name: "another"})
+    if name in ("device", "processor"):  # which have files of their own
+        aot(Counted(double), tmp_path / "another", key="1")(X)
+        file_of_ours.replace(file_of_ours.with_name(only_file(tmp_path / "another").name))
     match = f"was made for {name} {re.escape(repr(ours[name]))}, but here it is 'another'; the program is compiled anew"
     with pytest.warns(UserWarning, match=match):
         np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
@@ -637,13 +855,6 @@ def test_other_flags_of_xla_are_a_warning(tmp_path, monkeypatch):
     aot(double, tmp_path, key="1")(X)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with pytest.warns(UserWarning, match="was made for XLA_FLAGS .*, but here it is '--xla_cpu_enable_fast_math=true'"):
-        aot(double, tmp_path, key="1")(X)
-
-
-def test_another_processor_is_a_warning(tmp_path, monkeypatch):
-    aot(double, tmp_path, key="1")(X)
-    monkeypatch.setattr(environment, "_processor", lambda: "another")
-    with pytest.warns(UserWarning, match="was made for processor '.*', but here it is 'another'"):
         aot(double, tmp_path, key="1")(X)
 
 
@@ -694,7 +905,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     path = only_file(tmp_path)
     content = path.read_bytes()
     monkeypatch.setattr(os, "replace", interrupt)
-    monkeypatch.setattr(environment, "_processor", lambda: "another")
+    monkeypatch.setattr(environment, "_version", lambda _: "another")
     program = aot(double, tmp_path, key="1")
     with pytest.raises(KeyboardInterrupt):
         program(X)
@@ -851,7 +1062,9 @@ def test_what_another_process_cannot_know_again_needs_the_program(tmp_path):
             self.x, self.lock = x, lock
 
     locked = Locked(X, threading.Lock())
-    with pytest.raises(TypeError, match="aot: with key, what is static .* cannot pickle '_thread.lock'.*leave key out"):
+    with pytest.raises(
+        TypeError, match="aot: with key, fun and what is static .* cannot pickle '_thread.lock'.*leave key out"
+    ):
         aot(lambda locked: 2 * locked.x, tmp_path, key="1")(locked)
     np.testing.assert_array_equal(aot(lambda locked: 2 * locked.x, tmp_path)(locked), 2 * X)
 
