@@ -4,6 +4,7 @@ Rank and dtype promotion stay as users have them: a test that wants them strict 
 `jax.numpy_rank_promotion("raise")`. (Strict dtypes could not be the rule: `optax.adam` needs promotion.)
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax
 import pytest
 from hypothesis import settings
+
+# Tracing makes many objects, few of them in cycles: by its defaults the collector takes 3 % of the time and more.
+gc.set_threshold(50_000, 20, 20)
 
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("fuzz", max_examples=2000, deadline=None)

@@ -77,7 +77,7 @@ def convolutions(draw: st.DrawFn, crops_and_pads: bool) -> tuple[Callable[..., A
     lengths = {**dict(zip(names, sizes, strict=True)), "N": batch * groups[1], "C": channels * groups[0]}
     kernel = {**dict(zip(names, window, strict=True)), "I": channels, "O": features * groups[0] * groups[1]}
 
-    numbers = {"dimension_numbers": (lhs, rhs, out)}
+    numbers: dict[str, Any] = {"dimension_numbers": (lhs, rhs, out)}
     numbers |= {"feature_group_count": groups[0], "batch_group_count": groups[1]}
 
     def fun(x: jax.Array, w: jax.Array) -> jax.Array:
