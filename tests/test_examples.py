@@ -30,6 +30,7 @@ OTHERS = {
     "examples/agents.py",
     "examples/control_flow.py",
     "examples/laplacian.py",
+    "examples/maxwell.py",
     "examples/profile_resnet.py",
     "examples/stiff_brusselator.py",
     "examples/sweep_digits.py",
@@ -78,6 +79,28 @@ def test_two_processes_train_what_one_reads(tmp_path):
     shown = run("examples/multi_host.py", "--members", "4", "--steps", "30", "--out", str(tmp_path))
     assert "process 1 of 2, 2 of 4 devices: trained and wrote members [2, 3]" in shown
     assert "member 3 alone agrees" in shown
+
+
+def test_waves_are_those_of_theory_and_show_what_is_hidden(tmp_path):
+    small = ("--cells", "10", "20", "--sources", "5", "--antennas", "4", "--steps", "8", "--rounds", "1")
+    shown = run("examples/maxwell.py", *small, "--out", str(tmp_path / "out"))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    speed, decay, apart = ({(row[0], row[1]): float(row[k].rstrip("%")) for row in rows[:4]} for k in (2, 3, 4))
+    assert speed["vacuum", "20"] == pytest.approx(1, rel=0.005)
+    assert speed["permittivity 4", "20"] == pytest.approx(0.5, rel=0.02)
+    assert decay["vacuum", "20"] == pytest.approx(-0.5, abs=0.005)
+    assert apart["vacuum", "10"] / apart["vacuum", "20"] == pytest.approx(4, rel=0.1)
+    said = " ".join(shown.split())
+    assert float(said.partition("Of the wave ")[2].split()[0]) < 5e-3
+    assert float(said.partition("Signals of all ways differ by at most ")[2].split(". ")[0]) <= 1e-5
+    assert float(said.partition("signals differ by ")[2].split(". ")[0]) < 1e-10
+    assert float(said.partition("from central differences by at most ")[2].split(". ")[0]) < 1e-6
+    kept, segments = (
+        float(next(row for row in rows if row[0] == name)[3]) for name in ("all steps kept", "10 segments")
+    )
+    assert segments < kept / 2
+    assert float(said.partition("steps the misfit is ")[2].split()[0]) < 0.5
+    assert (tmp_path / "out" / "maxwell.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,410 @@
+"""Waves from point sources in two dimensions: many at once, and what lies between the antennas found from them.
+
+    python examples/maxwell.py --cells 20 40 80 --sources 48 --steps 40 --out demo
+
+Maxwell's equations in the time domain, on the staggered grid of Yee (IEEE Trans. Antennas Propag. 14, 1966), with the
+absorbing layer of Berenger (J. Comput. Phys. 114, 1994). MindSpore's tutorial on vmap names this among what vmap is
+good for. Lengths are in wavelengths of the source in vacuum, where light has the speed 1. The script
+
+1. compares a wave with the analytic one: its speed, how it decays, the whole signal, on finer and finer grids;
+2. computes the waves of many sources one by one, by `vmap`, and by `vmap` in chunks, and times them;
+3. differentiates signals with respect to the permittivity of each cell, through all steps of time, in bounded memory;
+4. finds a hidden square by that gradient, and draws `maxwell.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+
+mpl.use("Agg")  # draws into a file: no window is needed
+
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from plurax.transforms import value_and_grad, vmap
+
+COURANT = 0.7  # steps of time in cells; 1/sqrt(2) is the limit
+LAYER = 0.5  # wavelengths, of the absorbing layer around everything
+DELAY = 1.2  # when the source is at its strongest
+CHUNK, BUDGET = 4, "2MiB"  # two ways to bound the memory of many sources
+
+console = Console(width=110, highlight=False)
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(f"\n{title}", style="bold")
+    console.print(table)
+
+
+def check(name: str, value: float, limit: float) -> float:
+    assert value <= limit, f"{name} is {value:.3g}, but should be at most {limit:.3g}"
+    return float(value)
+
+
+# Waves
+
+
+def place(points: Any, cells: int) -> np.ndarray:
+    """The indices of points, which count from where the absorbing layer ends."""
+    return np.round((np.asarray(points) + LAYER) * cells).astype(int)
+
+
+def vacuum(width: float, height: float, cells: int) -> jax.Array:
+    return jnp.ones(place((width + LAYER, height + LAYER), cells) + 1)
+
+
+def moments(until: float, cells: int, multiple: int = 1) -> np.ndarray:
+    """The times of the signals; a multiple of so many."""
+    count = int(np.ceil(until * cells / COURANT / multiple)) * multiple
+    return (1 + np.arange(count)) * COURANT / cells
+
+
+def absorb(count: int, cells: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the fields at the nodes and between them keep in a step, and how much of each other's curl they take."""
+    middle, both = (count - 1) / 2, []
+    for x in (np.arange(count), np.arange(count) + 0.5):
+        depth = np.maximum(0, (np.abs(x - middle) - middle) / (LAYER * cells) + 1)
+        lost = np.log(1e6) / LAYER * COURANT / cells * depth**3  # a wave that crosses two layers is 1e-6 of what it was
+        both.append(((1 - lost) / (1 + lost), COURANT / (1 + lost)))
+    return both
+
+
+def wave(epsilon: jax.Array, source: Any, receivers: Any, times: np.ndarray, cells: int, segments: int = 1) -> Any:
+    """The signals of one source, (steps, receivers), and the electric field in the end.
+
+    The electric field stands on the plane, the magnetic one is in it. Berenger's layer wants the first in two parts,
+    one for each direction. What leaves on one side enters on the other, and has crossed two layers then. Reverse mode
+    keeps the fields of one segment of time, and those between segments.
+    """
+    # With dE/dt = (curl H - J) / epsilon and dH/dt = -curl E the field obeys epsilon d²E/dt² = ∇²E - dJ/dt. J is in one
+    # cell, of area 1 / cells², and half a step before E; -dJ/dt, a Ricker wavelet, is what `analytic` has as source.
+    (keep_ex, take_ex), (keep_hy, take_hy) = ((k[:, None], t[:, None]) for k, t in absorb(epsilon.shape[0], cells))
+    (keep_ey, take_ey), (keep_hx, take_hx) = absorb(epsilon.shape[1], cells)
+    source, receivers = tuple(source), tuple(jnp.asarray(receivers).T)
+    since = times - 0.5 * COURANT / cells - DELAY
+    current = -since * np.exp(-((np.pi * since) ** 2)) * COURANT * cells
+
+    def step(fields: Any, current: jax.Array) -> tuple[Any, jax.Array]:
+        ex, ey, hx, hy = fields
+        e = ex + ey
+        hx = keep_hx * hx - take_hx * (jnp.roll(e, -1, 1) - e)
+        hy = keep_hy * hy + take_hy * (jnp.roll(e, -1, 0) - e)
+        ex = keep_ex * ex + take_ex / epsilon * (hy - jnp.roll(hy, 1, 0))
+        ey = keep_ey * ey - take_ey / epsilon * (hx - jnp.roll(hx, 1, 1))
+        ex = ex.at[source].add(-current / epsilon[source])
+        return (ex, ey, hx, hy), (ex + ey)[receivers]
+
+    def segment(fields: Any, current: jax.Array) -> tuple[Any, jax.Array]:
+        return lax.scan(step, fields, current)
+
+    segment = jax.checkpoint(segment) if segments > 1 else segment
+    start = (jnp.zeros(epsilon.shape),) * 4
+    fields, signals = lax.scan(segment, start, jnp.asarray(current.reshape(segments, -1)))
+    return signals.reshape(len(times), -1), fields[0] + fields[1]
+
+
+def analytic(distance: float, times: np.ndarray, index: float) -> np.ndarray:
+    """The source, folded with H(t - s) / (2 pi sqrt(t² - s²)), where light needs the time s; here t is s cosh(u)."""
+    u = np.linspace(0, 4, 2_001)
+    since = times[:, None] - index * distance * np.cosh(u) - DELAY
+    return np.trapezoid((1 - 2 * (np.pi * since) ** 2) * np.exp(-((np.pi * since) ** 2)), u) / (2 * np.pi)
+
+
+# 1. Against the analytic wave
+
+DISTANCES = np.array([1.0, 2.0, 3.0, 4.0] * 2)
+RECEIVERS = np.array([(r, 0) for r in DISTANCES[:4]] + [(0.6 * r, 0.8 * r) for r in DISTANCES[4:]])
+
+
+def one_source(cells: int, index: float, margin: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Times and signals in an even medium; the margin is more of it on all sides."""
+    times = moments(DELAY + 4 * index + 1.5, cells)
+    medium = index**2 * vacuum(6 + 2 * margin, 5 + 2 * margin, cells)
+    source = np.array([1.0, 1.0]) + margin
+    run = jax.jit(lambda medium: wave(medium, place(source, cells), place(source + RECEIVERS, cells), times, cells)[0])
+    return times, np.asarray(run(medium))
+
+
+def arrival(times: np.ndarray, signal: np.ndarray) -> float:
+    """When the signal is at its peak, by a parabola through the three highest samples."""
+    k = int(signal.argmax())
+    before, at, after = signal[k - 1 : k + 2]
+    return float(times[k] + 0.5 * (before - after) / (before - 2 * at + after) * (times[1] - times[0]))
+
+
+def against_the_analytic_wave(cells: Sequence[int]) -> dict[str, Any]:
+    rows, found = [], {}
+    for index, name in ((1.0, "vacuum"), (2.0, "permittivity 4")):
+        for each in cells:
+            times, signals = one_source(each, index)
+            exact = np.stack([analytic(r, times, index) for r in DISTANCES], axis=1)
+            apart = float((np.linalg.norm(signals - exact, axis=0) / np.linalg.norm(exact, axis=0)).max())
+            speed = 1 / np.polyfit(DISTANCES, [arrival(times, signal) for signal in signals.T], 1)[0]
+            decay = np.polyfit(np.log(DISTANCES), np.log(np.abs(signals).max(axis=0)), 1)[0]
+            rows.append((name, each, f"{speed:.4f}", f"{decay:.3f}", f"{apart:.2%}"))
+            found[name, each] = {"times": times, "signals": signals, "exact": exact, "apart": apart}
+        check(f"the error of the speed in {name}", abs(speed * index - 1), 0.01 * max(1, (40 / each) ** 2))
+        if index == 1:
+            check("the decay's exponent beside -1/2", abs(decay + 0.5), 0.01)
+            order = np.log2(found[name, cells[-2]]["apart"] / apart) / np.log2(cells[-1] / cells[-2])
+            check("the order of the error beside 2", abs(order - 2), 0.2)
+    show(
+        "1. Against the analytic wave, at 1 to 4 wavelengths",
+        ("medium", "cells in a wavelength", "speed", "amplitude ~ r to the", "signal apart, at most"),
+        rows,
+    )
+    near, (_, far) = found["vacuum", cells[0]]["signals"], one_source(cells[0], 1.0, margin=3.5)
+    back = check("what comes back from the layer", float(np.abs(near - far).max() / np.abs(far).max()), 5e-3)
+    console.print(f"Order of the error in vacuum: {order:.2f}. Of the wave {back:.1e} comes back from the layer.")
+    return found
+
+
+# 2. Many sources
+
+
+def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median time of each, measured in turns; all are compiled."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def built(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float, float]:
+    """The compiled function, the seconds that took, and the MiB of its temporaries."""
+    start = time.perf_counter()
+    compiled = jax.jit(fun).lower(*args).compile()
+    return compiled, time.perf_counter() - start, compiled.memory_analysis().temp_size_in_bytes / 2**20
+
+
+def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Sources anywhere in a small and a larger room, heard at eight places; how long all take in each way."""
+    cells, found, rows, apart = 10, {}, [], 0.0
+    for side in (1, 6):
+        epsilon, times = vacuum(side, side, cells), moments(DELAY + side, cells)
+        at = jnp.asarray(place(np.random.default_rng(0).uniform(0, side, (sources, 2)), cells))
+
+        def signals(source: jax.Array, epsilon: Any = epsilon, times: Any = times, heard: Any = at[:8]) -> jax.Array:
+            return wave(epsilon, source, heard, times, cells)[0]
+
+        ways = {
+            "one by one": built(signals, at[0]),
+            "vmap": built(vmap(signals), at),
+            f"vmap, chunk_size={CHUNK}": built(vmap(signals, chunk_size=CHUNK), at),
+        }
+        if side > 1:
+            ways[f"vmap, memory_budget={BUDGET}"] = built(vmap(signals, memory_budget=BUDGET), at)
+        calls = {name: lambda way=way, at=at: way(at) for name, (way, *_) in ways.items()}
+        calls["one by one"] = lambda one=ways["one by one"][0], at=list(at): jnp.stack([one(each) for each in at])
+        outs = [np.asarray(call()) for call in calls.values()]
+        apart = max(apart, *(np.abs(out - outs[0]).max() / np.abs(outs[0]).max() for out in outs))
+        grid = " × ".join(map(str, epsilon.shape))
+        found[grid] = milliseconds(calls, rounds)
+        for name, (_, seconds, mebibytes) in ways.items():
+            rows.append((grid, name, f"{seconds:.1f}", f"{found[grid][name]:.1f}", f"{mebibytes:.2f}"))
+    head = ("cells", "", "compile, s", "run, ms", "temporaries, MiB")
+    show(f"2. {sources} sources, {len(times)} steps in the larger room", head, rows)
+    console.print(f"Signals of all ways differ by at most {check('vmap beside one by one', apart, 1e-5):.0e}.")
+    return found
+
+
+# 3. and 4. The permittivity between antennas
+
+
+class Scene:
+    """Antennas in a ring, which send one after the other and all receive, around a window of unknown permittivity."""
+
+    def __init__(self, cells: int, antennas: int, segments: int) -> None:
+        self.cells, self.segments = cells, segments
+        angle = 2 * np.pi * np.arange(antennas) / antennas
+        self.antennas = place(2 + 1.6 * np.stack([np.cos(angle), np.sin(angle)], axis=1), cells)
+        self.empty, self.window = vacuum(4, 4, cells), slice(*place((1, 3), cells))
+        self.times = moments(DELAY + 5, cells, segments)
+        low, high, more = (round(part * cells) for part in (0.5, 1.3, 0.2))
+        self.none = jnp.zeros((2 * cells, 2 * cells))
+        self.hidden = self.none.at[low:high, low + more : high + more].set(0.5)
+
+    def medium(self, change: jax.Array) -> jax.Array:
+        """The permittivity of all, for what that of the window is beyond 1."""
+        return self.empty.at[self.window, self.window].add(change)
+
+    def signals(self, change: jax.Array, segments: int | None = None) -> jax.Array:
+        """What all receive of each, (antennas, steps, antennas)."""
+        medium, segments = self.medium(change), segments or self.segments
+        return vmap(lambda at: wave(medium, at, self.antennas, self.times, self.cells, segments)[0])(self.antennas)
+
+    def measure(self, noise: float) -> tuple[jax.Array, jax.Array]:
+        """Signals of the hidden square, with noise in units of what it changes; and its misfit to the empty window."""
+        signals = jax.jit(self.signals)
+        empty, full = signals(self.none), signals(self.hidden)
+        turned = float(jnp.abs(full - full.transpose(2, 1, 0)).max() / jnp.abs(full).max())
+        check("what two antennas hear otherwise in each other's place", turned, 1e-10)
+        console.print(f"\nSender and receiver may change places: signals differ by {turned:.0e}.")
+        full += noise * jnp.std(full - empty) * np.random.default_rng(2).normal(size=full.shape)
+        return full, jnp.sum((full - empty) ** 2)
+
+    def misfit(self, change: jax.Array, measured: Any, segments: int | None = None) -> jax.Array:
+        """How far the signals are from those measured, in units of the empty window's."""
+        return jnp.sum((self.signals(change, segments) - measured[0]) ** 2) / measured[1]
+
+
+def gradients(scene: Scene, measured: Any, rounds: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """The misfit and its gradient in segments of time: as with all steps kept, and as by central differences."""
+    ways = {
+        name: built(value_and_grad(lambda change, n=n: scene.misfit(change, measured, n)), scene.none)
+        for name, n in (("all steps kept", 1), (f"{scene.segments} segments", scene.segments))
+    }
+    (kept, *_), (gradient, *_) = ways.values()
+    change, middle = 0.1 * jnp.asarray(np.random.default_rng(1).uniform(size=scene.none.shape)), scene.cells
+    slope, apart = gradient(change)[1], []
+    for cell in ((0, 0), (middle // 2, middle), (middle, middle), (middle, 2 * middle - 1)):
+        up, down = (float(gradient(change.at[cell].add(by))[0]) for by in (1e-4, -1e-4))
+        apart.append(abs(float(slope[cell]) / ((up - down) / 2e-4) - 1))
+    check("what segments make of the gradient", float(jnp.abs(kept(change)[1] / slope - 1).max()), 1e-6)
+    check("the gradient beside central differences", max(apart), 1e-6)
+    taken = milliseconds({name: lambda way=way: way(change) for name, (way, *_) in ways.items()}, rounds)
+    show(
+        f"3. The gradient of {len(scene.antennas)} sources, {len(scene.times)} steps, for {change.size} unknowns",
+        ("", "compile, s", "run, ms", "temporaries, MiB"),
+        [(name, f"{way[1]:.1f}", f"{taken[name]:.0f}", f"{way[2]:.1f}") for name, way in ways.items()],
+    )
+    console.print(f"For four cells it differs from central differences by at most {max(apart):.0e}.")
+    return gradient
+
+
+def find(scene: Scene, gradient: Callable[..., Any], steps: int) -> tuple[np.ndarray, list[float]]:
+    """The window's permittivity beyond 1, by Adam, and the misfit before each step and after the last."""
+    optimizer = optax.adam(0.03)
+
+    @jax.jit
+    def update(change: jax.Array, slope: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        updates, state = optimizer.update(slope, state)
+        return jnp.maximum(0, change + updates), state  # nothing is below vacuum
+
+    change, state, values = scene.none, optimizer.init(scene.none), []
+    for _ in tqdm(range(steps), desc="finding the square", leave=False):
+        value, slope = gradient(change)
+        change, state = update(change, slope, state)
+        values.append(float(value))
+    return np.asarray(change), [*values, float(gradient(change)[0])]
+
+
+def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np.ndarray, misfits: list[float]) -> None:
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7.6), layout="constrained")
+    (field, signal, error), (true, found, bars) = axes
+
+    fine = Scene(40, len(scene.antennas), 1)
+    medium, until = fine.medium(fine.hidden), moments(DELAY + 1.9, 40)
+    shot = np.asarray(jax.jit(lambda m: wave(m, fine.antennas[0], fine.antennas, until, 40)[1])(medium))
+    extent, top = (-LAYER, 4 + LAYER) * 2, np.quantile(np.abs(shot), 0.995)
+    field.imshow(shot, extent=extent, origin="lower", cmap="RdBu", vmin=-top, vmax=top)
+    field.contour(medium, levels=[1.25], extent=extent, colors="black", linewidths=1)
+    x, y = (fine.antennas / 40 - LAYER).T
+    field.plot(y[1:], x[1:], "o", color="black", markersize=3)
+    field.plot(y[0], x[0], "*", color="black", markersize=12)
+    field.set(title="A wave from ★ meets a hidden square", xlabel="wavelengths", xlim=(0, 4), ylim=(0, 4))
+    field.set(xticks=range(5), yticks=range(5))
+
+    best = max(cells for _, cells in waves)
+    one = waves["vacuum", best]
+    for k, colour in ((0, "tab:blue"), (1, "tab:orange"), (3, "tab:green")):
+        signal.plot(one["times"], one["signals"][:, k], color=colour, linewidth=4, alpha=0.5, label=f"{k + 1} away")
+        signal.plot(
+            one["times"], one["exact"][:, k], color="black", linewidth=0.9, label="analytic" if k == 3 else None
+        )
+    signal.set(title=f"Received, {best} cells in a wavelength", xlabel="time (periods)", ylabel="electric field")
+    for name, marker in (("vacuum", "o"), ("permittivity 4", "s")):
+        cells = np.array([each for medium, each in waves if medium == name])
+        apart = np.array([waves[name, each]["apart"] for each in cells])
+        error.plot(cells, apart, marker=marker, label=name)
+        error.plot(cells, apart[-1] * (cells[-1] / cells) ** 2, color="black", linewidth=0.8, linestyle=":")
+    error.plot([], [], color="black", linewidth=0.8, linestyle=":", label="second order")
+    error.set(title="Signals beside the analytic ones", xlabel="cells in a wavelength", ylabel="relative L2 error")
+    error.set(xscale="log", yscale="log")
+    error.set_xticks(cells, [str(each) for each in cells])
+    error.minorticks_off()
+    error.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=None))
+
+    for panel, values, title in (
+        (true, np.asarray(scene.hidden), "The hidden square"),
+        (found, change, f"Found in {len(misfits) - 1} steps: misfit 1/{misfits[0] / misfits[-1]:.0f}"),
+    ):
+        image = panel.imshow(1 + values, extent=(1, 3, 1, 3), origin="lower", vmin=1, vmax=1.6, cmap="viridis")
+        panel.set(title=title, xlabel="wavelengths", xticks=(1, 2, 3), yticks=(1, 2, 3))
+    figure.colorbar(image, ax=found, label="permittivity")
+
+    names = list(times[next(reversed(times))])
+    for k, (grid, taken) in enumerate(times.items()):
+        shown = [(names.index(name), ms / taken["one by one"]) for name, ms in taken.items()]
+        rows, ratios = np.array(shown).T
+        drawn = bars.barh(rows + 0.4 * (k - 0.5), ratios, 0.36, label=f"{grid} cells")
+        bars.bar_label(drawn, [f"{ms:.0f} ms" for ms in taken.values()], padding=3, fontsize=8)
+    bars.set_yticks(range(len(names)), ["one by one", "vmap", f"chunks of {CHUNK}", f"in {BUDGET}"])
+    bars.set_ylim(len(names) + 0.1, -0.6)
+    bars.margins(x=0.25)
+    bars.set(title="Time of all sources", xlabel="of that one by one")
+    for panel, corner in ((signal, "upper right"), (error, "upper right"), (bars, "lower right")):
+        panel.legend(loc=corner, fontsize=8, frameon=False, ncols=2 if panel is bars else 1)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cells", type=int, nargs="+", default=[20, 40, 80], help="in a wavelength, multiples of 10 (default 20 40 80)"
+    )
+    parser.add_argument("--sources", type=int, default=48, help="how many (default 48)")
+    parser.add_argument("--antennas", type=int, default=12, help="in the ring around the square (default 12)")
+    parser.add_argument("--steps", type=int, default=40, help="of finding the square (default 40)")
+    parser.add_argument("--rounds", type=int, default=5, help="calls to take the median time of (default 5)")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
+    options = parser.parse_args(arguments)
+    for name in ("sources", "antennas", "steps", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, but got {getattr(options, name)}")
+    if len(set(options.cells)) < 2 or any(each < 10 or each % 10 for each in options.cells):
+        parser.error(f"--cells must be two or more multiples of 10, but got {options.cells}")
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    waves = against_the_analytic_wave(sorted(set(options.cells)))
+    times = many_sources(options.sources, options.rounds)
+    noise = 0.05
+    with jax.enable_x64(True):
+        scene = Scene(10, options.antennas, segments=10)
+        gradient = gradients(scene, scene.measure(noise), options.rounds)
+        change, misfits = find(scene, gradient, options.steps)
+    apart = np.linalg.norm(change - scene.hidden) / np.linalg.norm(scene.hidden)
+    console.print(
+        f"4. After {options.steps} steps the misfit is {misfits[-1]:.4f} of what it was (noise alone: {noise**2:.4f}), "
+        f"and the map {apart:.0%} from the true one."
+    )
+    check("the misfit", misfits[-1], 0.01 if options.steps >= 40 and options.antennas >= 12 else misfits[0])
+    picture = options.out / "maxwell.png"
+    draw(picture, scene, waves, times, change, misfits)
+    console.print(f"Picture: {picture}", markup=False)
+
+
+if __name__ == "__main__":
+    main()
