@@ -396,7 +396,8 @@ def main(arguments: list[str] | None = None) -> None:
         scene = Scene(10, options.antennas, segments=10)
         gradient = gradients(scene, scene.measure(noise), options.rounds)
         change, misfits = find(scene, gradient, options.steps)
-    apart = np.linalg.norm(change - scene.hidden) / np.linalg.norm(scene.hidden)
+    hidden = np.asarray(scene.hidden)
+    apart = np.linalg.norm(change - hidden) / np.linalg.norm(hidden)
     console.print(
         f"4. After {options.steps} steps the misfit is {misfits[-1]:.4f} of what it was (noise alone: {noise**2:.4f}), "
         f"and the map {apart:.0%} from the true one."
