@@ -15,7 +15,7 @@ help:
 	@echo "make test         every test                              (PYTEST_ARGS=...)"
 	@echo "make lint         style and formatting, nothing is changed"
 	@echo "make types        types of an installed copy and of the tests"
-	@echo "make docs         links between the documents"
+	@echo "make docs         the site, its code executed: minutes"
 	@echo "make bench        every benchmark; bench-smoke: small sizes"
 	@echo "make fuzz         the property tests with many examples   (PYTEST_ARGS=...)"
 	@echo "make clean        what the others made; remove .venv yourself to start over"
@@ -45,8 +45,16 @@ types: $(READY)
 	@$(BIN)/mypy
 	@$(BIN)/python tests/seed_type_errors.py
 
+# Pages keep the places that they have in the checkout, so that links are the same here and there.
 docs: $(READY)
-	@$(BIN)/pytest tests/test_links.py
+	@$(BIN)/zensical --version >/dev/null 2>&1 || $(INSTALL) --editable '.[docs]'
+	@$(BIN)/pytest --quiet tests/test_links.py
+	@rm -rf build/docs build/types build/site && mkdir -p build/docs
+	@cp -r README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks build/docs
+	@$(INSTALL) --no-deps --no-build-isolation --target build/types .
+	@$(BIN)/zensical build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
+	@! grep -q "exited with errors" build/docs.log || { cat build/docs.log; exit 1; }
+	@echo "build/site/index.html"
 
 bench bench-smoke: $(READY)
 	@set -e; for script in $(BENCHMARKS); do \

@@ -48,7 +48,7 @@ class Batches:
     Source:
       Breiman 1996, "Bagging Predictors".
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from plurax.ensemble import Batches
       >>> data = jnp.arange(20.0).reshape(10, 2), jnp.arange(10)

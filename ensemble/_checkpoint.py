@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
     Cost:
       One copy of the arrays in host memory, and about half a second beside the writing.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, load, save
@@ -69,7 +69,7 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
       FileNotFoundError: there is no such directory.
       ValueError: it is no checkpoint, is damaged, or holds other arrays than `like`; the first difference is named.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, load, save
@@ -101,7 +101,7 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
       TypeError, FileNotFoundError, ValueError: as for `load`.
       IndexError: there is no such member.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, load_member, save

@@ -43,7 +43,7 @@ class Ensemble:
         optimiser state have this structure.
       rest: the other arrays, stacked: BatchNorm statistics, dropout keys.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble
@@ -78,7 +78,7 @@ class Ensemble:
         Cost:
           One copy of every array.
 
-        Example:
+        Examples:
           >>> from flax import nnx
           >>> from plurax.ensemble import Ensemble
           >>> ens = Ensemble.stack([nnx.Linear(4, 3, rngs=nnx.Rngs(i)) for i in range(3)])
@@ -120,7 +120,7 @@ class Ensemble:
         Cost:
           One compilation, and members made one after another: no more memory than the result.
 
-        Example:
+        Examples:
           >>> from flax import nnx
           >>> from plurax.ensemble import Ensemble
           >>> Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
@@ -189,7 +189,7 @@ class Ensemble:
           TypeError: `apply` is not callable, or `variables` is no list.
           ValueError: the list is empty, or a member differs in structure, shape, dtype or configuration.
 
-        Example:
+        Examples:
           >>> import jax.numpy as jnp
           >>> from plurax.ensemble import Ensemble
           >>> ens = Ensemble.from_apply(lambda v, x: v["w"] * x, [{"w": jnp.ones(3)}, {"w": jnp.zeros(3)}])
@@ -275,7 +275,7 @@ class Ensemble:
           TypeError: the members are not NNX modules.
           ValueError: no module has an attribute of that name.
 
-        Example:
+        Examples:
           >>> from flax import nnx
           >>> from plurax.ensemble import Ensemble
           >>> ens = Ensemble.create(lambda rngs: nnx.Dropout(0.5, rngs=rngs), 2, seed=0)

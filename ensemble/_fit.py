@@ -54,7 +54,7 @@ class Settings:
 class Callback(Protocol):
     """What `Trainer.fit` tells of a step: any function of these arguments.
 
-    Example:
+    Examples:
       >>> from plurax.ensemble import Callback
       >>> def worst(step, metrics):
       ...     print(f"step {step}: {metrics['loss'].max():.3f}")

@@ -24,7 +24,7 @@ def grid(*, repeats: int = 1, **values: Iterable[Any]) -> dict[str, list[Any]]:
       TypeError: `repeats` is no int, or a hyperparameter has no list of values.
       ValueError: `repeats` is below 1, there are no hyperparameters, or one has no values.
 
-    Example:
+    Examples:
       >>> from plurax.ensemble import grid
       >>> grid(learning_rate=[0.1, 0.01], weight_decay=[0.0, 0.001], repeats=2)["learning_rate"]
       [0.1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01]

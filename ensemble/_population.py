@@ -40,7 +40,7 @@ def select(members: Members, indices: ArrayLike) -> Members:
       ValueError: `indices` have another shape, or are none.
       IndexError: an index that is not traced is no member's.
 
-    Example:
+    Examples:
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, select
       >>> select(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0), [3, 1])
@@ -66,7 +66,7 @@ def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
       TypeError: `scores` are no real numbers, or `k` is no int.
       ValueError: another shape, `k` not from 1 to the number of scores, an unknown mode.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import k_best
       >>> k_best(jnp.array([0.3, jnp.nan, 0.1, 0.2]), 2)
@@ -113,7 +113,7 @@ def exploit(
     Source:
       Jaderberg et al. 2017, "Population Based Training of Neural Networks".
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, Trainer, exploit
@@ -176,7 +176,7 @@ class Selection(NamedTuple):
       indices: which, in the order in which they were chosen, int32 (rounds,). One may be chosen several times.
       scores: that of the mean of those chosen so far, (rounds,).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import greedy_selection
       >>> chosen = greedy_selection(jnp.array([[[0.9, 0.1]], [[0.4, 0.6]]]), jnp.array([0]), rounds=2)
@@ -216,7 +216,7 @@ def greedy_selection(
     Source:
       Caruana et al. 2004, "Ensemble Selection from Libraries of Models".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import greedy_selection
       >>> p = jnp.array([[[0.9, 0.1], [0.6, 0.4]], [[0.4, 0.6], [0.1, 0.9]], [[0.5, 0.5], [0.5, 0.5]]])
@@ -271,7 +271,7 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
     Source:
       Wortsman et al. 2022, "Model soups: averaging weights of multiple fine-tuned models".
 
-    Example:
+    Examples:
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, soup
       >>> type(soup(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0))).__name__

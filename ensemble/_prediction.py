@@ -31,7 +31,7 @@ class Prediction(NamedTuple):
     Source:
       Depeweg et al. 2018, "Decomposition of Uncertainty in Bayesian Deep Learning".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import Ensemble
       >>> sure = [jnp.array([[9.0, 0.0]]), jnp.array([[0.0, 9.0]])]  # but of different things

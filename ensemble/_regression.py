@@ -33,7 +33,7 @@ def gaussian_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> ja
     Source:
       Lakshminarayanan et al. 2017, equation 1, with its constant.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import gaussian_nll
       >>> gaussian_nll(jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
@@ -56,7 +56,7 @@ def mixture_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax
     Raises:
       TypeError, ValueError: as for `gaussian_nll`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import mixture_nll
       >>> mixture_nll(jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1)), jnp.zeros(1))
@@ -85,7 +85,7 @@ def gaussian_crps(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> j
     Source:
       Gneiting and Raftery 2007, "Strictly Proper Scoring Rules, Prediction, and Estimation", equation 21.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import gaussian_crps
       >>> gaussian_crps(jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
@@ -109,7 +109,7 @@ def interval_coverage(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike, 
     Raises:
       TypeError, ValueError: as for `gaussian_nll`; `level` is out of range.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import interval_coverage
       >>> interval_coverage(jnp.zeros(4), jnp.ones(4), jnp.array([-1.9, 0.0, 1.9, 2.1]))

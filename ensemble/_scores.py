@@ -30,7 +30,7 @@ def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
       TypeError: labels are not integers, or probabilities not floating.
       ValueError: the shapes do not fit, there are fewer than 2 classes, or a label that is not traced is no class.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import accuracy
       >>> accuracy(jnp.array([[0.9, 0.1], [0.6, 0.4]]), jnp.array([0, 1]))
@@ -56,7 +56,7 @@ def nll(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
     Source:
       Good 1952, "Rational Decisions" (the logarithmic score).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import nll
       >>> nll(jnp.array([[0.5, 0.5], [0.25, 0.75]]), jnp.array([0, 0]))
@@ -81,7 +81,7 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
     Source:
       Brier 1950, "Verification of Forecasts Expressed in Terms of Probability", in its form for many classes.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import brier
       >>> brier(jnp.array([[0.5, 0.5], [1.0, 0.0]]), jnp.array([0, 0]))
@@ -113,7 +113,7 @@ def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.A
     Source:
       Guo et al. 2017, "On Calibration of Modern Neural Networks", equation 3.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import ece
       >>> ece(jnp.array([[0.8, 0.2], [0.8, 0.2]]), jnp.array([0, 1]))
@@ -147,7 +147,7 @@ def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15)
       Nguyen and O'Connor 2015, "Posterior calibration and exploratory analysis for natural language processing models";
       Nixon et al. 2019, "Measuring Calibration in Deep Learning".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import adaptive_ece
       >>> adaptive_ece(jnp.array([[0.8, 0.2], [0.7, 0.3]]), jnp.array([0, 1]), bins=2)

@@ -32,7 +32,7 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
     Source:
       Hanley and McNeil 1982, "The meaning and use of the area under a receiver operating characteristic (ROC) curve".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import auroc
       >>> auroc(jnp.array([0.1, 0.2, 0.4]), jnp.array([0.3, 0.4]))
@@ -56,7 +56,7 @@ class RiskCoverage(NamedTuple):
       risk: mean error of those, (..., batch).
       area: mean of the risks, (...): the area under the curve, of which less is better.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import risk_coverage
       >>> curve = risk_coverage(jnp.array([0.1, 0.9]), jnp.array([0.0, 1.0]))
@@ -88,7 +88,7 @@ def risk_coverage(doubts: ArrayLike, errors: ArrayLike) -> RiskCoverage:
       El-Yaniv and Wiener 2010, "On the Foundations of Noise-free Selective Classification"; Geifman et al. 2019,
       "Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers" (the area).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import risk_coverage
       >>> risk_coverage(jnp.array([0.3, 0.1, 0.2, 0.9]), jnp.array([1.0, 0.0, 0.0, 1.0])).risk

@@ -29,7 +29,7 @@ class Standing(NamedTuple):
       hyperparams: what the loss takes beside the batch, one number for each member, by name.
       schedules: by the name of a hyperparameter of the optimiser, which of the schedules is the member's, int32.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, Trainer

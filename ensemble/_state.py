@@ -33,7 +33,7 @@ class TrainState:
       step: how many steps were taken, an int32 scalar.
       standing: which members train, and which have stopped: a `Standing`.
 
-    Example:
+    Examples:
       >>> import optax
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, Trainer

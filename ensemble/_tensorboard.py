@@ -27,7 +27,7 @@ class TensorBoard:
       About 20 µs for each metric and member. What is written is flushed every two minutes, and at the end: use it in a
       `with` statement, or call `close`.
 
-    Example:
+    Examples:
       >>> import tempfile, optax, jax.numpy as jnp
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, TensorBoard, Trainer

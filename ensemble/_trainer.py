@@ -87,7 +87,7 @@ class Trainer:
     Source:
       MindSpore's ensemble training with `vmap` over a `CellList`; `torch.func.stack_module_state`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax
       >>> from flax import nnx
       >>> from plurax.ensemble import Ensemble, Trainer

@@ -27,7 +27,7 @@ def entropy(probabilities: ArrayLike) -> jax.Array:
       ValueError: there are fewer than 2 classes, or a probability that is not traced is outside 0 to 1 by more than
         0.01.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import entropy
       >>> entropy(jnp.array([[0.5, 0.5], [1.0, 0.0]]))
@@ -51,7 +51,7 @@ def predictive_entropy(probabilities: ArrayLike) -> jax.Array:
     Source:
       Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import predictive_entropy
       >>> predictive_entropy(jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]))
@@ -75,7 +75,7 @@ def mutual_information(probabilities: ArrayLike) -> jax.Array:
     Source:
       Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning"; Depeweg et al. 2018.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import mutual_information
       >>> mutual_information(jnp.array([[[0.5, 0.5]], [[0.5, 0.5]]]))  # both in doubt, and agreed on it
@@ -100,7 +100,7 @@ def epistemic_variance(values: ArrayLike) -> jax.Array:
     Source:
       Kendall and Gal 2017, "What Uncertainties Do We Need in Bayesian Deep Learning for Computer Vision?".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import epistemic_variance
       >>> epistemic_variance(jnp.array([[1.0, 5.0], [3.0, 5.0]]))
@@ -129,7 +129,7 @@ def aleatoric_variance(variances: ArrayLike) -> jax.Array:
       Kendall and Gal 2017; Kwon et al. 2020, "Uncertainty quantification using Bayesian neural networks in
       classification".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import aleatoric_variance
       >>> aleatoric_variance(jnp.array([[1.0, 4.0], [3.0, 4.0]]))
@@ -156,7 +156,7 @@ def disagreement(probabilities: ArrayLike) -> jax.Array:
     Source:
       Kuncheva and Whitaker 2003, "Measures of Diversity in Classifier Ensembles" (the disagreement measure).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import disagreement
       >>> disagreement(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]], [[0.3, 0.7]], [[0.4, 0.6]], [[0.2, 0.8]]]))

@@ -48,7 +48,7 @@ class EarlyStopping:
     Source:
       Prechelt 1998, "Early Stopping - But When?".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import EarlyStopping, metrics
       >>> x, y = jnp.ones((8, 4)), jnp.zeros(8, int)
@@ -96,7 +96,7 @@ class Restarts:
     Cost:
       A copy of the training state.
 
-    Example:
+    Examples:
       >>> from plurax.ensemble import Restarts
       >>> Restarts(every=200, times=2)
       Restarts(every=200, times=2)

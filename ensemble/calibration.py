@@ -49,7 +49,7 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
       Guo et al. 2017, "On Calibration of Modern Neural Networks"; pooled: Rahaman and Thiery 2021, "Uncertainty
       Quantification and Deep Ensembles".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.calibration import fit_temperature
       >>> logits = jnp.array([[4.0, 0.0]] * 4)  # sure by 55 to 1, but right in three of four
@@ -91,7 +91,7 @@ def conformal_threshold(
       Sadinle et al. 2019, "Least Ambiguous Set-Valued Classifiers with Bounded Error Levels"; Romano et al. 2020,
       "Classification with Valid and Adaptive Coverage" (cumulative, without its random part).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.calibration import conformal_sets, conformal_threshold
       >>> p = jnp.array([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6], [0.2, 0.8]])
@@ -120,7 +120,7 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str
     Raises:
       TypeError, ValueError: as for `plurax.ensemble.metrics.entropy`; thresholds that do not fit, or an unknown score.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.calibration import conformal_sets
       >>> conformal_sets(jnp.array([[0.7, 0.25, 0.05]]), 0.8)
@@ -157,7 +157,7 @@ def conformal_radius(
     Source:
       Lei et al. 2018, "Distribution-Free Predictive Inference for Regression".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.calibration import conformal_radius
       >>> conformal_radius(jnp.zeros(4), jnp.array([1.0, -2.0, 3.0, 4.0]), error=0.25)
@@ -192,7 +192,7 @@ def conformal_intervals(
     Raises:
       TypeError, ValueError: as for `conformal_radius`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.calibration import conformal_intervals
       >>> conformal_intervals(jnp.array([1.0, 2.0]), 0.5)

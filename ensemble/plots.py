@@ -40,7 +40,7 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, 
     Source:
       DeGroot and Fienberg 1983, "The Comparison and Evaluation of Forecasters".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import plots
       >>> plots.reliability(jnp.array([[0.8, 0.2], [0.6, 0.4]]), jnp.array([0, 1])).get_title()
@@ -87,7 +87,7 @@ def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None
       TypeError: not a dict.
       ValueError: a group has another shape, or there are none.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import plots
       >>> plots.entropies({"in": jnp.array([0.1, 0.2]), "out": jnp.array([0.9])}).get_xlabel()
@@ -126,7 +126,7 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
       ModuleNotFoundError: matplotlib is missing.
       TypeError, ValueError: no probabilities of that shape.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import plots
       >>> plots.disagreement(jnp.array([[[0.8, 0.2]], [[0.1, 0.9]]])).get_title()
@@ -177,7 +177,7 @@ def learning_curves(
       ModuleNotFoundError: matplotlib is missing.
       ValueError: no row has that metric, or a row lacks the column.
 
-    Example:
+    Examples:
       >>> from plurax.ensemble import plots
       >>> history = [{"step": s, "member": i, "loss": 1 / s + i} for s in (1, 2) for i in (0, 1)]
       >>> plots.learning_curves(history).get_ylabel()

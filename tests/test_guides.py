@@ -12,19 +12,21 @@ DOCS = Path(__file__).parents[1] / "docs"
 def run(text: str) -> dict[str, Any]:
     """What the Python blocks of a page define, one after another."""
     found: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+    for block in re.findall(r"^```python.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         exec(block, found)
     return found
 
 
 @pytest.mark.parametrize("name", [path.name for path in DOCS.glob("*.md") if path.name != "dp-sgd.md"])
 def test_the_code_runs(name: str) -> None:
-    run((DOCS / name).read_text())
+    text = (DOCS / name).read_text()
+    run(text)
+    assert not re.search(r"^```python$", text, flags=re.MULTILINE), "the site runs what has exec="
 
 
 def test_code_that_fails_is_noticed() -> None:
     with pytest.raises(ZeroDivisionError, match="division"):
-        run("```python\nx = 1\n```\nand\n```python\nx / 0\n```\n")
+        run('```python exec="1"\nx = 1\n```\nand\n```python\nx / 0\n```\n')
 
 
 def test_the_guide_to_privacy_keeps_its_budget() -> None:

@@ -64,7 +64,7 @@ def batch_jacobian(
     Source:
       `torch.func.vmap(jacrev(...))`; the summing trick of PyTorch's tutorial on Jacobians and Hessians.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import batch_jacobian
       >>> batch_jacobian(jnp.sin, rows="independent")(jnp.zeros((5, 3))).shape

@@ -37,7 +37,7 @@ class Dual:
     Source:
       W. K. Clifford, Preliminary sketch of biquaternions (1873); `torch.autograd.forward_ad.make_dual`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import Dual
       >>> Dual(jnp.arange(2.0), jnp.ones(2))
@@ -95,7 +95,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
     Source:
       `jax.jvp`; PyTorch's tutorial on forward-mode automatic differentiation (`dual_level`, `make_dual`).
 
-    Example:
+    Examples:
       >>> from plurax.transforms import Dual, dual
       >>> out = dual(lambda x, y: x**2 * y)(Dual(3.0, 1.0), 2.0)
       >>> float(out.primal), float(out.tangent)

@@ -49,7 +49,7 @@ def grad(
     Source:
       `jax.grad`; `mindspore.grad`, whose ones-seeded gradient is `cotangent=1.0`; `flax.nnx.grad`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import grad
       >>> grad(lambda x, y: x * x * y, argnums=(0, 1))(3.0, 2.0)
@@ -91,7 +91,7 @@ def value_and_grad(
     Source:
       `jax.value_and_grad`; `mindspore.value_and_grad`; `flax.nnx.value_and_grad`.
 
-    Example:
+    Examples:
       >>> from plurax.transforms import value_and_grad
       >>> value_and_grad(lambda x: x**2)(3.0)
       (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))

@@ -60,7 +60,7 @@ def hessian(
       `jax.hessian`; `torch.func.hessian`; for sparse ones Gebremedhin, Tarafdar, Manne and Pothen 2007, "New acyclic
       and star coloring algorithms with application to computing Hessians".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import hessian
       >>> hessian(lambda a: (a**3).sum())(jnp.array([1.0, 2.0]))

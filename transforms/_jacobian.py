@@ -65,7 +65,7 @@ def jacfwd(
     Source:
       `jax.jacfwd`; `mindspore.jacfwd`; `torch.func.jacfwd`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import jacfwd
       >>> jacfwd(lambda x, y: x * y, argnums=(0, 1))(jnp.array([1.0, 2.0]), 3.0)
@@ -106,7 +106,7 @@ def jacrev(
     Source:
       `jax.jacrev`; `mindspore.jacrev`; `torch.func.jacrev`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import jacrev
       >>> jacrev(jnp.square)(jnp.array([1.0, 2.0]))
@@ -174,7 +174,7 @@ def jacobian(
       `jax.jacfwd` and `jax.jacrev`; Griewank and Walther 2008, "Evaluating Derivatives"; for sparse ones Gebremedhin,
       Manne and Pothen 2005, "What color is your Jacobian?".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import jacobian
       >>> rows = jacobian(lambda x: jnp.stack([x.sum(), x.prod()]))

@@ -73,7 +73,7 @@ def laplacian(
       Li et al. 2024, "A computational framework for neural network-based variational Monte Carlo with Forward
       Laplacian".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import laplacian
       >>> laplacian(lambda x: jnp.exp(x[0]) * x[1] ** 2)(jnp.array([0.0, 3.0]))

@@ -37,7 +37,7 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
     Source:
       `jax.jvp`; `mindspore.jvp`; `torch.func.jvp`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import jvp
       >>> jvp(lambda x, y: x**3 + y, (2.0, 1.0), (1.0, 1.0))
@@ -74,7 +74,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Source:
       `jax.vjp`; `mindspore.vjp`; `torch.func.vjp`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import vjp
       >>> out, pull = vjp(jnp.multiply, jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0]))
@@ -117,7 +117,7 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     Source:
       `jax.linearize`; `torch.func.linearize`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import linearize
       >>> out, push = linearize(jnp.square, 3.0)

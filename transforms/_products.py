@@ -41,7 +41,7 @@ def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: str = "au
     Source:
       Pearlmutter 1994, "Fast exact multiplication by the Hessian"; `torch.autograd.functional.hvp`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import hvp
       >>> hvp(lambda x: (x**3).sum(), jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0]))
@@ -74,7 +74,7 @@ def value_grad_and_hvp(
     Source:
       Pearlmutter 1994, "Fast exact multiplication by the Hessian".
 
-    Example:
+    Examples:
       >>> from plurax.transforms import value_grad_and_hvp
       >>> [float(x) for x in value_grad_and_hvp(lambda x: x**3, 2.0, 1.0)]
       [8.0, 12.0, 12.0]
@@ -107,7 +107,7 @@ def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool
     Source:
       `torch.autograd.functional.vhp`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import vhp
       >>> vhp(lambda x: (x**3).sum(), jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0]))
@@ -142,7 +142,7 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     Source:
       Schraudolph 2002, "Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import gnvp
       >>> x = jnp.array([1.0, 2.0])

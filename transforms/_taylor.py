@@ -71,7 +71,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
     Source:
       `jax.experimental.jet`; Griewank and Walther, Evaluating Derivatives, chapter 13; `mindspore.ops.derivative`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import derivative
       >>> derivative(lambda x: x**4, 2)(jnp.array([1.0, 2.0]))

@@ -51,7 +51,7 @@ def hessian_diagonal(
     Source:
       Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import hessian_diagonal
       >>> hessian_diagonal(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
@@ -96,7 +96,7 @@ def hessian_trace(
     Source:
       Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import hessian_trace
       >>> hessian_trace(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
@@ -137,7 +137,7 @@ def hutchinson_trace(
     Source:
       Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix for Laplacian smoothing splines".
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from plurax.transforms import hutchinson_trace
       >>> mean, error = hutchinson_trace(lambda x: (x**3).sum(), 4)(jax.random.key(0), jnp.array([1.0, 2.0]))

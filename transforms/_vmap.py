@@ -92,7 +92,7 @@ def vmap(
     Source:
       `jax.vmap`; MindSpore's `vmap` over a `CellList`; `torch.func.vmap(chunk_size=)`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import vmap
       >>> vmap(jnp.dot, in_axes=(0, None))(jnp.eye(2, 3), jnp.arange(3.0))

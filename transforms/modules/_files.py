@@ -50,7 +50,7 @@ def save_params(path: str | os.PathLike[str], model: Any) -> None:
     Source:
       https://huggingface.co/docs/safetensors; `mindspore.save_checkpoint`.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> from flax import nnx
       >>> from plurax.transforms.modules import load_params, save_params
@@ -106,7 +106,7 @@ def load_params(
     Source:
       `mindspore.load_param_into_net`; `torch.nn.Module.load_state_dict`.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> import numpy as np
       >>> from flax import nnx

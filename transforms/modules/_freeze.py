@@ -52,7 +52,7 @@ def freeze(model: Any, filter: Any) -> Any:
     Source:
       `mindspore.Parameter.requires_grad`; `flax.nnx` filters.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from plurax.transforms import grad
@@ -96,7 +96,7 @@ def unfreeze(model: Any) -> Any:
     Raises:
       TypeError: `model` is no module.
 
-    Example:
+    Examples:
       >>> from flax import nnx
       >>> from plurax.transforms.modules import freeze, unfreeze
       >>> model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

@@ -18,7 +18,7 @@ class Frozen(nnx.Variable[Any]):
 
     It is no `nnx.Param`, so that nothing that asks for those finds it. `nnx.state(model, Frozen)` has all of a model.
 
-    Example:
+    Examples:
       >>> from flax import nnx
       >>> from plurax.transforms.modules import Frozen, freeze
       >>> model = freeze(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "kernel")
@@ -67,7 +67,7 @@ def named_parameters(model: Any) -> dict[str, jax.Array]:
     Source:
       `mindspore.nn.Cell.parameters_dict`; `torch.nn.Module.named_parameters`.
 
-    Example:
+    Examples:
       >>> from flax import nnx
       >>> from plurax.transforms.modules import named_parameters
       >>> model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.relu, nnx.BatchNorm(3, rngs=nnx.Rngs(0)))

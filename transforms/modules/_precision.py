@@ -48,7 +48,7 @@ def with_precision(
     Source:
       Micikevicius et al. 2018, "Mixed Precision Training"; `mindspore.nn.Cell.to_float`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from plurax.transforms.modules import with_precision

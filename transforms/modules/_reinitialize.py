@@ -55,7 +55,7 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
       of your own in one, nothing tells their axis from others: take an initializer with `batch_axis=0`, or its fans
       count it.
 
-    Example:
+    Examples:
       >>> import jax
       >>> from flax import nnx
       >>> from plurax.transforms.modules import reinitialize

@@ -75,7 +75,7 @@ def per_sample_grad(
     Source:
       `torch.func.vmap(torch.func.grad(...))`; PyTorch's tutorial on per-sample gradients.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import per_sample_grad
       >>> per_sample_grad(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
@@ -134,7 +134,7 @@ def per_sample_norm(
       Goodfellow 2015, "Efficient Per-Example Gradient Computations"; Li et al. 2022, "Large Language Models Can Be
       Strong Differentially Private Learners" (ghost clipping).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import per_sample_norm
       >>> per_sample_norm(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 1.0]]))
@@ -292,7 +292,7 @@ def clipped_grad(
       Abadi et al. 2016, "Deep Learning with Differential Privacy"; Bu et al. 2023, "Differentially Private Optimization
       on Large Model at Small Cost" (book-keeping); `jax_privacy.clipped_grad`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import clipped_grad
       >>> clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))

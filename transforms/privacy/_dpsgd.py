@@ -82,7 +82,7 @@ class DPSGD:
       "(Amplified) Banded Matrix Factorization". Noise and sampling are those of jax-privacy, accounting is
       dp-accounting's.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from plurax.transforms.privacy import DPSGD
       >>> def loss(w, x, y):

@@ -38,7 +38,7 @@ class Batch:
       sampling: with which probability an example whose turn it is was drawn, and in every how many steps it is; None
         where somebody else answers for it.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from plurax.transforms.privacy import Batch
       >>> batch = Batch((np.ones((4, 2)), np.zeros(4)), np.array([False, False, False, True]))

@@ -31,7 +31,7 @@ class DPState:
       ledger: what each step spends.
       members: how many models there are; None for one that is no ensemble.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from plurax.transforms.privacy import DPSGD
       >>> dp = DPSGD(lambda w, x: jnp.sum(w * x), optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=2.0,

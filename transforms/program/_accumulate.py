@@ -77,7 +77,7 @@ def accumulate(
     Source:
       MindSpore, `mindspore.nn.PipelineCell`, whose parts `lazy_inline` compiles once.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from plurax.transforms import value_and_grad
       >>> from plurax.transforms.program import accumulate

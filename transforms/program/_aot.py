@@ -86,7 +86,7 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
     Source:
       `jax.experimental.serialize_executable`; MindSpore's compile cache.
 
-    Example:
+    Examples:
       >>> import tempfile, jax.numpy as jnp
       >>> from plurax.transforms.program import aot
       >>> def mean(x):

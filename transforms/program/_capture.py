@@ -36,7 +36,7 @@ class Capture:
       program: a digest of the compiled program, apart from names and lines of source.
       machine: the kind of device and the versions of JAX, for which alone times can be compared.
 
-    Example:
+    Examples:
       >>> from plurax.transforms.program import Capture
       >>> Capture("f", {("sin", "layer"): 2}, {("sin", "layer"): [1e-6, 2e-6]}, "", "cpu").counts
       {('sin', 'layer'): 2}
@@ -69,7 +69,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
     Cost:
       Compiling `fun`, at most twice, and one call more than `repeats`.
 
-    Example:
+    Examples:
       >>> import tempfile, jax.numpy as jnp
       >>> from plurax.transforms.program import capture
       >>> with tempfile.TemporaryDirectory() as directory:

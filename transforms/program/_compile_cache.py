@@ -27,7 +27,7 @@ class CompileCache:
       hits: how many programs were found there since.
       misses: how many were not, and were compiled.
 
-    Example:
+    Examples:
       >>> import tempfile, jax
       >>> from plurax.transforms.program import enable_compile_cache
       >>> with tempfile.TemporaryDirectory() as directory, enable_compile_cache(directory) as cache:
@@ -127,7 +127,7 @@ def enable_compile_cache(directory: str | os.PathLike[str]) -> CompileCache:
     Source:
       JAX, "Persistent compilation cache"; MindSpore's `compile_cache_path`.
 
-    Example:
+    Examples:
       >>> import tempfile, jax
       >>> from plurax.transforms.program import enable_compile_cache
       >>> directory = tempfile.TemporaryDirectory()

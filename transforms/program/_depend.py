@@ -34,7 +34,7 @@ def depend(y: _Value, a: _Other) -> tuple[_Value, _Other]:
     Source:
       MindSpore, `mindspore.ops.Depend`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from plurax.transforms.program import depend
       >>> def step(x, log):

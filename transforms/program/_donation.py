@@ -34,7 +34,7 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     Cost:
       Compiling `fun`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from plurax.transforms.program import assert_donated
       >>> step = jax.jit(lambda state, x: state + x.sum(), donate_argnums=0)

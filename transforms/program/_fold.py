@@ -63,7 +63,7 @@ def fold_bn(
       training of neural networks for efficient integer-arithmetic-only inference", CVPR 2018, section 3.2. Answers to
       PyTorch's convolution and batch norm fusion with `torch.fx`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> def block(p, x):
       ...     x = x @ p["dense"]["kernel"] + p["dense"]["bias"]

@@ -45,7 +45,7 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
     Source:
       MindSpore, `mindspore.lazy_inline`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from plurax.transforms.program import scan_layers, stack_layers
@@ -126,7 +126,7 @@ def scan_layers(
     Source:
       `jax.lax.scan`; MindSpore, `mindspore.lazy_inline`; `flax.nnx.scan`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from plurax.transforms.program import scan_layers, stack_layers

@@ -34,7 +34,7 @@ def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     Source:
       PyTorch's tutorial "Channels Last Memory Format".
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms.program import count_layout_ops
       >>> count_layout_ops(lambda x: x.T + 1.0, jnp.ones((3, 5)))["transpose"]

@@ -46,7 +46,7 @@ class Operation:
         decompositions. Over several devices, those of one.
       bytes: bytes read and written in a call, likewise; of a fusion in proportion to the time.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms.program import profile
       >>> (row,) = profile(jnp.sin, jnp.ones(3)).operations
@@ -82,7 +82,7 @@ class Profile:
         one function, and was told not to. The calls that were watched are then of a program of other instructions than
         those of `jitted`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms.program import profile
       >>> found = profile(lambda x: jnp.sin(x @ x), jnp.ones((64, 64)))
@@ -231,7 +231,7 @@ def profile(
     Source:
       PyTorch's tutorial "Building a Simple CPU Performance Profiler with FX".
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from plurax.transforms.program import profile
       >>> def two(x):

@@ -23,7 +23,7 @@ class Candidate:
       kernel: the entries of the new parameters it was folded into; empty if it was kept.
       reason: why it was kept; empty if it was folded.
 
-    Example:
+    Examples:
       >>> from plurax.transforms.program import Candidate
       >>> print(Candidate("batch norm", "bn", "block (net.py:12)", "conv.kernel", ""))
       batch norm bn at block (net.py:12): into conv.kernel
@@ -48,7 +48,7 @@ class FoldReport:
       folded: the candidates that are part of the weights now.
       kept: the candidates that are computed as before.
 
-    Example:
+    Examples:
       >>> norm = Candidate("batch norm", "bn", "block (net.py:12)", "conv.kernel", "")
       >>> print(FoldReport((norm,), ()))
       folded 1, kept 0

@@ -35,7 +35,7 @@ class Stack(nnx.Module):
     def unstack(self) -> list[Any]:
         """The layers as modules of their own, with copies of their arrays.
 
-        Example:
+        Examples:
           >>> from flax import nnx
           >>> from plurax.transforms.program import stack_layers
           >>> stack = stack_layers([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(5)])

@@ -39,7 +39,7 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
     Source:
       The dynamic shapes of MindSpore's guide to cells: a loss of the hardest 70 %.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms.program import masked_topk_mean
       >>> x, mask = jnp.array([1.0, 5.0, 3.0, 9.0]), jnp.array([True, True, True, False])

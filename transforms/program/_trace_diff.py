@@ -49,7 +49,7 @@ class Difference:
       category: `added` and `deleted` where it runs in one of the two alone; `increased` and `decreased` where it runs
         oftener or less often, or as often but longer or shorter by more than the noise; else `unchanged`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms.program import trace_diff
       >>> (row,) = trace_diff(jnp.sin, jnp.sin, jnp.ones(3)).differences()
@@ -77,7 +77,7 @@ class TraceDiff:
     Attributes:
       control, test: what each runs.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms.program import trace_diff
       >>> found = trace_diff(jnp.sin, jnp.cos, jnp.ones(3))
@@ -306,7 +306,7 @@ def trace_diff(
     Source:
       PyTorch's tutorial "Trace Diff using Holistic Trace Analysis".
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from plurax.transforms.program import trace_diff
       >>> def once(x):
