@@ -16,6 +16,7 @@ from jax import lax
 from plurax.transforms._convolutions import convolutions_as_products, has_convolution
 from plurax.transforms._loopable import with_loopable_gradients
 
+
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
