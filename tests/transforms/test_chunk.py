@@ -95,14 +95,14 @@ def test_any_chunk_size_and_axes_give_the_same(data: st.DataObject, size: int, c
     axis, out_axis = (data.draw(st.integers(-rank - 1, rank)) for _ in range(2))
     shape.insert(axis % (rank + 1), size)
     x = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-    out = vmap(lambda x: x + 1, axis, out_axis, chunk_size=chunk_size)(x)
+    out = jax.jit(vmap(lambda x: x + 1, axis, out_axis, chunk_size=chunk_size))(x)
     assert_same(out, np.moveaxis(x + 1, axis, out_axis))
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_short_axes_are_one_chunk(size: int) -> None:
     x = np.ones((3, size, 2), np.float32)
-    assert_same(vmap(jnp.sin, 1, 2, chunk_size=1)(x), jnp.sin(x.swapaxes(1, 2)))
+    assert_same(vmap(jnp.sin, 1, 2, chunk_size=1)(x), np.sin(x.swapaxes(1, 2)))
 
 
 def test_the_last_chunk_holds_what_remains() -> None:
@@ -135,12 +135,12 @@ def test_chunks_never_change_the_random_numbers() -> None:
     x = np.zeros(5, np.uint32)
     for axis, keys in [(0, jax.random.split(key, 5)), (None, key), (0, jax.random.split(jax.random.PRNGKey(0), 5))]:
         expected = np.stack([alone(keys if axis is None else keys[i], x[0]) for i in range(5)])
-        assert_same(vmap(draw, (axis, 0), chunk_size=2)(keys, x), expected)
+        assert_same(jax.jit(vmap(draw, (axis, 0), chunk_size=2))(keys, x), expected)
 
 
 def test_branches_differ_between_the_slices_of_a_chunk() -> None:
     fun = lambda x: lax.cond(x[0] > 0, jnp.cos, lambda x: 3 * x, x)
-    assert_same(vmap(fun, chunk_size=3)(X), np.where(X[:, :1] > 0, np.cos(X), 3 * X))
+    assert_same(jax.jit(vmap(fun, chunk_size=3))(X), np.where(X[:, :1] > 0, np.cos(X), 3 * X))
 
 
 # Under other transforms.

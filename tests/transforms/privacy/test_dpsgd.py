@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -63,6 +64,19 @@ def make(loss: Any = loss, optimizer: Any = None, **settings: Any) -> DPSGD:
     return DPSGD(loss, optimizer or optax.sgd(0.5), **{**SETTINGS, **settings})
 
 
+@cache
+def usual(method: str = "auto") -> DPSGD:
+    """The one of most tests, whose step is traced once for all of them."""
+    return make(method=method)
+
+
+@cache
+def noiseless(method: str = "auto") -> DPSGD:
+    return make(method=method, noise_multiplier=0.0, optimizer=optax.sgd(EXPECTED))
+
+
+value_and_gradient = jax.jit(jax.value_and_grad(loss))
+
 SIZES = (20,)  # one program will do, where the number of them is not what is tested
 
 
@@ -98,51 +112,62 @@ def arrays(state: Any) -> Any:
 # What a step computes.
 
 
-@pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
-def test_a_run_is_the_algorithm_written_out(method: str) -> None:
-    dp = make(method=method)
-    state = dp.init(PARAMS, key=jax.random.key(5))
+@pytest.fixture(scope="module")
+def written_out() -> Any:
+    """The parameters after a run, and of each step the batch, the mean loss and the share of what was clipped."""
+    dp = usual()
     noise = privatizer(dp.ledger, noise_key(5))
-    params, noise_state = jax.tree.map(jnp.asarray, PARAMS), noise.init(PARAMS)
-    for batch in dp.batches((X, Y), state, sizes=SIZES):
+    params, noise_state, steps = PARAMS, noise.init(PARAMS), []
+    update = jax.jit(noise.update)
+    for batch in dp.batches((X, Y), dp.init(PARAMS, key=jax.random.key(5)), sizes=SIZES):
         x, y = (argument[~batch.is_padding_example] for argument in batch.arguments)
-        total, losses, clipped = jax.tree.map(jnp.zeros_like, params), [], []
+        total, losses, clipped = jax.tree.map(np.zeros_like, params), [], []
         for i in range(len(x)):
-            value, gradient = jax.value_and_grad(loss)(params, x[i : i + 1], y[i : i + 1])
-            norm = math.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(gradient)))
+            value, gradient = jax.tree.map(np.asarray, value_and_gradient(params, x[i : i + 1], y[i : i + 1]))
+            norm = math.sqrt(sum(float(np.sum(leaf**2)) for leaf in jax.tree.leaves(gradient)))
             total = jax.tree.map(lambda t, g, norm=norm: t + min(1.0, CLIP / norm) * g, total, gradient)
             losses.append(value)
             clipped.append(norm > CLIP)
-        noisy, noise_state = noise.update(total, noise_state)
-        params = jax.tree.map(lambda p, g: p - 0.5 * g / EXPECTED, params, noisy)
+        noisy, noise_state = update(total, noise_state)
+        params = jax.tree.map(lambda p, g: p - 0.5 * np.asarray(g) / EXPECTED, params, noisy)
+        steps.append((batch, np.mean(losses), np.mean(clipped)))
+    return jax.tree.map(np.float32, params), steps
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
+def test_a_run_is_the_algorithm_written_out(method: str, written_out: Any) -> None:
+    dp = usual(method)
+    state = dp.init(PARAMS, key=jax.random.key(5))
+    params, steps = written_out
+    for batch, mean_loss, clipped in steps:
         state, metrics = dp.step(state, batch)
-        np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-5)
-        np.testing.assert_allclose(metrics["clipped"], np.mean(clipped), rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], mean_loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics["clipped"], clipped, rtol=1e-5)
     assert_close(state.model, params)
-    assert int(state.step) == 12
+    assert int(state.step) == len(steps) == 12
 
 
 def test_the_divisor_is_the_expected_size_not_the_drawn_one() -> None:
-    dp = make(noise_multiplier=0.0, optimizer=optax.sgd(1.0))
-    total = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=CLIP)(PARAMS, X[:3], Y[:3])
-    state, _ = dp.step(dp.init(PARAMS, key=jax.random.key(0)), a_batch([0, 1, 2], 16))
-    assert_close(state.model, jax.tree.map(lambda p, g: p - g / EXPECTED, PARAMS, total))
+    dp = noiseless()
+    total = jax.jit(clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=CLIP))(PARAMS, X[:3], Y[:3])
+    state, _ = dp.step(dp.init(PARAMS, key=jax.random.key(0)), a_batch([0, 1, 2], 20))
+    assert_close(state.model, jax.tree.map(lambda p, g: p - g, PARAMS, total))
 
 
 def test_a_batch_without_examples_adds_noise() -> None:
-    dp = make(optimizer=optax.sgd(1.0))
+    dp = usual()
     state = dp.init(PARAMS, key=jax.random.key(5))
-    after, metrics = dp.step(state, a_batch([], 8))
+    after, metrics = dp.step(state, a_batch([], 20))
     noise, _ = privatizer(dp.ledger, noise_key(5)).update(jax.tree.map(jnp.zeros_like, PARAMS), state.noise_state)
-    assert_close(after.model, jax.tree.map(lambda p, z: p - z / EXPECTED, PARAMS, noise))
+    assert_close(after.model, jax.tree.map(lambda p, z: p - 0.5 * z / EXPECTED, PARAMS, noise))
     assert float(jnp.abs(after.model["w"] - PARAMS["w"]).min()) > 0
     assert np.isnan(metrics["loss"])
 
 
 def test_what_padding_holds_does_not_matter() -> None:
-    dp = make()
+    dp = usual()
     state = dp.init(PARAMS, key=jax.random.key(5))
-    batch = a_batch([3, 9], 8)
+    batch = a_batch([3, 9], 20)
     lost = np.where(batch.is_padding_example[:, None], np.nan, batch.arguments[0])
     after, metrics = dp.step(state, batch)
     other, other_metrics = dp.step(state, Batch((lost, batch.arguments[1]), batch.is_padding_example))
@@ -153,14 +178,14 @@ def test_what_padding_holds_does_not_matter() -> None:
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 def test_neighbours_are_at_most_one_clip_norm_apart(scale: float, method: str) -> None:
     """The whole step without its noise, with an example and without it: what the noise has to hide."""
-    dp = make(noise_multiplier=0.0, optimizer=optax.sgd(EXPECTED), method=method)
+    dp = noiseless(method)
     x = (scale * X).astype(np.float32)
     state = dp.init(jax.tree.map(np.zeros_like, PARAMS), key=jax.random.key(0))
-    everyone, _ = dp.step(state, a_batch(range(12), 16, x))
+    everyone, _ = dp.step(state, a_batch(range(12), 20, x))
     farthest = 0.0
     for left_out in range(12):
-        others, _ = dp.step(state, a_batch([i for i in range(12) if i != left_out], 16, x))
-        apart = jax.tree.map(lambda a, b: np.asarray(a - b, float), everyone.model, others.model)
+        others, _ = dp.step(state, a_batch([i for i in range(12) if i != left_out], 20, x))
+        apart = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), everyone.model, others.model)
         farthest = max(farthest, math.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(apart))))
     assert farthest <= CLIP * (1 + 1e-5)
     assert scale < 1 or farthest > 0.99 * CLIP
@@ -168,12 +193,12 @@ def test_neighbours_are_at_most_one_clip_norm_apart(scale: float, method: str) -
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 def test_one_example_that_is_lost_changes_nothing_else(poison: float) -> None:
-    dp = make()
+    dp = usual()
     x = X.copy()
     x[3] = poison
     state = dp.init(PARAMS, key=jax.random.key(0))
-    with_it, metrics = dp.step(state, a_batch([1, 3, 5], 8, x))
-    without, _ = dp.step(state, a_batch([1, 5], 8, x))
+    with_it, metrics = dp.step(state, a_batch([1, 3, 5], 20, x))
+    without, _ = dp.step(state, a_batch([1, 5], 20, x))
     assert_close(with_it.model, without.model)
     assert metrics["clipped"] > 0
 
@@ -192,15 +217,20 @@ def test_one_example_that_is_lost_changes_nothing_else(poison: float) -> None:
     ],
 )
 def test_any_optimizer_gets_the_noisy_mean(optimizer: Any) -> None:
-    dp, plain = make(optimizer=optimizer), make(optimizer=optax.sgd(1.0))
+    dp, plain = make(optimizer=optimizer), usual()  # whose rate is a half
     state = dp.init(PARAMS, key=jax.random.key(0))
     params, opt_state = state.model, state.opt_state
+
+    @jax.jit
+    def update(gradient: Any, opt_state: Any, params: Any) -> Any:
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     for batch in dp.batches((X, Y), state, sizes=SIZES):
         given = plain.init(params, key=jax.random.key(0))
         one, _ = plain.step(replace(given, noise_state=state.noise_state, step=state.step), batch)
-        gradient = jax.tree.map(jnp.subtract, params, one.model)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        gradient = jax.tree.map(lambda p, q: (np.asarray(p) - np.asarray(q)) / np.float32(0.5), params, one.model)
+        params, opt_state = update(gradient, opt_state, params)
         state, _ = dp.step(state, batch)
         assert_close(state.model, params, 1e-4)
 
@@ -261,8 +291,9 @@ def test_half_precision_keeps_the_bound(dtype: Any, method: str) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(4, 3)), dtype), "b": jnp.zeros(3, dtype)}
     x = jnp.asarray(3 * rng.normal(size=(60, 4)), dtype)
     options: Any = {"batch_argnums": (1, 2), "l2_clip_norm": CLIP, "dtype": jnp.float32, "method": method}
-    one = jax.jit(clipped_grad(loss, **options))
-    norms = [float(optax.tree.norm(one(params, x[i : i + 1], Y[i % N : i % N + 1]))) for i in range(60)]
+    one = clipped_grad(loss, **options)
+    norm = jax.jit(lambda *args: optax.tree.norm(one(*args)))
+    norms = [float(norm(params, x[i : i + 1], Y[i % N : i % N + 1])) for i in range(60)]
     assert 0.95 * CLIP < max(norms) <= CLIP * (1 + 1e-6)
 
 
@@ -286,7 +317,8 @@ def test_half_precision_is_summed_and_made_noisy_in_float32() -> None:
     state = dp.init(half, key=jax.random.key(0))
     batch = a_batch(range(9), 12)
     after, _ = dp.step(state, batch)
-    total = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=CLIP, dtype=jnp.float32)(half, X[:9], Y[:9])
+    of = jax.jit(clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=CLIP, dtype=jnp.float32))
+    total = of(half, X[:9], Y[:9])
     noisy, _ = privatizer(dp.ledger, noise_key(0)).update(total, state.noise_state)
     expected = jax.tree.map(lambda p, g: p - (g / EXPECTED).astype(p.dtype), half, noisy)
     chex.assert_trees_all_equal_shapes_and_dtypes(after.model, expected)
@@ -298,14 +330,14 @@ def test_half_precision_is_summed_and_made_noisy_in_float32() -> None:
 def test_double_precision_stays() -> None:
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), PARAMS)
-        assert all(x.dtype == jnp.float64 for x in jax.tree.leaves(run(make(), params, steps=2).model))
+        assert all(x.dtype == jnp.float64 for x in jax.tree.leaves(run(usual(), params, steps=2).model))
 
 
 def test_users_with_several_examples_are_clipped_as_one() -> None:
     dp = make(keep_batch_dim=False, num_examples=N // 2, noise_multiplier=0.0, optimizer=optax.sgd(EXPECTED))
     state = dp.init(PARAMS, key=jax.random.key(0))
     after, _ = dp.step(state, Batch((X.reshape(N // 2, 2, 4)[:1], Y.reshape(N // 2, 2)[:1]), np.zeros(1, bool)))
-    gradient = jax.grad(loss)(PARAMS, X[:2], Y[:2])
+    _, gradient = value_and_gradient(PARAMS, X[:2], Y[:2])
     scale = min(1.0, CLIP / math.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradient))))
     assert_close(after.model, jax.tree.map(lambda p, g: p - scale * g, PARAMS, gradient))
 
@@ -398,7 +430,7 @@ def test_a_key_that_a_model_keeps_may_change() -> None:
 
 
 def test_microbatches_divide_what_batches_are_padded_to() -> None:
-    assert_close(run(make(microbatch_size=3), PARAMS, sizes=None).model, run(make(), PARAMS).model)
+    assert_close(run(make(microbatch_size=3), PARAMS, sizes=None).model, run(usual(), PARAMS).model)
 
 
 def test_dropout_that_takes_no_part_leaves_no_trace() -> None:
@@ -445,7 +477,7 @@ def test_nothing_recompiles() -> None:
 
 
 def test_a_step_under_jit_and_scan_is_a_step() -> None:
-    dp = make()
+    dp = usual()
     state = dp.init(PARAMS, key=jax.random.key(0))
     batches = [a_batch([i, i + 3, i + 9], 5) for i in range(4)]
     expected = state
@@ -464,9 +496,9 @@ def test_a_step_under_jit_and_scan_is_a_step() -> None:
 
 
 def test_a_step_leaves_its_arguments_usable() -> None:
-    dp = make()
+    dp = usual()
     state = dp.init(PARAMS, key=jax.random.key(0))
-    batch = next(dp.batches((X, Y), state))
+    batch = next(dp.batches((X, Y), state, sizes=SIZES))
     first = arrays(dp.step(state, batch)[0])
     jax.tree.map(np.testing.assert_array_equal, first, arrays(dp.step(state, batch)[0]))
 
@@ -487,7 +519,7 @@ def test_batches_without_a_state_are_new_each_time() -> None:
 
 
 def test_batches_go_on_where_the_state_is() -> None:
-    dp = make()
+    dp = usual()
     state = run(dp, PARAMS, steps=5)
     whole = list(dp.batches((X, Y), dp.init(PARAMS, key=jax.random.key(0))))
     rest = list(dp.batches((X, Y), state))
@@ -499,7 +531,7 @@ def test_batches_go_on_where_the_state_is() -> None:
 
 
 def test_epsilon_is_that_of_the_steps_taken() -> None:
-    dp = make()
+    dp = usual()
     state = dp.init(PARAMS, key=jax.random.key(0))
     assert dp.epsilon(state) == 0
     state = run(dp, PARAMS)
@@ -516,8 +548,8 @@ def test_epsilon_of_members_alone_and_together() -> None:
 
 
 def test_epsilon_counts_by_the_ledger_of_the_state() -> None:
-    state = run(make(noise_multiplier=1.3), PARAMS)
-    assert make(noise_multiplier=9.0).epsilon(state) == make(noise_multiplier=1.3).epsilon(12)
+    state = run(usual(), PARAMS)
+    assert make(noise_multiplier=9.0).epsilon(state) == usual().epsilon(12)
 
 
 def test_a_target_is_kept_by_the_noise_that_is_found() -> None:
@@ -667,9 +699,9 @@ def test_an_optimizer_that_asks_for_the_loss_is_refused() -> None:
 
 
 def test_batches_are_taken_one_after_another_each_once() -> None:
-    dp = make()
+    dp = usual()
     state = dp.init(PARAMS, key=jax.random.key(0))
-    first, second = (next(batches) for batches in [dp.batches((X, Y), state)] for _ in range(2))
+    first, second = (next(batches) for batches in [dp.batches((X, Y), state, sizes=SIZES)] for _ in range(2))
     after, _ = dp.step(state, first)
     message = (
         r"^DPSGD.step: the batch was drawn for a state after {} steps, but this one has taken {}; take the batches of"
@@ -678,7 +710,7 @@ def test_batches_are_taken_one_after_another_each_once() -> None:
         with pytest.raises(ValueError, match=message.format(*numbers)):
             dp.step(given, wrong)
     with pytest.raises(ValueError, match=message.format(0, 1)):
-        dp.step(after, next(dp.batches((X, Y))))
+        dp.step(after, next(dp.batches((X, Y), sizes=SIZES)))
     dp.step(after, second)
 
 

@@ -211,8 +211,7 @@ class LinenTransformer(nn.Module):
         position = self.param("position", nn.initializers.zeros, (tokens.shape[1], WIDTH))
         x = embed(tokens)
         x = x + position
-        for i in range(2):
-            x = LinenBlock(name=f"blocks_{i}")(x)
+        x = LinenBlock(name="blocks_0")(x)
         x = nn.LayerNorm(name="norm")(x)
         return embed.attend(x)
 
@@ -444,7 +443,7 @@ SEPARABLE = LAST | table(
     factors="pointwise.kernel", direct="depthwise.kernel depthwise.bias multiplied.kernel multiplied.bias"
 )
 TEMPORAL = LAST | table(factors="conv2.kernel", direct="conv1.kernel conv1.bias conv2.bias")
-TEXT = transformer_rules(["blocks.0", "blocks.1"], "direct")
+TEXT, ONE_BLOCK = (transformer_rules(blocks, "direct") for blocks in (["blocks.0", "blocks.1"], ["blocks.0"]))
 GATES = "{0}.ii.kernel {0}.{1}.kernel {0}.ig.kernel {0}.io.kernel "
 GATES += "{0}.hi.kernel {0}.hf.kernel {0}.hg.kernel {0}.ho.kernel"
 GATE_BIASES = "{0}.hi.bias {0}.hf.bias {0}.hg.bias {0}.ho.bias"
@@ -466,8 +465,8 @@ MODELS: dict[str, Model] = {
     "separable": Model(separable, IMAGE, SEPARABLE, Separable),
     "1-D, NNX": Model(Conv1D, SEQUENCE, TEMPORAL),
     "1-D": Model(conv1d, SEQUENCE, TEMPORAL, Conv1D),
-    "transformer, NNX": Model(Transformer, LONG, TEXT),
-    "transformer, Linen": Model(LinenTransformer(), LONG, transformer_rules(["blocks_0", "blocks_1"], "direct")),
+    "transformer, NNX": Model(partial(Transformer, blocks=1), LONG, ONE_BLOCK),
+    "transformer, Linen": Model(LinenTransformer(), LONG, transformer_rules(["blocks_0"], "direct")),
     "transformer": Model(transformer, LONG, TEXT, Transformer),
     "short transformer": Model(
         transformer, SHORT, transformer_rules(["blocks.0"], "factors"), partial(Transformer, length=4, blocks=1)

@@ -80,9 +80,9 @@ def test_what_one_of_them_alone_runs_is_added_or_deleted() -> None:
 
 def test_identical_programs_give_nothing_twenty_times() -> None:
     for _ in range(20):
-        found = trace_diff(layers(), layers(), WS, X, repeats=2)
+        found = trace_diff(layers(), layers(), WS[:2], X, repeats=2)
         assert found.same_program
-        assert [len(getattr(found, name)) for name in CATEGORIES] == [0, 0, 0, 0, 8]
+        assert [len(getattr(found, name)) for name in CATEGORIES] == [0, 0, 0, 0, 4]
 
 
 def test_identical_functions_of_other_scopes_and_lines_are_compared_by_scope() -> None:
