@@ -137,7 +137,7 @@ def layers(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
 
 def convolutions(smoke: bool, rounds: int) -> list[dict[str, Any]]:
     """Blocks with convolutions."""
-    depth, width, side = (3, 4, 4) if smoke else (16, 32, 16)
+    depth, width, side = (2, 4, 4) if smoke else (16, 32, 16)
     blocks = [Convolutional(width, nnx.Rngs(i)) for i in range(depth)]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, side, side, width)), jnp.float32)
     stack = stack_layers(blocks)

@@ -58,7 +58,7 @@ def data(shape: tuple[int, ...], batch: int, *leading: int) -> tuple[Any, Any]:
 
 
 def over_members(
-    kind: type, shape: tuple[int, ...], sizes: tuple[int, ...], batch: int, rounds: int
+    kind: type, shape: tuple[int, ...], sizes: tuple[int, ...], batch: int, rounds: int, **options: Any
 ) -> list[dict[str, Any]]:
     """Time for each member against how many there are: a step, one as in `fit`, and a loop by hand."""
     x, y = data(shape, batch)
@@ -66,7 +66,7 @@ def over_members(
     for size in sizes:
         ensemble = Ensemble.create(kind, size, seed=0)
         for name, donate in (("ours", False), ("fit", True)):
-            trainer, candidates[f"{name} {size}"] = ours(ensemble, x, y, donate=donate)
+            trainer, candidates[f"{name} {size}"] = ours(ensemble, x, y, donate=donate, **options)
             chosen[name, size] = str(trainer.explain().chosen)
         candidates[f"loop {size}"] = loop_by_hand(ensemble, x, y)
     times = interleaved(candidates, rounds=rounds, seconds=0.05)
@@ -95,13 +95,13 @@ class Small(nnx.Module):
         return self.second(nnx.tanh(self.first(x)))
 
 
-def many(size: int, budgets: tuple[str | None, ...], rounds: int) -> list[dict[str, Any]]:
+def many(size: int, budgets: tuple[str | None, ...], rounds: int, **options: Any) -> list[dict[str, Any]]:
     """Very many small members, in chunks that fit into a budget."""
     x, y = data((16,), 64)
     ensemble = Ensemble.create(Small, size, seed=0)
     trainers, candidates = {}, {}
     for budget in budgets:
-        trainers[budget], candidates[str(budget)] = ours(ensemble, x, y, memory_budget=budget)
+        trainers[budget], candidates[str(budget)] = ours(ensemble, x, y, memory_budget=budget, **options)
     candidates["loop"] = loop_by_hand(ensemble, x, y)
     times = interleaved(candidates, rounds=rounds, seconds=0.05)
     rows = []

@@ -129,7 +129,7 @@ def main() -> None:
     )
     chosen = jobs(options.smoke)
     if options.smoke:
-        chosen = {name: chosen[name] for name in ("MLP", "LSTM")}
+        chosen = {"MLP": chosen["MLP"]}
     else:
         large = "MLP 784-512-256-10, batch 2048"
         chosen = {large: mlp(np.random.default_rng(0), 2048, (784, 512, 256, 10)), **chosen}

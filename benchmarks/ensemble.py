@@ -191,6 +191,7 @@ def main() -> None:
     smoke = options.smoke
     rounds, seconds, batch = (2, 0.001, 4) if smoke else (15, 0.15, 64)
     strategies = ("vmap", "loop") if smoke else STRATEGIES
+    quick = {"tune_seconds": 0.001} if smoke else {}  # of the first table, "auto" tries all that it can
     chunk_cases = (((16, 8),), (4,)) if smoke else (((1024, 256), (4096, 512)), (8, 32, 128, 512))
     device = jax.devices()[0]
     about = (
@@ -238,11 +239,11 @@ def main() -> None:
     sizes = (2,) if smoke else (4, 8, 16, 32, 64)
     over = {}
     for kind, shape in ((MLP, (28, 28, 1)),) if smoke else ((MLP, (28, 28, 1)), (LeNet5, (32, 32, 1))):
-        over[kind.__name__] = _scaling.over_members(kind, shape, sizes, batch, rounds)
+        over[kind.__name__] = _scaling.over_members(kind, shape, sizes, batch, rounds, **quick)
         show(f"{kind.__name__}: a training step for each member", over[kind.__name__])
     show(
         "Very many small members",
-        _scaling.many(*((8, ("1MiB",)) if smoke else (1000, (None, "16MiB", "4MiB", "1MiB"))), rounds),
+        _scaling.many(*((8, ("1MiB",)) if smoke else (1000, (None, "16MiB", "4MiB", "1MiB"))), rounds, **quick),
     )
     show(
         "Four LeNet-5 with a batch of three each, amsgrad",

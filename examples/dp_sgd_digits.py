@@ -94,9 +94,9 @@ def learn_openly(ensemble: Ensemble, train: Digits, tests: Digits, steps: int, s
 
 
 def learn_privately(
-    ensemble: Ensemble, train: Digits, tests: Digits, steps: int, seed: int, target: float, accountant: str
+    ensemble: Ensemble, train: Digits, tests: Digits, steps: int, seed: int, target: float, accountant: str, looks: int
 ) -> Private:
-    """The same with DP-SGD, looked at ten times on the way."""
+    """The same with DP-SGD, looked at `looks` times on the way."""
     dp = DPSGD(
         loss,
         optax.adam(RATE),
@@ -109,7 +109,7 @@ def learn_privately(
         accountant=accountant,
     )
     state = dp.init(ensemble, key=jax.random.key(seed))
-    stops = sorted({round(part * steps / 10) for part in range(1, 11)} - {0})
+    stops = sorted({round(part * steps / looks) for part in range(1, looks + 1)} - {0})
     spent, found = [], []
     with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
         for stop in stops:
@@ -176,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="how many networks learn each way (default 5)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    parser.add_argument("--looks", type=int, default=10, help="how often ε and accuracy are asked for (default 10)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     parser.add_argument(
         "--seed",
@@ -185,7 +186,7 @@ def main() -> None:
     )
     parser.add_argument("--accountant", default="pld", choices=("pld", "rdp"), help="how ε is counted (default pld)")
     options = parser.parse_args()
-    for name in ("seeds", "steps"):
+    for name in ("seeds", "steps", "looks"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, but got {getattr(options, name)}")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -196,7 +197,9 @@ def main() -> None:
     console.print(f"{ensemble}, {len(train.labels)} training images")
     openly = learn_openly(ensemble, train, tests, options.steps, options.seed)
     private = {
-        target: learn_privately(ensemble, train, tests, options.steps, options.seed, target, options.accountant)
+        target: learn_privately(
+            ensemble, train, tests, options.steps, options.seed, target, options.accountant, options.looks
+        )
         for target in TARGETS
     }
     console.print(report(openly, private))
