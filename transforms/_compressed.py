@@ -189,17 +189,27 @@ def _of_products(
             for k in np.flatnonzero(np.bincount(array)):
                 these = ours[array == k]
                 product, place = coloring.product[these], coloring.place[these] - starts[forward][k]
-                part = sums[forward][k].at[product, place].get(mode="promise_in_bounds")
-                if len(these) == len(chosen):
-                    return part.astype(dtype)
-                parts.append(part.astype(dtype))
+                parts.append((sums[forward][k], product, place))
                 order.append(these)
-        return jnp.concatenate(parts)[np.argsort(np.concatenate(order))]
+        return _picked(parts, np.argsort(np.concatenate(order)) if len(parts) > 1 else None, dtype=np.dtype(dtype))
 
     entries: Entries = [[] for _ in outputs]
     for j, i, chosen, _ in blocks_of(pattern, outputs, inputs):
         entries[j].append(read(chosen, jnp.result_type(outputs[j] if count else inputs[i])))
     return out, entries, rest
+
+
+# One program where values are known, instead of one for each operation.
+@partial(jax.jit, static_argnames="dtype", inline=True)
+def _picked(parts: list[tuple[Any, Any, Any]], order: Any, dtype: Any) -> jax.Array:
+    """Entries of matrices, at the rows and columns that come with each: as one array, in this order."""
+    found = [
+        matrix.at[rows, cols].get(mode="promise_in_bounds", wrap_negative_indices=False).astype(dtype)
+        for matrix, rows, cols in parts
+    ]
+    if order is None:
+        return found[0]
+    return jnp.concatenate(found).at[order].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _products(

@@ -19,6 +19,9 @@ from plurax.transforms import _compressed, _set_rules, hessian, jacobian, vmap
 
 X = np.array([0.5, -1.0, 2.0, 0.3, 1.7, -0.6], np.float32)
 XS = np.sin(np.arange(42.0, dtype=np.float32)).reshape(7, 6)
+# So many that a few products are taken without asking XLA what it counts, which takes longer than anything else.
+LONG = np.concatenate([X, np.cos(np.arange(10.0, dtype=np.float32))])
+LONGS = np.sin(np.arange(112.0, dtype=np.float32)).reshape(7, 16)
 K = np.arange(9.0, dtype=np.float32).reshape(3, 3, 1, 1)
 
 
@@ -80,35 +83,35 @@ def rounded_back(x: Any) -> Any:
 rounded_back.defvjp(lambda x: (rounded_back(x), None), lambda _, g: (2 * g,))
 
 FUNCTIONS = {
-    "diagonal": (jnp.tanh, 6),
-    "bands": (bands, 10),
-    "arrow": (arrow, 16),
+    "diagonal": (jnp.tanh, 16),
+    "bands": (bands, 30),
+    "arrow": (arrow, 46),
     "one row": (lambda x: (x[1:3] ** 2).sum(), 2),
-    "more rows": (lambda x: jnp.stack([x, x**2], 1), 12),
+    "more rows": (lambda x: jnp.stack([x, x**2], 1), 32),
     "no entry": (lambda x: jnp.ones(3), 0),
-    "full": (jax.nn.softmax, 36),
-    "stopped": (lambda x: x * jax.lax.stop_gradient(x[::-1]), 6),
+    "full": (jax.nn.softmax, 256),
+    "stopped": (lambda x: x * jax.lax.stop_gradient(x[::-1]), 16),
     "picked": (lambda x: x[jnp.array([0, 4, 4])] ** 2, 3),
     "scattered": (lambda x: jnp.zeros(4).at[jnp.array([0, 0, 3])].add(x[:3] ** 2), 3),
-    "padded": (lambda x: jnp.pad(x, 2)[::-1] * 3, 6),
-    "constant matrix": (lambda x: jnp.eye(6)[:4] @ x, 4),
+    "padded": (lambda x: jnp.pad(x, 2)[::-1] * 3, 16),
+    "constant matrix": (lambda x: jnp.eye(16)[:4] @ x, 4),
     "scan": (lambda x: jax.lax.scan(lambda c, y: (c, c * y), 2.0, x)[1], None),
-    "while": (lambda x: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.sin(c[0]), c[1] + 1), (x, 0))[0], 6),
-    "cond": (lambda x: jax.lax.cond(x[0] > 0, lambda x: x**2, lambda x: x * 3, x), 6),
-    "where": (lambda x: jnp.where(x > 0, x**3, x), 6),
-    "sorted": (jnp.sort, 36),
-    "convolution": (lambda x: jnp.convolve(x, jnp.ones(3), mode="same") ** 2, 16),
+    "while": (lambda x: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.sin(c[0]), c[1] + 1), (x, 0))[0], 16),
+    "cond": (lambda x: jax.lax.cond(x[0] > 0, lambda x: x**2, lambda x: x * 3, x), 16),
+    "where": (lambda x: jnp.where(x > 0, x**3, x), 16),
+    "sorted": (jnp.sort, 256),
+    "convolution": (lambda x: jnp.convolve(x, jnp.ones(3), mode="same") ** 2, 46),
     "image": (
         lambda x: jax.lax.conv_general_dilated(
-            jnp.tanh(x.reshape(1, 3, 2, 1)), K, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            jnp.tanh(x.reshape(1, 8, 2, 1)), K, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         ),
-        26,  # of the kernel's entries one is zero
+        81,  # of the kernel's entries one is zero
     ),
-    "compiled": (jax.jit(bands), 10),
-    "remat": (jax.checkpoint(bands), 10),
-    "a rule of its own": (lambda x: rounded(x) * 3, 6),
-    "a rule backwards": (lambda x: rounded_back(x) * 3, 6),
-    "complex": (lambda x: x + 1j * x**2, 6),
+    "compiled": (jax.jit(bands), 30),
+    "remat": (jax.checkpoint(bands), 30),
+    "a rule of its own": (lambda x: rounded(x) * 3, 16),
+    "a rule backwards": (lambda x: rounded_back(x) * 3, 16),
+    "complex": (lambda x: x + 1j * x**2, 16),
     "number": (lambda x: x[0] * x[5], 2),
 }
 
@@ -125,33 +128,33 @@ def test_functions_against_the_dense_jacobian(name: str) -> None:
     fun, entries = FUNCTIONS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sparse = jacobian(fun, sparsity="auto")(X)
-    expected = dense(fun, X)
+        sparse = jacobian(fun, sparsity="auto")(LONG)
+    expected = dense(fun, LONG)
     assert_equals(sparse, expected)
     assert entries is None or sparse.nse == entries
-    compiled = jax.jit(jacobian(fun, sparsity="auto", check=True, chunk_size=2))(X)
+    compiled = jax.jit(jacobian(fun, sparsity="auto", check=True, chunk_size=2))(LONG)
     assert_equals(compiled, expected)
     if name in ("arrow", "no entry", "more rows", "a rule backwards", "complex", "number"):
-        mapped = jax.jit(jax.vmap(jacobian(fun, sparsity="auto")))(XS)
-        assert_equals(mapped, jax.jit(jax.vmap(lambda x: dense(fun, x)))(XS))
+        mapped = jax.jit(jax.vmap(jacobian(fun, sparsity="auto")))(LONGS)
+        assert_equals(mapped, jax.jit(jax.vmap(lambda x: dense(fun, x)))(LONGS))
 
 
 @pytest.mark.parametrize(
     ("fun", "mode"), [(arrow, "auto"), (bands, "forward"), (bands, "reverse"), (jax.nn.softmax, "auto")]
 )
 def test_modes_chunks_and_budgets(fun: Any, mode: str) -> None:
-    expected = jax.jit(jax.jacfwd(fun))(X)
+    expected = jax.jit(jax.jacfwd(fun))(LONG)
     for chunk_size in (1, 4):
-        assert_equals(jax.jit(jacobian(fun, mode=mode, sparsity="auto", chunk_size=chunk_size))(X), expected)
-    assert_equals(jax.jit(jacobian(fun, mode=mode, sparsity="auto", memory_budget="1KiB"))(X), expected)
+        assert_equals(jax.jit(jacobian(fun, mode=mode, sparsity="auto", chunk_size=chunk_size))(LONG), expected)
+    assert_equals(jax.jit(jacobian(fun, mode=mode, sparsity="auto", memory_budget="1KiB"))(LONG), expected)
     assert_equals(
-        jax.jit(vmap(jacobian(fun, mode=mode, sparsity="auto"), chunk_size=3))(XS),
-        jax.jit(jax.vmap(jax.jacfwd(fun)))(XS),
+        jax.jit(vmap(jacobian(fun, mode=mode, sparsity="auto"), chunk_size=3))(LONGS),
+        jax.jit(jax.vmap(jax.jacfwd(fun)))(LONGS),
     )
-    again = jax.jit(jax.jacfwd(jax.jacfwd(fun)))(X)
+    again = jax.jit(jax.jacfwd(jax.jacfwd(fun)))(LONG)
     sparse = jacobian(fun, mode=mode, sparsity="auto")
     for plain in (jax.jacrev, jax.jacfwd):
-        found = jax.jit(plain(lambda x: sparse(x).todense()))(X)
+        found = jax.jit(plain(lambda x: sparse(x).todense()))(LONG)
         np.testing.assert_allclose(found, again, rtol=1e-5, atol=1e-5)
 
 
@@ -170,22 +173,22 @@ def test_a_budget_takes_as_many_products_as_fit() -> None:
 
 @pytest.mark.parametrize("form", ["bcoo", "padded", "csr", "coo matrix", "numpy", "jax", "result"])
 def test_forms_of_patterns(form: str) -> None:
-    expected = jax.jit(jax.jacfwd(bands))(X)
+    expected = jax.jit(jax.jacfwd(bands))(LONG)
     mask = np.asarray(expected != 0)
     pattern = {
         "bcoo": BCOO.fromdense(jnp.asarray(mask)),
-        "padded": BCOO.fromdense(jnp.asarray(mask), nse=14),
+        "padded": BCOO.fromdense(jnp.asarray(mask), nse=34),
         "csr": scipy.sparse.csr_array(mask),
         "coo matrix": scipy.sparse.coo_matrix(mask.astype(float)),
         "numpy": mask,
         "jax": jnp.asarray(mask),
-        "result": jacobian(bands, sparsity="auto")(X),
+        "result": jacobian(bands, sparsity="auto")(LONG),
     }[form]
     for wrap in (lambda fun: fun, jax.jit):
-        found = wrap(jacobian(bands, sparsity=pattern, check=True))(XS[0])
-        assert found.nse == 10
-        assert_equals(found, jax.jit(jax.jacfwd(bands))(XS[0]))
-    assert_equals(jax.vmap(jacobian(bands, sparsity=pattern))(XS), jax.jit(jax.vmap(jax.jacfwd(bands)))(XS))
+        found = wrap(jacobian(bands, sparsity=pattern, check=True))(LONGS[0])
+        assert found.nse == 30
+        assert_equals(found, jax.jit(jax.jacfwd(bands))(LONGS[0]))
+    assert_equals(jax.vmap(jacobian(bands, sparsity=pattern))(LONGS), jax.jit(jax.vmap(jax.jacfwd(bands)))(LONGS))
 
 
 def test_more_than_the_entries_may_be_given_and_zeros_stay() -> None:
@@ -204,20 +207,21 @@ POINT = {"x": np.arange(3, dtype=np.float32), "y": np.ones((2,), np.float32)}
 @pytest.mark.parametrize(("argnums", "mode"), [(0, "auto"), (-1, "reverse"), ((1, 0), "auto"), ((0, 1), "reverse")])
 def test_pytrees_with_patterns_of_every_form(argnums: Any, mode: str) -> None:
     expected = jax.jit(jax.jacfwd(tree, argnums))(POINT, 3.0)
-    found = jacobian(tree, argnums, mode=mode, sparsity="auto", check=True)(POINT, 3.0)
+    of = lambda **options: jax.jit(jacobian(tree, argnums, mode=mode, **options))(POINT, 3.0)
+    found = of(sparsity="auto", check=True)
     assert_equals(found, expected)
     nested = jax.tree.map(lambda x: np.asarray(x) != 0, expected)
-    assert_equals(jacobian(tree, argnums, mode=mode, sparsity=found, check=True)(POINT, 3.0), expected)
-    assert_equals(jacobian(tree, argnums, mode=mode, sparsity=nested, check=True)(POINT, 3.0), expected)
+    assert_equals(of(sparsity=found, check=True), expected)
+    assert_equals(of(sparsity=nested, check=True), expected)
     numbers = sum(np.size(x) for x in jax.tree.leaves([(POINT, 3.0)[i] for i in np.atleast_1d(argnums)]))
     full = np.ones((9, numbers), bool)
-    assert_equals(jacobian(tree, argnums, mode=mode, sparsity=full)(POINT, 3.0), expected)
+    assert_equals(of(sparsity=full), expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float64])
 def test_dtypes(dtype: Any) -> None:
     with jax.enable_x64(True):
-        x = jnp.asarray(X, dtype)
+        x = jnp.asarray(LONG, dtype)
         tolerance = {2: 2e-2, 4: 1e-5, 8: 1e-12}[x.dtype.itemsize]
         for fun in (bands, arrow):
             found = jax.jit(jacobian(fun, sparsity="auto", check=True))(x)
@@ -268,22 +272,22 @@ def test_random_keys_and_other_traces_around() -> None:
         noise = lambda x: x**2 * scale + jax.random.normal(key, x.shape) * x
         return jacobian(noise, sparsity="auto")(x), jax.jacfwd(noise)(x)
 
-    sparse, expected = drawn(jax.random.key(0), X, 3.0)
-    assert sparse.nse == 6
+    sparse, expected = drawn(jax.random.key(0), LONG, 3.0)
+    assert sparse.nse == 16
     assert_equals(sparse, expected)
-    _, stacked = jax.lax.scan(lambda c, x: (c, jacobian(lambda x: c * x**2, sparsity="auto")(x).data), 2.0, XS)
-    np.testing.assert_allclose(stacked, 4 * XS, rtol=1e-6)
+    _, stacked = jax.lax.scan(lambda c, x: (c, jacobian(lambda x: c * x**2, sparsity="auto")(x).data), 2.0, LONGS)
+    np.testing.assert_allclose(stacked, 4 * LONGS, rtol=1e-6)
 
 
 def test_products_with_the_result() -> None:
-    found, expected = jacobian(bands, sparsity="auto")(X), jax.jacfwd(bands)(X)
-    np.testing.assert_allclose(found @ X, expected @ X, rtol=1e-5)
-    np.testing.assert_allclose(found.T @ X[:5], expected.T @ X[:5], rtol=1e-5)
-    batch = jax.vmap(jacobian(bands, sparsity="auto"))(XS)
+    found, expected = jacobian(bands, sparsity="auto")(LONG), jax.jit(jax.jacfwd(bands))(LONG)
+    np.testing.assert_allclose(found @ LONG, expected @ LONG, rtol=1e-5)
+    np.testing.assert_allclose(found.T @ LONG[:15], expected.T @ LONG[:15], rtol=1e-5)
+    batch = jax.vmap(jacobian(bands, sparsity="auto"))(LONGS)
     for chunk_size in (None, 2):
-        products = vmap(lambda matrix, x: matrix @ x, chunk_size=chunk_size)(batch, XS)
+        products = vmap(lambda matrix, x: matrix @ x, chunk_size=chunk_size)(batch, LONGS)
         np.testing.assert_allclose(
-            products, jax.jit(jax.vmap(lambda x: jax.jacfwd(bands)(x) @ x))(XS), rtol=1e-5, atol=1e-6
+            products, jax.jit(jax.vmap(lambda x: jax.jacfwd(bands)(x) @ x))(LONGS), rtol=1e-5, atol=1e-6
         )
 
 
@@ -303,11 +307,11 @@ def test_products_with_the_result() -> None:
 )
 def test_the_mode_follows_from_the_colours(fun: Any, mode: str, colors: Any) -> None:
     sparse = jacobian(fun, sparsity="auto")
-    x = jnp.linspace(0.1, 1, 50)
+    x = np.linspace(0.1, 1, 50, dtype=np.float32)
     choice = sparse.explain(x)
     assert (choice.mode, choice.colors, choice.inputs) == (mode, colors, 50)
     assert choice.why.startswith(f"{colors[0]} products in forward and {colors[1]} in reverse mode give all ")
-    assert_equals(sparse(x), dense(fun, x))
+    assert_equals(jax.jit(sparse)(x), dense(fun, x))
 
 
 def test_the_program_computes_only_these_products() -> None:
@@ -323,13 +327,13 @@ def test_dense_is_taken_where_xla_counts_less_for_it() -> None:
     choice = sparse.explain(X)
     assert choice.colors is None
     assert choice.why == "XLA counts fewer operations and bytes than for 6 products"
-    assert_equals(sparse(X), jax.jacfwd(jax.nn.softmax)(X))
+    assert_equals(sparse(X), jax.jit(jax.jacfwd(jax.nn.softmax))(X))
     # Some entries are never asked for.
     assert_equals(jacobian(jax.nn.softmax, sparsity=~np.eye(6, dtype=bool))(X) * 1.0, _off_diagonal(X))
 
 
 def _off_diagonal(x: Any) -> Any:
-    whole = jax.jacfwd(jax.nn.softmax)(x)
+    whole = jax.jit(jax.jacfwd(jax.nn.softmax))(x)
     return whole * (1 - jnp.eye(6))
 
 
@@ -349,14 +353,14 @@ def swirl(x: Any) -> Any:
 swirl.defjvp(lambda x, t: (swirl(*x), (jnp.roll(x[0], 1) * t[0]).sum()))
 
 SCALARS = {
-    "rosenbrock": (rosenbrock, 16),
-    "arrow": (lambda x: x[0] * (x**2).sum(), 16),
-    "separable": (lambda x: jnp.sum(jnp.cos(x) * x), 6),
+    "rosenbrock": (rosenbrock, 46),
+    "arrow": (lambda x: x[0] * (x**2).sum(), 46),
+    "separable": (lambda x: jnp.sum(jnp.cos(x) * x), 16),
     "linear": (lambda x: x.sum(), 0),
-    "full": (lambda x: jnp.sum(x) ** 3, 36),
-    "no diagonal": (lambda x: (x[:3] * x[3:]).sum(), 6),
-    "no potential": (swirl, 6),
-    "one number": (lambda x: (x[1:] * x[:-1]).sum(keepdims=True), 10),
+    "full": (lambda x: jnp.sum(x) ** 3, 256),
+    "no diagonal": (lambda x: (x[:8] * x[8:]).sum(), 16),
+    "no potential": (swirl, 16),
+    "one number": (lambda x: (x[1:] * x[:-1]).sum(keepdims=True), 30),
 }
 
 
@@ -371,13 +375,13 @@ SCALARS = {
 )
 def test_hessians(name: str, mode: str) -> None:
     fun, entries = SCALARS[name]
-    expected = jax.jit(jax.hessian(fun))(X)
+    expected = jax.jit(jax.hessian(fun))(LONG)
     for chunk_size in (None, 2):
-        found = jax.jit(hessian(fun, mode=mode, sparsity="auto", check=True, chunk_size=chunk_size))(X)
+        found = jax.jit(hessian(fun, mode=mode, sparsity="auto", check=True, chunk_size=chunk_size))(LONG)
         assert_equals(found, expected)
     assert entries == found.nse or mode == "fwd_fwd"
     sparse = vmap(hessian(fun, mode=mode, sparsity="auto"), chunk_size=4)
-    assert_equals(jax.jit(sparse)(XS), jax.jit(jax.vmap(jax.hessian(fun)))(XS))
+    assert_equals(jax.jit(sparse)(LONGS), jax.jit(jax.vmap(jax.hessian(fun)))(LONGS))
 
 
 def test_a_hessian_in_a_budget() -> None:
@@ -387,16 +391,16 @@ def test_a_hessian_in_a_budget() -> None:
 
 def test_hessians_of_trees_models_and_vectors() -> None:
     fun = lambda point, s: jnp.sum(jnp.sin(point["x"]) * point["y"][0]) + s * point["y"].sum() ** 2
-    for argnums in (1, (0, 1)):
+    for argnums, wrap in ((1, jax.jit), ((0, 1), lambda fun: fun)):
         expected = jax.jit(jax.hessian(fun, argnums))(POINT, 2.0)
-        found = hessian(fun, argnums, sparsity="auto", check=True)(POINT, 2.0)
+        found = wrap(hessian(fun, argnums, sparsity="auto", check=True))(POINT, 2.0)
         assert_equals(found, expected)
-        assert_equals(hessian(fun, argnums, sparsity=found)(POINT, 2.0), expected)
+        assert_equals(jax.jit(hessian(fun, argnums, sparsity=found))(POINT, 2.0), expected)
     squares = lambda x: bands(x) ** 2
     assert_equals(jax.jit(hessian(squares, sparsity="auto", check=True))(X), jax.jit(jax.hessian(squares))(X))
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     loss = lambda model: (model(jnp.arange(2.0)) ** 3).sum()
-    assert_equals(hessian(loss, sparsity="auto", check=True)(model), hessian(loss)(model))
+    assert_equals(hessian(loss, sparsity="auto", check=True)(model), jax.jit(hessian(loss))(model))
 
 
 def test_half_of_a_hessian_may_be_asked_for() -> None:
@@ -407,11 +411,12 @@ def test_half_of_a_hessian_may_be_asked_for() -> None:
 
 
 def test_a_symmetric_arrow_takes_two_products() -> None:
-    x = jnp.linspace(0.1, 1, 2000)
+    x = np.linspace(0.1, 1, 2000, dtype=np.float32)
     fun = lambda x: x[0] * (x**2).sum()
-    analysis: Any = jax.jit(hessian(fun, sparsity="auto")).lower(x).compile().cost_analysis()
+    compiled = jax.jit(hessian(fun, sparsity="auto")).lower(x).compile()
+    analysis: Any = compiled.cost_analysis()
     assert analysis["flops"] < 60 * x.size
-    assert_equals(hessian(fun, sparsity="auto")(x), jax.hessian(fun)(x), 1e-4)
+    assert_equals(compiled(x), jax.jit(jax.hessian(fun))(x), 1e-4)
 
 
 # ---- What cannot be found, and what is wrong
@@ -439,7 +444,7 @@ def test_dense_with_a_warning_where_nobody_knows_what_goes_where(fun: Any, name:
     with pytest.warns(UserWarning, match=name):
         choice = sparse.explain(X)
     assert choice.colors is None
-    assert_equals(jacobian(fun, sparsity=np.ones((6, 6), bool))(X), dense(fun, X))
+    assert_equals(jax.jit(jacobian(fun, sparsity=np.ones((6, 6), bool)))(X), dense(fun, X))
 
 
 def test_only_what_is_not_seen_through_is_dense() -> None:
@@ -474,13 +479,13 @@ def test_dense_with_a_warning_where_the_search_stumbles(monkeypatch: pytest.Monk
 
 def test_a_solver_of_differential_equations() -> None:
     fun = lambda x: odeint(lambda y, t: -y * y, x, jnp.array([0.0, 0.1]))[-1]
-    assert_equals(jacobian(fun, sparsity="auto")(X), jax.jit(jax.jacrev(fun))(X), 1e-4)
+    assert_equals(jax.jit(jacobian(fun, sparsity="auto"))(X), jax.jit(jax.jacrev(fun))(X), 1e-4)
 
 
 def test_a_hessian_with_a_fourier_transform() -> None:
     fun = lambda x: jnp.abs(jnp.fft.fft(x**2)[1]) ** 2
     with pytest.warns(UserWarning, match=r"^hessian: .*`fft`"):
-        assert_equals(hessian(fun, sparsity="auto")(X), jax.hessian(fun)(X), 1e-3)
+        assert_equals(jax.jit(hessian(fun, sparsity="auto"))(X), jax.jit(jax.hessian(fun))(X), 1e-3)
 
 
 WRONG = np.eye(5, 6, dtype=bool)
@@ -504,14 +509,14 @@ def test_a_probe_catches_a_wrong_pattern() -> None:
     assert_equals(jacobian(lambda x: x[:5] ** 2, sparsity=WRONG, check=True)(X), jax.jacfwd(lambda x: x[:5] ** 2)(X))
 
 
-@pytest.mark.parametrize("lost", [0, 7, 15])
+@pytest.mark.parametrize("lost", [0, 17, 45])
 def test_one_entry_that_is_missing_is_caught(lost: int) -> None:
-    pattern = jacobian(arrow, sparsity="auto")(X)
-    keep = np.arange(16) != lost
+    pattern = jacobian(arrow, sparsity="auto")(LONG)
+    keep = np.arange(46) != lost
     lacking = BCOO((pattern.data[keep], pattern.indices[keep]), shape=pattern.shape)
     for mode in ("auto", "forward", "reverse"):
         with pytest.raises(ValueError, match=r"^jacobian: the sparsity pattern lacks entries: "):
-            jacobian(arrow, mode=mode, sparsity=lacking, check=True)(X)
+            jacobian(arrow, mode=mode, sparsity=lacking, check=True)(LONG)
 
 
 def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
@@ -622,5 +627,5 @@ def test_seeds_may_be_constants_or_compared(limits: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(_compressed, "_FOLDED", limits[1])
     for chunk_size in (None, 1):
         sparse = jacobian(arrow, sparsity="auto", chunk_size=chunk_size)
-        assert_equals(jax.jit(sparse)(X), jax.jit(jax.jacfwd(arrow))(X))
-        assert_equals(jax.jit(jax.vmap(sparse))(XS), jax.jit(jax.vmap(jax.jacfwd(arrow)))(XS))
+        assert_equals(jax.jit(sparse)(LONG), jax.jit(jax.jacfwd(arrow))(LONG))
+        assert_equals(jax.jit(jax.vmap(sparse))(LONGS), jax.jit(jax.vmap(jax.jacfwd(arrow)))(LONGS))

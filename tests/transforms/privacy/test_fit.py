@@ -54,7 +54,7 @@ def dp() -> DPSGD:
     return make()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def state(dp: DPSGD) -> Any:
     return dp.init(network(nnx.Rngs(0)), key=jax.random.key(1))
 
@@ -117,8 +117,7 @@ def test_a_state_beyond_the_run_stays_as_it_is(dp: DPSGD, state: Any) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_budget_is_never_passed(together: bool) -> None:
-    dp = make()
+def test_a_budget_is_never_passed(together: bool, dp: DPSGD) -> None:
     ensemble = Ensemble.create(network, 2, seed=0)
     state = dp.init(ensemble, key=jax.random.key(1))
     models = 2 if together else 1
