@@ -250,7 +250,7 @@ def one_run(directory, every=2, told=None):
 
 
 def kill_again_and_again(directory, kills):
-    """Start a run, kill it after a random time, and again; prints the steps reached, and how many were writing."""
+    """Start a run, kill it after some steps and some time, and again; prints the steps reached, and how many wrote."""
     generator = np.random.default_rng(0)
     reached, writing = [], 0
     for _ in range(kills):
@@ -261,8 +261,9 @@ def kill_again_and_again(directory, kills):
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as lines:
-            lines.readline()  # it has started
-            time.sleep(float(generator.uniform(0, 0.4)))
+            for _ in range(generator.integers(1, 7)):  # it has started, and is far from its end
+                lines.readline()
+            time.sleep(float(generator.uniform(0, 0.03)))
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         reached.append(max((int(path.name[5:]) for path in Path(directory).glob("step_*")), default=0))
