@@ -175,6 +175,12 @@ def test_the_environment_holds_the_version_of_the_tree() -> None:
     assert importlib.metadata.version("plurax") == VERSION
 
 
+def test_the_changelog_begins_with_what_is_not_released_and_this_version() -> None:
+    first, second = re.findall(r"^## \[(.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[:2]
+    assert first == "Unreleased]"
+    assert re.fullmatch(rf"{re.escape(VERSION)}\] - \d{{4}}-\d\d-\d\d", second)
+
+
 def test_the_commit_hooks_pin_the_same_ruff() -> None:
     files = [ROOT / "pyproject.toml", ROOT / ".pre-commit-config.yaml"]
     assert len({re.findall(r"ruff==[\d.]+", file.read_text())[0] for file in files}) == 1
