@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -619,6 +620,14 @@ def test_without_asdex_the_extra_is_named(transform: Any, monkeypatch: pytest.Mo
         ModuleNotFoundError, match=r"sparsity needs asdex; install it with pip install 'plurax\[sparse\]'"
     ):
         transform(jnp.sum, sparsity="auto")
+
+
+def test_an_asdex_that_does_not_fit_jax_is_told_from_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "asdex.py").write_text("from jax import no_such_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "asdex", raising=False)
+    with pytest.raises(ImportError, match=r"beside jax .*no_such_name.*; install versions that go together with pip"):
+        jacobian(jnp.sum, sparsity="auto")
 
 
 @pytest.mark.parametrize("limits", [(0, 0), (2**24, 0), (2**24, 2**18)])
