@@ -525,6 +525,8 @@ def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
     wrong["b"]["y"] = np.zeros_like(wrong["b"]["y"])
     with pytest.raises(ValueError, match=r"row `output\['b'\]\[0, 1\]` of the result, and 3 others"):
         jacobian(tree, sparsity=wrong, check=True)(POINT, 3.0)
+    with pytest.raises(ValueError, match=r"row `output\[4\]` of the result does not give the product"):
+        jacobian(lambda x: x[:5] ** 2, sparsity=np.arange(6) == np.array([[0], [1], [2], [3], [0]]), check=True)(X)
     with pytest.raises(ValueError, match=r"column `x\[0\]` of the result, and 5 others"):
         jacobian(lambda x: rounded_back(x), sparsity=np.eye(6, k=1, dtype=bool), check=True)(X)
     hilly = hessian(rosenbrock, sparsity=np.eye(6, dtype=bool), check=True)
