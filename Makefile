@@ -8,7 +8,7 @@ READY := .venv/.ready
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo examples test lint types docs bench bench-smoke fuzz clean
+.PHONY: help demo examples test lint types docs bench bench-smoke fuzz release clean
 
 help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
@@ -19,6 +19,7 @@ help:
 	@echo "make docs         the site, its code executed: minutes"
 	@echo "make bench        every benchmark; bench-smoke: small sizes"
 	@echo "make fuzz         the property tests with many examples   (PYTEST_ARGS=...)"
+	@echo "make release      wheel and sdist in dist/, tried with each extra in new environments: minutes"
 	@echo "make clean        what the others made; remove .venv yourself to start over"
 
 $(READY): pyproject.toml
@@ -66,6 +67,11 @@ bench bench-smoke: $(READY)
 
 fuzz: $(READY)
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -m hypothesis $(PYTEST_ARGS)
+
+release: $(READY)
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python tests/try_release.py $(ARGS) dist
 
 clean:
 	@rm -rf build dist plurax.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo
