@@ -8,10 +8,11 @@ READY := .venv/.ready
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint types docs bench bench-smoke fuzz clean
+.PHONY: help demo examples test lint types docs bench bench-smoke fuzz clean
 
 help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
+	@echo "make examples     run all into the pages that show them   (ARGS=\"maxwell laplacian\")"
 	@echo "make test         every test                              (PYTEST_ARGS=...)"
 	@echo "make lint         style and formatting, nothing is changed"
 	@echo "make types        types of an installed copy and of the tests"
@@ -31,6 +32,9 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	@$(BIN)/python examples/ensemble_digits.py $(ARGS)
+
+examples: $(READY)
+	@$(BIN)/python examples/_capture.py $(ARGS)
 
 test: $(READY)
 	@$(BIN)/pytest --numprocesses auto --dist loadgroup $(PYTEST_ARGS)
