@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("torch",)
+PAGES = ("torch", "mindspore")
 
 
 def script() -> Any:
