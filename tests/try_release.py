@@ -6,6 +6,7 @@ Run by `make release`. It needs a network, and minutes.
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -66,24 +67,38 @@ for by in (None, 'rate'):
 }
 
 
-def run(python: Path, code: str) -> tuple[bool, str]:
-    """Run code in an environment, away from the tree; returns whether it went well, and the last line of its errors."""
+# Runs each of some codes, and prints what was raised, or nothing.
+RUN = """
+import json, sys
+said = {}
+for name, code in json.loads(sys.stdin.read()).items():
+    try:
+        exec(code, {"__name__": "__main__"})
+        said[name] = ""
+    except Exception as error:
+        said[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(said))
+"""
+
+
+def run(python: Path, codes: dict[str, str]) -> dict[str, str]:
+    """Run codes in an environment, away from the tree; returns for each its error, or nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([python, "-I", "-c", code], cwd=folder, capture_output=True, text=True, check=False)
-    return done.returncode == 0, (done.stderr.splitlines() or [""])[-1]
+        command = [python, "-I", "-c", RUN]
+        done = subprocess.run(command, input=json.dumps(codes), cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def faults(python: Path, installed: str | None) -> list[str]:
-    """What does not go as it should in an environment with one extra."""
+    """What does not go as it should in an environment with one extra, or with none."""
     found = []
     for extra, uses in USES.items():
         if installed not in (None, extra):
             continue
-        for name, code in uses.items():
-            good, said = run(python, PRELUDE + code)
-            if installed is None and (good or f"pip install 'plurax[{extra}]'" not in said):
+        for name, said in run(python, {name: PRELUDE + code for name, code in uses.items()}).items():
+            if installed is None and f"pip install 'plurax[{extra}]'" not in said:
                 found.append(f"without the extra {extra}, {name} does not name it: {said}")
-            elif installed and not good:
+            elif installed and said:
                 found.append(f"with the extra {extra}, {name} fails: {said}")
     return found
 
@@ -107,8 +122,8 @@ def main() -> None:
                 subprocess.run([python, "-m", "pip", "check", "--disable-pip-version-check"], check=True)
                 wrong = faults(python, extra)
                 if extra is None:
-                    good, said = run(python, first_example)
-                    wrong += [] if good else [f"the README's first example fails: {said}"]
+                    said = run(python, {"the first example": first_example})["the first example"]
+                    wrong += [f"the README's first example fails: {said}"] if said else []
                 if extra == "examples":
                     wrong += [
                         f"{script.name} does not start"
