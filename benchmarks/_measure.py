@@ -104,8 +104,8 @@ def _time(call: Callable[[], Any], repeats: int) -> float:
 def another_process(*command: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """What a process calls itself, and a candidate that has it take a step.
 
-    It says "name", once it is ready, and for each line that it reads it takes a step and says "done". Between its steps it
-    is stopped, since the threads of a library may go round and round while they wait.
+    It says "name" once it is ready, and "done" for each line that it reads, when it has taken a step. Between its steps
+    it is stopped, since the threads of a library may go round and round while they wait.
     """
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
