@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,37 +183,20 @@ def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
 
 
 def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
-    """Time and memory against the size of a chunk."""
+    """Memory and time of one Jacobian, at once, within budgets (to which a line goes) and in chunks."""
     rows = {row[""]: row for row in rows_of(tables, "A perceptron's Jacobian")}
-    chunks = {int(name.split("=")[1]): row for name, row in rows.items() if name.startswith("chunk_size")}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.3), layout="constrained")
-    lines = {"dense (jax.jacfwd)": (GRAY, ":", "all at once (jax.jacfwd)")}
-    lines |= {name: (RED, "--", name) for name in rows if name.startswith("lax.map by hand")}
-    lines |= {name: (ORANGE, "-.", name) for name in rows if name == "torch.func.jacfwd"}
-    for axis, key, title in zip(
-        axes, ("ms", "temporaries (MiB)"), ("Time (s)", "Temporaries (MiB), beside 64 of result"), strict=True
-    ):
-        scale = 1e3 if key == "ms" else 1
-        values = [(row[key]["median"] if key == "ms" else row[key]) / scale for row in chunks.values()]
-        axis.plot(list(chunks), values, "o-", color=BLUE)
-        place, offset = ((0, (0, 8)), (1, (10, -10)))[key != "ms"]
-        point = (list(chunks)[place], values[place])
-        axis.annotate("Plurax, chunk_size", point, xytext=offset, textcoords="offset points", color=BLUE)
-        for name, (colour, style, words) in lines.items():
-            value = rows[name][key]
-            if value is None:
-                continue
-            value = (value["median"] if key == "ms" else value) / scale
-            axis.axhline(value, color=colour, linestyle=style, linewidth=1.2)
-            axis.annotate(words, (1.01, value), xycoords=("axes fraction", "data"), color=colour, va="center")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(list(chunks), [str(chunk) for chunk in chunks])
-        axis.set_xlabel("columns at a time")
-        axis.set_title(title, loc="left", fontsize=10)
-    axes[0].set_ylim(0, None)
-    axes[1].set_yscale("log")
-    axes[1].set_yticks([1, 10, 100], ["1", "10", "100"])
-    axes[1].minorticks_off()
+    budgets = [int(found[1]) if (found := re.search('memory_budget="(\\d+)MiB"', name)) else 0 for name in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
+    memory, times = {}, {}
+    for (name, row), budget in zip(rows.items(), budgets, strict=True):
+        colour = BLUE if re.match("memory_budget|chunk_size", name) else PALE
+        held = row["temporaries (MiB)"]
+        words = "not known" if held is None else number(held) + f", of {budget}" * bool(budget)
+        memory[name] = {"median": held or 0, "quartiles": [held or 0, max(held or 0, budget)]}, colour, words
+        times[name] = row["ms"], colour, f"{number(row['ms']['median'] / 1e3)} s"
+    bars(axes[0], memory, "MiB beside the 64 of the result, of budgets")
+    bars(axes[1], times, "Time")
+    axes[1].tick_params(labelleft=False)
     return figure
 
 
