@@ -40,7 +40,7 @@ from plurax.transforms.modules import (
 )
 from plurax.transforms.program import bucketed, masked_topk_mean
 
-console = Console(width=120, highlight=False)
+console = Console(width=100, highlight=False)
 
 
 def show(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

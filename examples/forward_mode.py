@@ -22,7 +22,8 @@ from plurax.transforms import Dual, derivative, dual, grad, jvp
 def show(title: str, got: Any, expected: Any) -> None:
     """Print an array, once it is certain to be right."""
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-    print(f"\n{title}\n{np.asarray(got)}")
+    text = np.array2string(np.asarray(got), separator=", ", formatter={"float": "{:.3g}".format}).replace("\n", "")
+    print(f"  {title:45}  {text}")
 
 
 def fn(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -53,14 +54,14 @@ def main() -> None:
     print("1. Dual numbers: a value and its tangent, computed in one pass")
     out = dual(fn)(Dual(primal, tangent), y)
     show("fn(x, y) = x² + y²: the value", out.primal, primal**2 + 1)
-    show("its tangent 2·x·t: y has none, so it is held constant", out.tangent, 2 * primal * tangent)
+    show("its tangent 2·x·t: y is held constant", out.tangent, 2 * primal * tangent)
     both = dual(fn)(Dual(primal, tangent), Dual(y, y))
-    show("both carry one: 2·x·t + 2·y·1", both.tangent, 2 * primal * tangent + 2)
+    show("y with a tangent of its own: 2·x·t + 2·y", both.tangent, 2 * primal * tangent + 2)
     jitted = jax.jit(dual(fn))(Dual(primal, tangent), y)
-    show("a Dual is a pytree: under jit", jitted.tangent, out.tangent)
+    show("a Dual is a pytree: the first tangent by jit", jitted.tangent, out.tangent)
     basis = jnp.eye(3)
     columns = jax.vmap(lambda t: dual(jnp.sin)(Dual(primal[0], t)).tangent)(basis)
-    show("one tangent for each column of the Jacobian of sin, by vmap", columns, jnp.diag(jnp.cos(primal[0])))
+    show("vmap: columns of the Jacobian of sin", columns, jnp.diag(jnp.cos(primal[0])))
 
     print("\n2. A module: tangents on its parameters")
     model, x = nnx.Linear(5, 4, rngs=nnx.Rngs(0)), jnp.asarray(rng.normal(size=(16, 5)), jnp.float32)
@@ -68,24 +69,24 @@ def main() -> None:
     out = dual(lambda model: jnp.sum(model(x)))(Dual(model, direction))
     gradient = grad(lambda model: jnp.sum(model(x)))(model)
     product = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
-    show("the loss moves, along a direction of the parameters, by", out.tangent, product)
-    print("(which is the gradient of reverse mode times that direction)")
+    show("tangent of the loss along a direction", out.tangent, product)
+    show("the gradient of reverse mode, times that", product, out.tangent)
 
     print("\n3. The functional way: jvp")
     value, slope = jvp(fn, (primal, y), (tangent, y))
     show("jvp(fn, primals, tangents): the value", value, both.primal)
-    show("the same tangent", slope, both.tangent)
+    show("its tangent, as above", slope, both.tangent)
     held = jvp(lambda x: fn(x, y), (primal,), (tangent,))[1]
-    show("an argument is held by closing over it", held, 2 * primal * tangent)
+    show("y held constant, by closing over it", held, 2 * primal * tangent)
 
     print("\n4. A rule of one's own")
     check_grads(log1pexp, (primal,), order=2, atol=1e-2, rtol=1e-2)
     far = Dual(jnp.array([-100.0, 0.0, 100.0]), jnp.ones(3))
-    show("log(1 + eˣ) as it is written, where eˣ overflows at the end: its derivative", dual(naive)(far).tangent,
+    show("log(1 + eˣ) as written: eˣ overflows at 100", dual(naive)(far).tangent,
          [0, 0.5, np.nan])  # fmt: skip
     out = dual(log1pexp)(far)
-    show("written with care, and with a rule for its derivative: the value", out.primal, [0, np.log(2), 100])
-    show("the derivative, by the rule (which check_grads has compared with differences)", out.tangent, [0, 0.5, 1])
+    show("written with care: the value", out.primal, [0, np.log(2), 100])
+    show("its derivative, by a rule that is checked", out.tangent, [0, 0.5, 1])
 
     print("\n5. Higher orders: duals of duals, or derivative")
     slope_of = lambda x: dual(jnp.sin)(Dual(x, jnp.ones_like(x))).tangent  # noqa: E731 (a formula)

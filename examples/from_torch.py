@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def main() -> None:
         try:
             load_params(split, empty)
         except ValueError as error:
-            print("  ValueError:", str(error).replace(f"{split}", "the file")[:230], "...")
+            said = f"ValueError: {str(error).replace(f'{split}', 'the file')}"
+            print(textwrap.fill(said, 96, initial_indent="  ", subsequent_indent="  "))
         model = load_params(split, empty, rename=rename, transform=transform)
         example = load_file(file)
     model.eval()

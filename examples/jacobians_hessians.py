@@ -9,6 +9,7 @@ programs, the best of a few.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -86,8 +87,8 @@ def main() -> None:
         check(chosen, reverse)
         choice = jacobian(predict, 2).explain(*arguments)
         print(
-            f"   {inputs:4} to {outputs:4}: jacfwd {columns:6.2f} ms, jacrev {rows:6.2f} ms, jacobian {taken:6.2f} ms, "
-            f"{choice.mode}, since {choice.why}"
+            f"   {inputs:4} to {outputs:4}: jacfwd {columns:6.2f} ms, jacrev {rows:6.2f} ms, jacobian {taken:6.2f} ms\n"
+            f"                 {choice.mode}, since {choice.why}"
         )
 
     print("\n4. In less memory: the columns in chunks, as many at a time as fit")
@@ -123,7 +124,7 @@ def main() -> None:
     try:
         batch_jacobian(lambda batch: of_batch(batch - batch.mean(0)), rows="independent", check=True)(batch)
     except ValueError as error:
-        print(f"   of rows that do: {error}")
+        print(textwrap.fill(f"of rows that do: {error}", 96, initial_indent="   ", subsequent_indent="   "))
     else:
         raise AssertionError("rows that depend on each other were taken")
     curvature = vmap(hessian(predict, 2), in_axes=(None, None, 0))(weight, bias, batch)

@@ -42,7 +42,7 @@ LAYER = 0.5  # wavelengths, of the absorbing layer around everything
 DELAY = 1.2  # when the source is at its strongest
 CHUNK, BUDGET = 4, "2MiB"  # two ways to bound the memory of many sources
 
-console = Console(width=110, highlight=False)
+console = Console(width=100, highlight=False)
 
 
 def show(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -323,8 +323,8 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
     x, y = (fine.antennas / 40 - LAYER).T
     field.plot(y[1:], x[1:], "o", color="black", markersize=3)
     field.plot(y[0], x[0], "*", color="black", markersize=12)
-    field.set(title="A wave from ★ meets a hidden square", xlabel="wavelengths", xlim=(0, 4), ylim=(0, 4))
-    field.set(xticks=range(5), yticks=range(5))
+    field.set(title="A wave from ★ meets a hidden square", xlabel="wavelengths", ylabel="wavelengths")
+    field.set(xlim=(0, 4), ylim=(0, 4), xticks=range(5), yticks=range(5))
 
     best = max(cells for _, cells in waves)
     one = waves["vacuum", best]
@@ -351,7 +351,7 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
         (found, change, f"Found in {len(misfits) - 1} steps: misfit 1/{misfits[0] / misfits[-1]:.0f}"),
     ):
         image = panel.imshow(1 + values, extent=(1, 3, 1, 3), origin="lower", vmin=1, vmax=1.6, cmap="viridis")
-        panel.set(title=title, xlabel="wavelengths", xticks=(1, 2, 3), yticks=(1, 2, 3))
+        panel.set(title=title, xlabel="wavelengths", ylabel="wavelengths", xticks=(1, 2, 3), yticks=(1, 2, 3))
     figure.colorbar(image, ax=found, label="permittivity")
 
     names = list(times[next(reversed(times))])
@@ -367,7 +367,7 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
     for panel, corner in ((signal, "upper right"), (error, "upper right"), (bars, "lower right")):
         panel.legend(loc=corner, fontsize=8, frameon=False, ncols=2 if panel is bars else 1)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")  # the layout forgets the labels of panels that stay square
     plt.close(figure)
 
 

@@ -79,7 +79,7 @@ def train(process: int, processes: int, coordinator: str, members: int, steps: i
     last = [row["loss"] for row in history[-members:]]
     print(
         f"process {process} of {processes}, {jax.local_device_count()} of {jax.device_count()} devices: trained and "
-        f"wrote members {mine}; losses of all {min(last):.3f} to {max(last):.3f}",
+        f"wrote members {mine}; all losses {min(last):.3f} to {max(last):.3f}",
         flush=True,
     )
 
@@ -96,7 +96,7 @@ def read(members: int, out: Path) -> None:
     each = metrics.accuracy(prediction.members, labels)
     print(
         f"read {path.name} in one process: accuracy {float(metrics.accuracy(prediction.mean, labels)):.1%} together, "
-        f"{float(each.min()):.1%} to {float(each.max()):.1%} each; member {members - 1} alone agrees"
+        f"{float(each.min()):.1%} to {float(each.max()):.1%} each;\nmember {members - 1} alone agrees"
     )
 
 
@@ -106,7 +106,12 @@ def start(processes: int, arguments: list[str]) -> None:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     options = ["--processes", str(processes), "--coordinator", coordinator, *arguments]
-    started = [subprocess.Popen([sys.executable, __file__, "--process", str(i), *options]) for i in range(processes)]
+    started = [
+        subprocess.Popen([sys.executable, __file__, "--process", str(i), *options], stdout=subprocess.PIPE, text=True)
+        for i in range(processes)
+    ]
+    for process in started:  # what each reports, in order, and not how they found each other
+        print(*(line for line in process.stdout if line.startswith("process")), sep="", end="", flush=True)
     if any([process.wait() for process in started]):
         raise SystemExit("a process has failed")
 

@@ -98,8 +98,9 @@ def find_wrong_labels(steps: int, out: Path) -> None:
             bar.set_postfix(loss=f"{float(step(model, optimizer, images[batch], given[batch])):.3f}", refresh=False)
     norms = np.asarray(nnx.jit(per_sample_norm(loss, batch_argnums=(1, 2)))(model, images, given))
     area = roc_auc_score(wrong, norms)
-    print(f"\nmedian norm of a gradient: {np.median(norms[~wrong]):.3f} with the right label, "
-          f"{np.median(norms[wrong]):.3f} with a wrong one; they are told apart with an AUC of {area:.3f}")  # fmt: skip
+    right, pulled = np.median(norms[~wrong]), np.median(norms[wrong])
+    print(f"\nmedian norm of a gradient: {right:.3f} with the right label, {pulled:.3f} with a wrong one;")
+    print(f"they are told apart with an AUC of {area:.3f}")
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
     bins = np.geomspace(max(norms.min(), 1e-4), norms.max(), 40)
     for kind, name, color in ((~wrong, "right label", "tab:blue"), (wrong, "wrong label", "tab:red")):

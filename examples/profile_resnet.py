@@ -11,6 +11,7 @@ norms are folded into the convolutions, and the two programs are compared. Pictu
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 
 import jax
@@ -91,13 +92,19 @@ def resnet18(width: int = 64, seed: int = 0) -> ResNet18:
     return model
 
 
+def show(table: str) -> None:
+    """Print a table, with the long lines above it folded."""
+    for line in table.split("\n"):
+        print(textwrap.fill(line, 100))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--side", type=int, default=224, help="pixels")
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--top", type=int, default=15, help="rows of each table")
+    parser.add_argument("--top", type=int, default=10, help="rows of each table")
     parser.add_argument("--out", type=Path, default=Path("demo"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -106,10 +113,10 @@ def main() -> None:
     images = np.random.default_rng(1).normal(size=(options.images, options.side, options.side, 3))
     images = jnp.asarray(images, jnp.float32)
 
-    print(profile(model, images, mode="eager", repeats=options.repeats).table(by=("op", "scope"), top=options.top))
+    show(profile(model, images, mode="eager", repeats=options.repeats).table(by=("op", "scope"), top=options.top))
     compiled = profile(model, images, repeats=options.repeats)
-    print("\n" + compiled.table(by=("op", "scope"), top=options.top))
-    print("\n" + compiled.table(by="op", top=options.top))
+    show("\n" + compiled.table(by=("op", "scope"), top=options.top))
+    show("\n" + compiled.table(by="op", top=options.top))
 
     folded, params, report = fold_bn(lambda model, x: model(x), model, images)
     apart = float(jnp.abs(folded(params, images) - model(images)).max())
@@ -122,7 +129,7 @@ def main() -> None:
         return folded(params, images)
 
     difference = trace_diff(as_written, with_norms_folded, images, repeats=2 * options.repeats)
-    print(difference.table(by="op", top=options.top))
+    show(difference.table(by="op", top=options.top))
 
     picture = options.out / "profile_resnet.png"
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")

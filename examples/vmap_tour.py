@@ -7,6 +7,7 @@ The steps are those of MindSpore's tutorial on `vmap`; every printed array is ch
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,10 @@ def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def show(title: str, got: Any, expected: Any) -> None:
-    """Print an array, once it is certain to be right."""
+    """Print an array, or the shape of a large one, once it is certain to be right."""
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-    print(f"\n{title}\n{np.asarray(got)}")
+    text = np.array2string(np.asarray(got), separator=", ", formatter={"float": "{:.3g}".format}).replace("\n", "")
+    print(f"  {title:42}  {text if got.size < 10 else f'an array of shape {got.shape}'}")
 
 
 def refused(title: str, call: Callable[[], Any]) -> None:
@@ -34,7 +36,8 @@ def refused(title: str, call: Callable[[], Any]) -> None:
     try:
         call()
     except (TypeError, ValueError) as error:
-        print(f"\n{title}\n{type(error).__name__}: {error}")
+        print(f"  {title}")
+        print(textwrap.fill(f"{type(error).__name__}: {error}", 96, initial_indent="    ", subsequent_indent="    "))
     else:
         raise AssertionError(f"{title}: nothing was refused")
 
@@ -45,12 +48,12 @@ def main() -> None:
     loop = jnp.stack([convolve(a, b) for a, b in zip(xs, ws, strict=True)])
 
     print("1. One function, many inputs")
-    show("one input", convolve(x, w), [8, 14, 20])
+    show("convolve(x, w): one input", convolve(x, w), [8, 14, 20])
     show("vmap(convolve)(xs, ws): slice i of each", vmap(convolve)(xs, ws), loop)
-    show("in_axes=(0, 1), out_axes=1: the second argument and the result by columns",
-         vmap(convolve, in_axes=(0, 1), out_axes=1)(xs, ws.T), loop.T)  # fmt: skip
-    show("in_axes=(0, None): one w for all",
-         vmap(convolve, in_axes=(0, None))(xs, w), jnp.stack([convolve(a, w) for a in xs]))  # fmt: skip
+    by_columns = vmap(convolve, in_axes=(0, 1), out_axes=1)(xs, ws.T)
+    show("in_axes=(0, 1), out_axes=1: by columns", by_columns, loop.T)
+    one_w = vmap(convolve, in_axes=(0, None))(xs, w)
+    show("in_axes=(0, None): one w for all", one_w, jnp.stack([convolve(a, w) for a in xs]))
 
     print("\n2. What cannot be mapped is refused by name, before anything runs")
     refused("sizes that differ", lambda: vmap(convolve)(xs, ws[:2]))
@@ -68,18 +71,18 @@ def main() -> None:
     a, b = jnp.array([[1.0, 2, 3], [2, 3, 4]]), jnp.array([[2.0, 3, 4], [3, 4, 5]])
     of_mapped = grad(vmap(f), argnums=(0, 1), cotangent=1.0)(a, b)
     mapped_grad = vmap(grad(f, argnums=(0, 1)))(a, b)
-    show("grad(vmap(f), cotangent=1.0), with respect to x", of_mapped[0], jnp.cos(a + 2 * b))
-    show("vmap(grad(f)), with respect to y", mapped_grad[1], 2 * jnp.cos(a + 2 * b))
+    show("grad(vmap(f), cotangent=1.0), by x", of_mapped[0], jnp.cos(a + 2 * b))
+    show("vmap(grad(f)), by y", mapped_grad[1], 2 * jnp.cos(a + 2 * b))
 
     print("\n4. A module: its parameters are not mapped")
     dense = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     images = jnp.arange(18.0).reshape(3, 2, 3)
-    show("vmap(dense) on three inputs of shape (2, 3)", vmap(dense)(images), jnp.stack([dense(i) for i in images]))
+    show("vmap(dense)(images), of shape (3, 2, 3)", vmap(dense)(images), jnp.stack([dense(i) for i in images]))
     refused("a module that would change its own state",
             lambda: vmap(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))(images))  # fmt: skip
 
     print("\n5. Too many inputs for the memory: chunks")
-    show("chunk_size=2, same numbers", vmap(convolve, chunk_size=2)(xs, ws), loop)
+    show("vmap(convolve, chunk_size=2)(xs, ws)", vmap(convolve, chunk_size=2)(xs, ws), loop)
 
 
 if __name__ == "__main__":

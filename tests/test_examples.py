@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ OTHERS = {
     "examples/stiff_brusselator.py",
     "examples/sweep_digits.py",
     "examples/uncertainty_digits.py",
+    "benchmarks/render.py",
 }  # which write files
 SMALL = {
     "examples/vmap_tour.py": (),
@@ -136,8 +138,19 @@ def test_pictures_of(script, options, said, tmp_path):
 
 
 def test_none_is_forgotten():
-    scripts = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/[!_]*.py")]
+    scripts = [*ROOT.glob("examples/[!_]*.py"), *ROOT.glob("benchmarks/[!_]*.py")]
     assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, *OTHERS}
+
+
+def test_each_example_is_shown_once_as_it_prints_in_lines_that_fit():
+    pages = [(ROOT / page).read_text() for page in ("README.md", "examples/README.md")]
+    between = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", flags=re.DOTALL)
+    blocks = [block for page in pages for block in between.findall(page)]
+    assert sorted(name for name, _ in blocks) == sorted(path.stem for path in ROOT.glob("examples/[!_]*.py"))
+    for name, block in blocks:
+        assert f"\n## `{name}.py`: " in pages[1]
+        assert block.startswith(f"```text\n$ python examples/{name}.py  # ")
+        assert max(map(len, block.splitlines())) <= 100, name
 
 
 @pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script and "from_torch" not in script])
@@ -152,7 +165,7 @@ def test_a_failing_script_is_noticed(tmp_path):
 
 
 def test_the_tour_says_what_is_refused():
-    shown = run("examples/vmap_tour.py")
+    shown = " ".join(run("examples/vmap_tour.py").split())
     assert "axis 0 of argument `x` has size 3, but axis 0 of argument `w` has size 2" in shown
     assert "[[ 6.  9. 12.]" not in shown
     assert "nothing is mapped: every entry of in_axes is None" in shown
@@ -166,7 +179,7 @@ NEEDS_TORCH = pytest.mark.skipif(
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=NEEDS_TORCH)])
 def test_a_network_of_pytorch_is_the_same_here(live):
     options = () if live else SMALL["examples/from_torch.py"]
-    shown = run("examples/from_torch.py", *options)
+    shown = " ".join(run("examples/from_torch.py", *options).split())
     assert ("just now" if live else "before: from_torch.safetensors") in shown
     assert "ValueError: load_params: the file does not fit the Net: it lacks `attention.key.kernel`" in shown
     assert "With rules: 18 arrays of parameters with 707 numbers" in shown
