@@ -1,24 +1,15 @@
 """docs/coverage.md: each thing that the source documents do has its functions, and tests that there are."""
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from .test_links import broken_links
+from .test_links import broken_links, missing_tests
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/coverage.md"
 ROWS = range(1, 44)
-
-
-@cache
-def names_of_tests(file: Path) -> set[str]:
-    """The names of the tests of a file, methods of classes among them."""
-    nodes = ast.walk(ast.parse(file.read_text()))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 def rows(text: str) -> list[list[str]]:
@@ -43,10 +34,7 @@ def faults(page: Path) -> list[str]:
             found.append(f"row {name} names no function")
         if not re.search(r"\[`test_\w+`\]\([^)]+\)", row[-1]):
             found.append(f"row {name} names no test")
-    for test, file in re.findall(r"\[`(test_\w+)`\]\(([^)#]+)\)", text):
-        path = page.parent / file
-        if path.is_file() and test not in names_of_tests(path):
-            found.append(f"there is no {test} in {file}")
+    found += [f"there is no {test}" for test in missing_tests(page)]
     return found + [f"{link} leads nowhere" for link in broken_links(page)]
 
 
