@@ -151,7 +151,8 @@ __all__ = ["Third", "first", "second"]
 def test_each_change_is_seen(old: str, new: str, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def of(source: str) -> str:
         module = ModuleType("plurax.made_up")
-        exec(source, vars(module) | {"__name__": module.__name__}, found := {})
+        found: dict[str, Any] = {}
+        exec(source, vars(module) | {"__name__": module.__name__}, found)
         vars(module).update(found, SOURCE=ModuleType("plurax.other"))
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return interface((module.__name__,))

@@ -1,5 +1,7 @@
 """The derivatives of MindSpore's documentation and of PyTorch's tutorials, with their shapes and numbers."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -156,7 +158,7 @@ def tanh_of(model, x):
 
 
 def linear(inputs, outputs):
-    model = nnx.Linear(inputs, outputs, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    model: Any = nnx.Linear(inputs, outputs, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     model.kernel[...] = np.sin(np.arange(inputs * outputs)).reshape(inputs, outputs) / 9
     model.bias[...] = np.cos(np.arange(outputs))
     return model, np.asarray(model.kernel[...]).T
