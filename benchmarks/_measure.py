@@ -181,7 +181,7 @@ class Report:
             raise SystemExit(f"no table has {self.options.only!r} in its title")
         if self.options.smoke:
             return
-        if self.options.only:
+        if self.options.only and self.path.exists():
             before = json.loads(self.path.read_text())
             if {key: before[key] for key in self.about} != self.about:
                 raise SystemExit(f"{self.path.name} is of other versions or of another device: measure all its tables")

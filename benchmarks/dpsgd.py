@@ -106,7 +106,7 @@ def measure(job: Job, rounds: int, seconds: float) -> Tables:
     ways = {
         ORDINARY: compiled(by_hand(job, summed, None), *args),
         BASE: compiled(by_hand(job, ours, None), *args),
-        "DPSGD.step with noise_multiplier=0": compiled(quiet.step, quiet_state, batch),
+        "DPSGD with noise_multiplier=0: its step": compiled(quiet.step, quiet_state, batch),
         STEP: compiled(dp.step, state, batch),
         "clipped_grad, jax-privacy's noise as it is, and Adam": compiled(by_hand(job, ours, noise), *args),
         best_theirs: compiled(by_hand(job, theirs, noise), *args),

@@ -61,7 +61,7 @@ def test_a_page_that_differs_is_noticed(here):
 def test_a_picture_is_of_its_file_and_small(name):
     path = HERE / f"{name}.png"
     with Image.open(path) as picture:
-        assert picture.text["Source"] == render.digest(name), "render it: python benchmarks/render.py"
+        assert picture.info["Source"] == render.digest(name), "render it: python benchmarks/render.py"
     assert path.stat().st_size < 100 * 1024
     assert f"]({name}.png)" in (HERE / "README.md").read_text()
 
@@ -72,7 +72,7 @@ def test_a_picture_is_drawn(name, here):
     file.write_text(file.read_text() + "\n")
     render.draw(name, here)
     with Image.open(here / f"{name}.png") as picture:
-        assert picture.text["Source"] == render.digest(name, here) != render.digest(name)
+        assert picture.info["Source"] == render.digest(name, here) != render.digest(name)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,10 @@ x = jnp.array([1.0, 2.0])
 | `{"b": x, "a": (1, "word")}` | `[1, "word", *x]` | the structure |
 | words, such as `x` | `x + 1` | not run there |
 """
-KEPT = {"version": "1.0", "values": {"sum(x)": [3.0], '{"b": x, "a": (1, "word")}': [1, "word", 1.0, 2.0]}}
+KEPT: dict[str, Any] = {
+    "version": "1.0",
+    "values": {"sum(x)": [3.0], '{"b": x, "a": (1, "word")}': [1, "word", 1.0, 2.0]},
+}
 
 
 def of(page: str, **values: Any) -> list[str]:
