@@ -5,10 +5,12 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+PEERS := .venv/.peers
+MINDSPORE := .venv-mindspore
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/render.py,$(wildcard benchmarks/*.py))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo examples test lint types docs bench bench-smoke fuzz clean
+.PHONY: help demo examples test lint types docs bench bench-mindspore bench-smoke fuzz release clean
 
 help:
 	@echo "make demo         train an ensemble on the digits         (ARGS=...)"
@@ -17,8 +19,9 @@ help:
 	@echo "make lint         style and formatting, nothing is changed"
 	@echo "make types        types of an installed copy and of the tests"
 	@echo "make docs         the site, its code executed: minutes"
-	@echo "make bench        every benchmark; bench-smoke: small sizes"
+	@echo "make bench        every benchmark, peers installed; bench-mindspore: MindSpore's; bench-smoke: small sizes"
 	@echo "make fuzz         the property tests with many examples   (PYTEST_ARGS=...)"
+	@echo "make release      wheel and sdist in dist/, tried with each extra in new environments: minutes"
 	@echo "make clean        what the others made; remove .venv yourself to start over"
 
 $(READY): pyproject.toml
@@ -60,12 +63,33 @@ docs: $(READY)
 	@! grep -q "exited with errors" build/docs.log || { cat build/docs.log; exit 1; }
 	@echo "build/site/index.html"
 
+$(PEERS): $(READY)
+	@echo "installing the peers of the benchmarks into .venv"
+	@$(BIN)/python benchmarks/_peers.py
+	@touch $@
+
+$(MINDSPORE)/.ready:
+	@echo "installing MindSpore into $(MINDSPORE)"
+	@$(PYTHON) -m venv $(MINDSPORE) && $(MINDSPORE)/bin/python -m pip install --quiet --disable-pip-version-check \
+	'mindspore==2.10.0' 'numpy<2' 'scipy<1.14' || { rm -rf $(MINDSPORE); \
+	echo "no MindSpore for '$(PYTHON)'; try: make bench-mindspore PYTHON=/path/to/python3.11"; exit 1; }
+	@touch $@
+
+bench-mindspore: $(PEERS) $(MINDSPORE)/.ready
+	@$(BIN)/python benchmarks/ensemble.py --mindspore $(MINDSPORE)/bin/python $(ARGS)
+
+bench: $(PEERS)
 bench bench-smoke: $(READY)
 	@set -e; for script in $(BENCHMARKS); do \
 	  echo "== $$script"; $(BIN)/python $$script $(if $(filter bench-smoke,$@),--smoke) $(ARGS); done
 
 fuzz: $(READY)
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/pytest -m hypothesis $(PYTEST_ARGS)
+
+release: $(READY)
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python tests/try_release.py $(ARGS) dist
 
 clean:
 	@rm -rf build dist plurax.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo

@@ -9,15 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _measure import peer
 from flax import nnx
 
 from plurax.ensemble import Ensemble
 
-try:
-    import torch
-except ModuleNotFoundError:
-    torch = None
-
+torch = peer("torch")
 LEARNING_RATE = 1e-3
 
 

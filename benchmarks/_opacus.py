@@ -45,37 +45,72 @@ def ordinary(module: nn.Module, x: Any, y: Any) -> Gradients:
     return lambda: dict(zip(named, torch.autograd.grad(losses(module, x, y).mean(), [*named.values()]), strict=True))
 
 
-def hooks(module: nn.Module, x: Any, y: Any, clip: float) -> Gradients:
-    """Each example's gradient is held, then clipped and added to the others as Opacus's optimizer does it."""
+def ordinary_step(module: nn.Module, x: Any, y: Any) -> Gradients:
+    """A step with Adam; what it returns are the parameters."""
     x, y, named = _tensor(x), _tensor(y), _trained(module)
-    wrapped = GradSampleModule(module, loss_reduction="sum")
-    optimizer = DPOptimizer(**_options(named, clip))
+    optimizer = torch.optim.Adam(named.values(), lr=1e-3)
 
     def call() -> dict[str, torch.Tensor]:
         optimizer.zero_grad(set_to_none=True)
-        losses(wrapped, x, y).sum().backward()
-        optimizer.clip_and_accumulate()
-        return {name: parameter.summed_grad for name, parameter in named.items()}
+        losses(module, x, y).mean().backward()
+        optimizer.step()
+        return named
 
     return call
 
 
-def ghost(module: nn.Module, x: Any, y: Any, clip: float, use_ghost_clipping: bool = True) -> Gradients:
+def hooks(module: nn.Module, x: Any, y: Any, clip: float, noise: list[float] | None = None) -> Gradients:
+    """Each example's gradient is held, then clipped and added to the others as Opacus's optimizer does it.
+
+    With `noise`, whose one number is the multiplier when it is called, a step with Adam; it returns the parameters.
+    """
+    x, y, named = _tensor(x), _tensor(y), _trained(module)
+    wrapped = GradSampleModule(module, loss_reduction="sum")
+    optimizer = DPOptimizer(**_options(named, clip, len(y)))
+
+    def call() -> dict[str, torch.Tensor]:
+        optimizer.zero_grad(set_to_none=True)
+        losses(wrapped, x, y).sum().backward()
+        if noise is None:
+            optimizer.clip_and_accumulate()
+            return {name: parameter.summed_grad for name, parameter in named.items()}
+        return _step(optimizer, named, noise)
+
+    return call
+
+
+def _step(optimizer: DPOptimizer, named: dict[str, nn.Parameter], noise: list[float]) -> dict[str, torch.Tensor]:
+    (optimizer.noise_multiplier,) = noise
+    optimizer.step()
+    return named
+
+
+def ghost(
+    module: nn.Module,
+    x: Any,
+    y: Any,
+    clip: float,
+    noise: list[float] | None = None,
+    *,
+    use_ghost_clipping: bool = True,
+) -> Gradients:
     """Norms from one backward pass and the sum from another, as Opacus's loss does it.
 
     Opacus 1.6 has ghost norms for `nn.Linear` and `nn.Embedding`; of other layers, or without `use_ghost_clipping`, the
-    first pass holds each example's gradient, one layer at a time.
+    first pass holds each example's gradient, one layer at a time. `noise` is that of `hooks`.
     """
     x, y, named = _tensor(x), _tensor(y), _trained(module)
     wrapped = GradSampleModuleFastGradientClipping(
         module, loss_reduction="sum", max_grad_norm=clip, use_ghost_clipping=use_ghost_clipping
     )
-    optimizer = DPOptimizerFastGradientClipping(**_options(named, clip))
+    optimizer = DPOptimizerFastGradientClipping(**_options(named, clip, len(y)))
 
     def call() -> dict[str, torch.Tensor]:
         optimizer.zero_grad(set_to_none=True)
         DPTensorFastGradientClipping(wrapped, optimizer, losses(wrapped, x, y), "sum").backward()
-        return {name: parameter.grad for name, parameter in named.items()}
+        if noise is None:
+            return {name: parameter.grad for name, parameter in named.items()}
+        return _step(optimizer, named, noise)
 
     return call
 
@@ -91,14 +126,12 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def _options(named: dict[str, nn.Parameter], clip: float) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(named.values(), lr=1.0)
+def _options(named: dict[str, nn.Parameter], clip: float, batch: int) -> dict[str, Any]:
     return {
-        "optimizer": optimizer,
+        "optimizer": torch.optim.Adam(named.values(), lr=1e-3),
         "noise_multiplier": 0.0,
         "max_grad_norm": clip,
-        "expected_batch_size": None,
-        "loss_reduction": "sum",
+        "expected_batch_size": batch,  # what the noisy sum is divided by
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import instructions, interleaved, ratio
+from _measure import Tables, claim, instructions, interleaved, ratio, spread
 from flax import nnx
 
 from plurax.transforms.program import accumulate, bucketed, scan_layers, stack_layers
@@ -71,7 +70,7 @@ def scanned(layers: Any, x: jax.Array, *shared: Any, **options: Any) -> jax.Arra
 
 
 def compilations(programs: dict[str, tuple[Any, tuple[Any, ...]]], rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds to trace and to compile, in turns, medians; and the program."""
+    """Seconds to trace and to compile, in turns; and the program."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     found = {}
     for _ in range(rounds):
@@ -85,35 +84,43 @@ def compilations(programs: dict[str, tuple[Any, tuple[Any, ...]]], rounds: int) 
     return {
         name: {
             "program": found[name],
-            "trace": statistics.median(trace for trace, _ in pairs),
-            "compile": statistics.median(compiling for _, compiling in pairs),
+            "trace": spread(trace for trace, _ in pairs),
+            "compile": spread(compiling for _, compiling in pairs),
         }
         for name, pairs in times.items()
     }
 
 
 def compared(
-    programs: dict[str, tuple[Any, tuple[Any, ...]]], what: str, peer: str, rounds: int, compiles: int, seconds: float
-) -> list[dict[str, Any]]:
-    """How each program is compiled and how it runs, beside a peer."""
+    programs: dict[str, tuple[Any, tuple[Any, ...]]],
+    what: str,
+    first: str,
+    own: dict[str, list[str]],
+    rounds: int,
+    compiles: int,
+    seconds: float,
+) -> Tables:
+    """How each program is compiled and how it runs, beside the first; claims for our own against others."""
     built = compilations(programs, compiles)
     calls = {name: partial(built[name]["program"], *args) for name, (_, args) in programs.items()}
     times = interleaved(calls, rounds=rounds, seconds=seconds)
-    return [
+    rows = [
         {
             what: name,
             "HLO lines": instructions(one["program"]),
-            "trace (s)": f"{one['trace']:.2f}",
-            "compile (s)": f"{one['compile']:.2f}",
-            "temporaries (MiB)": f"{one['program'].memory_analysis().temp_size_in_bytes / 2**20:.1f}",
-            "step (ms)": f"{times[name]['median_ms']:.1f}",
-            f"step / {peer}": f"{ratio(times, name, peer):.2f}",
+            "trace (s)": one["trace"],
+            "compile (s)": one["compile"],
+            "temporaries (MiB)": one["program"].memory_analysis().temp_size_in_bytes / 2**20,
+            "step (ms)": times[name]["ms"],
+            f"step / {first}": ratio(times, name, first),
         }
         for name, one in built.items()
     ]
+    there = {name: [other for other in others if other in times] for name, others in own.items() if name in times}
+    return rows, [claim(times, name, others) for name, others in there.items() if others]
 
 
-def layers(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def layers(smoke: bool, rounds: int, seconds: float) -> Tables:
     """Blocks of a transformer in a loop and in a scan."""
     depth, width, length = (2, 8, 4) if smoke else (48, 128, 64)
     blocks = [Block(width, nnx.Rngs(i)) for i in range(depth)]
@@ -132,10 +139,11 @@ def layers(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
         "unroll=4": gradient(stack, partial(scanned, unroll=4), x, mask),
     }
     programs = dict(list(programs.items())[:: 4 if smoke else 1])
-    return compared(programs, f"{depth} blocks", "loop", rounds, 1 if smoke else 3, seconds)
+    own = {"scan_layers": ["loop", "nnx.scan"]}
+    return compared(programs, f"{depth} blocks", "loop", own, rounds, 1 if smoke else 3, seconds)
 
 
-def convolutions(smoke: bool, rounds: int) -> list[dict[str, Any]]:
+def convolutions(smoke: bool, rounds: int) -> Tables:
     """Blocks with convolutions."""
     depth, width, side = (2, 4, 4) if smoke else (16, 32, 16)
     blocks = [Convolutional(width, nnx.Rngs(i)) for i in range(depth)]
@@ -148,10 +156,11 @@ def convolutions(smoke: bool, rounds: int) -> list[dict[str, Any]]:
         "remat=True": gradient(stack, partial(scanned, remat=True), x),
     }
     programs = dict(list(programs.items())[:: 2 if smoke else 1])
-    return compared(programs, f"{depth} blocks of convolutions", "loop", min(rounds, 5), 1 if smoke else 3, 0.0)
+    own = {"scan_layers": ["loop", "nnx.scan"]}
+    return compared(programs, f"{depth} blocks of convolutions", "loop", own, min(rounds, 5), 1 if smoke else 3, 0.0)
 
 
-def parts(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def parts(smoke: bool, rounds: int, seconds: float) -> Tables:
     """A network over micro-batches."""
     size, width, length = (8, 8, 4) if smoke else (64, 64, 32)
     blocks = nnx.List([Block(width, nnx.Rngs(i)) for i in range(2)])
@@ -177,10 +186,11 @@ def parts(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
         (state, x),
     )
     programs = dict(list(programs.items())[:: 3 if smoke else 1])
-    return compared(programs, "micro-batches", "the whole batch", rounds, 1 if smoke else 3, seconds)
+    own = {f"accumulate, {k}": [f"written out, {k}"] for k in numbers}
+    return compared(programs, "micro-batches", "the whole batch", own, rounds, 1 if smoke else 3, seconds)
 
 
-def lengths(smoke: bool) -> list[dict[str, Any]]:
+def lengths(smoke: bool) -> Tables:
     """One function of arrays of many lengths."""
     number = 5 if smoke else 200
     w = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
@@ -197,21 +207,23 @@ def lengths(smoke: bool) -> list[dict[str, Any]]:
         return masked(x, jnp.ones(len(x), bool))
 
     filled = bucketed(masked)
-    rows = []
+    rows, times = [], {}
     for name, fun, count in (("jax.jit", raw, lambda: traces[0]), ("bucketed", filled, lambda: filled.traces)):
         seconds = []
-        for _ in range(2):
+        for _ in range(2 if smoke else 21):
             start = time.perf_counter()
             for n in drawn:
                 jax.block_until_ready(fun(data[:n]))
             seconds.append(time.perf_counter() - start)
+        turns = [one * 1e3 / number for one in seconds[1:]]
+        times[name] = {"turns": turns, "ms": spread(turns)}
         rows.append(
             {
                 f"{number} lengths": name,
                 "different lengths": len(set(drawn.tolist())),
                 "compilations": count(),
-                "first time (s)": f"{seconds[0]:.2f}",
-                "again (ms a call)": f"{seconds[1] * 1e3 / number:.3f}",
+                "first time (s)": seconds[0],
+                "again (ms a call)": times[name]["ms"],
             }
         )
-    return rows
+    return rows, [claim(times, "bucketed", ["jax.jit"], "a call, compiled")]

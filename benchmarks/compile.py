@@ -1,6 +1,6 @@
 """What is compiled once: in a program, for many lengths, for many processes; and how quick is what is compiled?
 
-python benchmarks/compile.py            measures, and rewrites the tables of benchmarks/README.md
+python benchmarks/compile.py            measures, and renders benchmarks/README.md
 python benchmarks/compile.py --smoke    runs everything small and once, and writes nothing
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import interleaved, publish, ratio, table
+from _measure import Report, Tables, arguments, claim, interleaved, ratio, spread
 from _repeated import convolutions, gradient, layers, lengths, parts
 from flax import nnx
 from jax import lax
@@ -103,38 +101,39 @@ def in_new_process(*args: str, smoke: bool) -> list[float]:
     return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
 
 
-def starts(smoke: bool, rounds: int) -> list[dict[str, Any]]:
+def starts(smoke: bool, rounds: int) -> Tables:
     """The first result, where an earlier process has computed it already."""
-    rows = []
+    rows, claims = [], []
     for program in list(PROGRAMS)[: 1 if smoke else None]:
         ways = list(WAYS)[:: 3 if smoke else 1]
-        times: dict[str, dict[str, Any]] = {way: {"turns_ms": [], "again_ms": []} for way in ways}
+        times: dict[str, dict[str, Any]] = {way: {"turns": [], "again": []} for way in ways}
         with tempfile.TemporaryDirectory() as directory:
             for turn in tqdm(range(-1, rounds), unit="round", leave=False):
                 # The first processes write, but for those of `jax.jit`.
                 for way in ways[1:] if turn < 0 else random.sample(ways, len(ways)):
                     first, again = in_new_process(program, way, os.path.join(directory, way), smoke=smoke)
                     if turn >= 0:
-                        times[way]["turns_ms"].append(first)
-                        times[way]["again_ms"].append(again)
+                        times[way]["turns"].append(first)
+                        times[way]["again"].append(again)
         for way, found in times.items():
-            low, high = np.percentile(found["turns_ms"], [25, 75])
+            found["ms"] = spread(found["turns"])
             rows.append(
                 {
                     "program": program,
                     "way": way,
-                    "first result (ms)": f"{statistics.median(found['turns_ms']):.1f}",
-                    "quartiles": f"{low:.1f} to {high:.1f}",
-                    "times as quick as jax.jit": f"{ratio(times, 'jax.jit', way):.1f}",
-                    "again (ms)": f"{statistics.median(found['again_ms']):.1f}",
+                    "first result (ms)": found["ms"],
+                    "times as quick as jax.jit": ratio(times, "jax.jit", way),
+                    "again (ms)": spread(found["again"]),
                 }
             )
-    return rows
+        others = [way for way in ways if not way.startswith("aot")]
+        claims += [claim(times, way, others, program) for way in ways if way not in others]
+    return rows, claims
 
 
-def calls(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def calls(smoke: bool, rounds: int, seconds: float) -> Tables:
     """A later call, of a program that does next to nothing."""
-    rows = []
+    rows, claims = [], []
     for count in (1, 20):
         args = [jnp.full((3,), float(i)) for i in range(count)]
 
@@ -148,12 +147,12 @@ def calls(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
             }
             times = interleaved(ways, rounds=rounds, seconds=seconds)
         # A thousand calls in a turn, so milliseconds are microseconds of one.
-        shown = {f"{way} (µs)": f"{found['median_ms']:.1f}" for way, found in times.items()}
-        rows.append({"arrays": count} | shown)
-    return rows
+        rows.append({"arrays": count} | {f"{way} (µs)": found["ms"] for way, found in times.items()})
+        claims.append(claim(times, "aot, key", ["jax.jit"], f"1,000 calls with {count} arrays"))
+    return rows, claims
 
 
-def frozen(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def frozen(smoke: bool, rounds: int, seconds: float) -> Tables:
     """Gradients of which the parameters of the first layers are not asked for."""
     width, batch, rng = (8, 4, nnx.Rngs(0)) if smoke else (256, 256, nnx.Rngs(0))
     model = nnx.Sequential(*(nnx.Linear(width, width, rngs=rng) for _ in range(8)))
@@ -173,16 +172,17 @@ def frozen(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
     times = interleaved(
         {name: partial(programs[name], *args) for name, (_, args) in ways.items()}, rounds=rounds, seconds=seconds
     )
-    return [
+    rows = [
         {
             "gradient": name,
-            "MFLOP": f"{program.cost_analysis()['flops'] / 1e6:.1f}",
+            "MFLOP": program.cost_analysis()["flops"] / 1e6,
             "arrays in it": program.out_tree.num_leaves - 1,
-            "ms": f"{times[name]['median_ms']:.2f}",
-            "time / all": f"{ratio(times, name, 'all of 8 layers'):.2f}",
+            "ms": times[name]["ms"],
+            "time / all": ratio(times, name, "all of 8 layers"),
         }
         for name, program in programs.items()
     ]
+    return rows, [claim(times, "first 6 frozen", ["first 6 behind stop_gradient"])]
 
 
 def repeat(fun: Callable[..., Any], args: list[Any], number: int) -> Any:
@@ -192,8 +192,7 @@ def repeat(fun: Callable[..., Any], args: list[Any], number: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
+    parser = arguments(__doc__)
     parser.add_argument("--first-results", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     smoke = options.smoke
@@ -202,23 +201,17 @@ def main() -> None:
         return
     rounds, seconds = (2, 0.0) if smoke else (15, 0.1)
     jax.config.update("jax_enable_compilation_cache", smoke)  # else what is compiled again would be read
-    device = jax.devices()[0]
-    about = f"jax {jax.__version__}, Python {platform.python_version()}, {device.platform} ({device.device_kind})."
-    sections, results = [about], {"about": about}
-    for title, measure in (
-        ("Layers, value and gradient", lambda: layers(smoke, rounds, seconds)),
-        ("Layers with convolutions, value and gradient", lambda: convolutions(smoke, rounds)),
-        ("Micro-batches, value and gradient", lambda: parts(smoke, rounds, seconds)),
-        ("Arrays of many lengths", lambda: lengths(smoke)),
-        ("Frozen parameters", lambda: frozen(smoke, rounds, seconds)),
-        ("The first result in a process that is not the first", lambda: starts(smoke, 1 if smoke else rounds)),
-        ("A later call", lambda: calls(smoke, rounds, seconds)),
-    ):
-        results[title] = measure()
-        sections.append(f"### {title}\n\n{table(results[title])}")
-        print(sections[-1], flush=True)
-    if not smoke:
-        publish("compile", "\n\n".join(sections), results)
+    Report("compile", options, "flax").measure(
+        {
+            "Layers, value and gradient": lambda: layers(smoke, rounds, seconds),
+            "Layers with convolutions, value and gradient": lambda: convolutions(smoke, rounds),
+            "Micro-batches, value and gradient": lambda: parts(smoke, rounds, seconds),
+            "Arrays of many lengths": lambda: lengths(smoke),
+            "Frozen parameters": lambda: frozen(smoke, rounds, seconds),
+            "The first result in a process that is not the first": lambda: starts(smoke, 1 if smoke else rounds),
+            "A later call": lambda: calls(smoke, rounds, seconds),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""A private step against what it is made of: the clipped sum, the noise and the optimizer.
+"""A private step beside an ordinary one, and against what it is made of: the clipped sum, the noise and the optimizer.
 
-    python benchmarks/dpsgd.py            # or make bench
-    python benchmarks/dpsgd.py --smoke    # small and once
+python benchmarks/dpsgd.py               measures, and renders benchmarks/README.md
+python benchmarks/dpsgd.py --only GPT    measures the networks with GPT in their titles; the others stay as they were
+python benchmarks/dpsgd.py --smoke       runs everything small and once, and writes nothing
 
-All rows of a network do the same step with Adam, those with noise to the same bits of noise. Every row is checked
-against the first of its kind before it is timed.
+All rows of a network do a step with Adam, those of JAX with noise to the same bits of noise. Every row is checked
+against the first of its kind before it is timed, those of PyTorch without their noise.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,14 +20,15 @@ import jax.numpy as jnp
 import jax_privacy
 import numpy as np
 import optax
-from _measure import interleaved, publish, ratio, table
-from privacy import CLIP, Job, jobs, mlp
+from _measure import Report, Tables, arguments, claim, interleaved, ratio
+from privacy import CLIP, Job, _opacus, best_of_jax_privacy, jobs, mlp, torch
 
 from plurax.transforms import clipped_grad
 from plurax.transforms.privacy import DPSGD, Batch
 from plurax.transforms.privacy._noise import add_noise, privatizer
 
 OPTIMIZER = optax.adam(1e-3)
+ORDINARY, OF_TORCH = "ordinary step: gradient and Adam", "torch, ordinary step"
 BASE, STEP = "clipped_grad and Adam: no noise", "DPSGD.step"
 
 
@@ -54,7 +54,27 @@ def compiled(fun: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], fl
     return partial(run, *args), time.perf_counter() - start
 
 
-def measure(job: Job, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def steps_of_torch(job: Job, ordinary: Any, private: Any) -> dict[str, Callable[[], Any]]:
+    """PyTorch's step and Opacus's, whose parameters should be those of JAX before there is noise."""
+    noise, args = [0.0], (job.x, job.y, CLIP)
+    ghost = {"use_ghost_clipping": job.twin != "gpt"}  # of which Opacus refuses tied parameters
+    module = partial(_opacus.model, job.twin, job.params)
+    plain = module(cell=torch.nn.LSTM) if job.twin == "lstm" else module()
+    found = {
+        OF_TORCH: _opacus.ordinary_step(plain, job.x, job.y),
+        "Opacus, ghost": _opacus.ghost(module(), *args, noise, **ghost),
+    }
+    if len(job.y) * sum(leaf.nbytes for leaf in jax.tree.leaves(job.params)) < 2**30:  # which hooks hold
+        found["Opacus, hooks"] = _opacus.hooks(module(), *args, noise)
+    for name, step in found.items():
+        expected = _opacus.arrays(job.twin, ordinary if name == OF_TORCH else private)
+        if not same(expected, {key: jnp.asarray(leaf.detach()) for key, leaf in step().items()}):
+            raise RuntimeError(f"{name}: the result is not that of JAX")
+    noise[0] = 1.0
+    return found
+
+
+def measure(job: Job, rounds: int, seconds: float) -> Tables:
     size = len(job.x)
     settings: dict[str, Any] = {"target_delta": 1e-9, "num_examples": 100 * size, "num_steps": 10, "accountant": "rdp"}
 
@@ -74,33 +94,50 @@ def measure(job: Job, rounds: int, seconds: float) -> list[dict[str, Any]]:
     noise = privatizer(dp.ledger, jax.random.key(0))
     options: dict[str, Any] = {"l2_clip_norm": CLIP, "batch_argnums": (1, 2)}
     ours = clipped_grad(job.loss, **options)
-    theirs = jax_privacy.clipped_grad(job.loss, microbatch_size=1, **options)
+    size_of_theirs = best_of_jax_privacy(job)[1]
+    theirs = jax_privacy.clipped_grad(job.loss, microbatch_size=size_of_theirs, **options)
+    best_theirs = f"jax-privacy, {size_of_theirs} at a time (its best), its noise, and Adam"
+
+    def summed(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        return jax.tree.map(lambda g: g * size, jax.grad(job.loss)(params, x, y))
+
     args = (job.params, OPTIMIZER.init(job.params), state.noise_state, job.x, job.y)
     zeros = jax.tree.map(jnp.zeros_like, job.params)
     ways = {
+        ORDINARY: compiled(by_hand(job, summed, None), *args),
         BASE: compiled(by_hand(job, ours, None), *args),
-        "DPSGD.step with noise_multiplier=0": compiled(quiet.step, quiet_state, batch),
+        "DPSGD with noise_multiplier=0: its step": compiled(quiet.step, quiet_state, batch),
         STEP: compiled(dp.step, state, batch),
         "clipped_grad, jax-privacy's noise as it is, and Adam": compiled(by_hand(job, ours, noise), *args),
-        "jax-privacy, one example at a time, its noise, and Adam": compiled(by_hand(job, theirs, noise), *args),
+        best_theirs: compiled(by_hand(job, theirs, noise), *args),
         "the noise alone, as DPSGD takes it": compiled(partial(add_noise, dp.ledger), zeros, args[2]),
         "the noise alone, as jax-privacy takes it": compiled(noise.update, zeros, args[2]),
     }
-    for names in (list(ways)[:2], list(ways)[2:5], list(ways)[5:]):
+    for names in (list(ways)[1:3], list(ways)[3:6], list(ways)[6:]):
         found = [ways[name][0]() for name in names]
         for name, one in zip(names[1:], found[1:], strict=True):
             if not same(parameters(found[0]), parameters(one)):
                 raise RuntimeError(f"{name}: the result is not that of {names[0]}")
-    times = interleaved({name: call for name, (call, _) in ways.items()}, rounds=rounds, seconds=seconds)
-    return [
+    calls = {name: call for name, (call, _) in ways.items()}
+    if _opacus is not None:
+        calls |= steps_of_torch(job, *(parameters(calls[name]()) for name in (ORDINARY, BASE)))
+    times = interleaved(calls, rounds=rounds, seconds=seconds)
+
+    def against(name: str) -> str:
+        return ORDINARY if name in ways else OF_TORCH
+
+    rows = [
         {
             "": name,
-            "ms": f"{times[name]['median_ms']:.2f}",
-            "times the step without noise": f"{ratio(times, name, BASE):.2f}",
-            "compiling (s)": f"{ways[name][1]:.1f}",
+            "ms": times[name]["ms"],
+            "times the ordinary step": None if "alone" in name else ratio(times, name, against(name)),
+            "times the step without noise": ratio(times, name, BASE) if name in ways else None,
+            "compiling (s)": ways[name][1] if name in ways else None,
         }
-        for name in ways
+        for name in times
     ]
+    others = [name for name in times if name.startswith(("jax-privacy", "Opacus"))]
+    return rows, [claim(times, STEP, others)]
 
 
 def parameters(result: Any) -> Any:
@@ -116,33 +153,16 @@ def same(one: Any, other: Any) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    parser.add_argument("--only", default="", metavar="NAME", help="jobs with NAME in their titles, write nothing")
-    options = parser.parse_args()
-    if options.smoke:
+    options = arguments(__doc__).parse_args()
+    report, smoke = Report("dpsgd", options, "jax-privacy", "torch", "opacus"), options.smoke
+    if smoke:
         jax.config.update("jax_disable_most_optimizations", True)  # which compiles in half the time
-    device = jax.devices()[0]
-    about = (
-        f"jax {jax.__version__}, jax-privacy {jax_privacy.__version__}, Python {platform.python_version()}, "
-        f"{device.platform} ({device.device_kind})."
-    )
-    chosen = jobs(options.smoke)
-    if options.smoke:
-        chosen = {"MLP": chosen["MLP"]}
-    else:
-        large = "MLP 784-512-256-10, batch 2048"
-        chosen = {large: mlp(np.random.default_rng(0), 2048, (784, 512, 256, 10)), **chosen}
-    sections, results = [about], {"about": about}
-    for title, job in chosen.items():
-        if options.only.lower() not in title.lower():
-            continue
-        rows = measure(job, *((2, 0.001) if options.smoke else (7, 0.2)))
-        results[title] = rows
-        sections.append(f"### Private steps: {title}\n\n{table(rows)}")
-        print(title, table(rows), sep="\n", flush=True)
-    if not options.smoke and not options.only:
-        publish("dpsgd", "\n\n".join(sections), results)
+    if torch is not None:
+        torch.set_num_threads(2)
+    large = mlp(np.random.default_rng(0), 2048, (784, 512, 256, 10))
+    chosen = {"MLP": jobs(True)["MLP"]} if smoke else {"MLP 784-512-256-10, batch 2048": large, **jobs(False)}
+    sizes = (2, 0.001) if smoke else (7, 0.2)
+    report.measure({f"Private steps: {title}": partial(measure, job, *sizes) for title, job in chosen.items()})
 
 
 if __name__ == "__main__":

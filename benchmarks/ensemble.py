@@ -1,24 +1,22 @@
 """What an ensemble costs: ours with each strategy, against raw JAX written by hand and against PyTorch.
 
-python benchmarks/ensemble.py            measures, and rewrites the tables of benchmarks/README.md
-python benchmarks/ensemble.py --smoke    runs everything small and once, and writes nothing
+python benchmarks/ensemble.py                          measures, and renders benchmarks/README.md
+python benchmarks/ensemble.py --mindspore PYTHON       measures the one table of MindSpore, and puts it with the others
+python benchmarks/ensemble.py --smoke                  runs everything small and once, and writes nothing
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import _scaling
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import instructions, interleaved, publish, ratio, table
+from _measure import PLATFORM, Report, Tables, arguments, claim, instructions, interleaved, ratio, spread
 from _models import LEARNING_RATE, MLP, ByHand, LeNet5, Transformer, chained, cross_entropy, torch, torch_candidates
 from flax import nnx
 
@@ -26,6 +24,7 @@ from plurax.ensemble import Ensemble, Trainer
 from plurax.transforms import vmap
 
 STRATEGIES = ("vmap", "map", "unroll", "loop")
+MINDSPORE = "Four LeNet-5 with a batch of three each, amsgrad"
 
 
 def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
@@ -48,9 +47,9 @@ def forward_candidates(ensemble: Ensemble, x: jax.Array, strategies: tuple[str, 
 
 
 def train_candidates(
-    title: str, ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...], tunings: dict[str, Any]
-) -> dict[str, Callable[[], Any]]:
-    """Each takes a step from where its last one ended, as a training loop does, and returns the losses."""
+    ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]
+) -> tuple[Any, dict[str, Callable[[], Any]]]:
+    """What "auto" found, and steps, each from where its last one ended, as in a training loop; they return losses."""
     hand = ByHand(ensemble)
     candidates: dict[str, Callable[[], Any]] = {}
 
@@ -61,7 +60,7 @@ def train_candidates(
     for strategy in ("auto", *strategies):
         trainer, candidates[f"ours {strategy}"] = _scaling.ours(ensemble, x, y, strategy=strategy)
         if strategy == "auto":
-            tunings[title] = trainer.explain()
+            tuning = trainer.explain()
         if strategy == "loop":
             candidates["JAX loop"] = chained(loop, hand.members)
         elif strategy != "auto":
@@ -72,7 +71,7 @@ def train_candidates(
                 return tuple(state), losses
 
             candidates[f"JAX {strategy}"] = chained(step, (hand.params, hand.opt_state))
-    return candidates
+    return tuning, candidates
 
 
 def programs(ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -88,7 +87,7 @@ def programs(ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[s
     return rows
 
 
-def eager_overhead(rounds: int) -> list[dict[str, Any]]:
+def eager_overhead(rounds: int) -> Tables:
     """A call of ours outside `jit`, against the compiled program by hand: members too small to hide anything."""
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(2, 2, rngs=rngs), 2, seed=0)
     x, y = jnp.ones((1, 2)), jnp.zeros(1, int)
@@ -108,16 +107,15 @@ def eager_overhead(rounds: int) -> list[dict[str, Any]]:
     )
     rows = []
     for job in ("forward", "step"):
-        ours, theirs = (times[f"{who} {job}"]["median_ms"] * 1e3 for who in ("ours", "JAX"))
-        rows.append(
-            {"call": job, "ours (µs)": round(ours), "JAX (µs)": round(theirs), "added (µs)": round(ours - theirs)}
-        )
-    return rows
+        ours, theirs = ([turn * 1e3 for turn in times[f"{who} {job}"]["turns"]] for who in ("ours", "JAX"))
+        added = [mine - other for mine, other in zip(ours, theirs, strict=True)]
+        rows.append({"call": job, "ours (µs)": spread(ours), "JAX (µs)": spread(theirs), "added (µs)": spread(added)})
+    return rows, [claim(times, f"ours {job}", [f"JAX {job}"]) for job in ("forward", "step")]
 
 
-def chunks(cases: tuple[tuple[int, int], ...], sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+def chunks(cases: tuple[tuple[int, int], ...], sizes: tuple[int, ...], rounds: int) -> Tables:
     """`vmap` in chunks against all at once: time and temporaries, and the time of two other ways to write it."""
-    found = []
+    found, claims = [], []
     for rows, width in cases:
         x = jax.random.normal(jax.random.key(0), (rows, width))
         weights = jax.random.normal(jax.random.key(1), (2, width, width)) / width**0.5
@@ -134,84 +132,79 @@ def chunks(cases: tuple[tuple[int, int], ...], sizes: tuple[int, ...], rounds: i
         functions: dict[str, Callable[..., Any]] = {"whole": jax.vmap(fun)}
         for k in sizes:
             functions[f"ours {k}"] = vmap(fun, chunk_size=k)
-            functions[f"map {k}"] = partial(mapped, k=k)
+            functions[f"lax.map {k}"] = partial(mapped, k=k)
             if rows // k <= 32:
                 functions[f"unrolled {k}"] = partial(unrolled, k=k)
         compiled = {name: jax.jit(fun).lower(x).compile() for name, fun in functions.items()}
         candidates = {name: (lambda run=run, x=x: run(x)) for name, run in compiled.items()}
         times = interleaved(candidates, rounds=rounds, seconds=0.1)
 
-        def against(name: str, times: dict[str, dict[str, Any]] = times) -> str:
-            return f"{ratio(times, name, 'whole'):.2f}" if name in times else ""
-
         for k, name in ((rows, "whole"), *((k, f"ours {k}") for k in sizes)):
+            others = [other for other in (f"lax.map {k}", f"unrolled {k}") if other in times]
             found.append(
                 {
                     "rows": f"{rows} of {width}",
                     "chunk_size": "all" if name == "whole" else k,
-                    "ms": f"{times[name]['median_ms']:.2f}",
-                    "times all at once": against(name),
-                    "lax.map by hand": against(f"map {k}"),
-                    "unrolled by hand": against(f"unrolled {k}"),
-                    "temporaries (MiB)": f"{compiled[name].memory_analysis().temp_size_in_bytes / 2**20:.2f}",
+                    "ms": times[name]["ms"],
+                    "times all at once": ratio(times, name, "whole"),
+                    **{f"{other.split()[0]} by hand": ratio(times, other, "whole") for other in others},
+                    "temporaries (MiB)": compiled[name].memory_analysis().temp_size_in_bytes / 2**20,
                 }
             )
-    return found
+            if name != "whole":
+                claims.append(claim(times, name, others, f"{rows} rows of {width}"))
+    return found, claims
 
 
 def compare(times: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a table of times, quickest first, with ours against the same strategy by hand."""
     rows = []
-    for name, result in sorted(times.items(), key=lambda item: item[1]["median_ms"]):
+    for name, result in sorted(times.items(), key=lambda item: item[1]["ms"]["median"]):
         peer = name.replace("ours", "JAX")
-        low, high = result["quartiles_ms"]
         rows.append(
             {
                 "": name,
-                "ms": f"{result['median_ms']:.2f}",
-                "quartiles": f"{low:.2f} to {high:.2f}",
-                "against the same by hand": f"{ratio(times, name, peer):.2f}" if peer != name and peer in times else "",
-                "first call (s)": f"{result['first_call_ms'] / 1e3:.2f}",
+                "ms": result["ms"],
+                "against the same by hand": ratio(times, name, peer) if peer != name and peer in times else None,
+                "first call (s)": result["first_s"],
             }
         )
     return rows
 
 
-def best_by_hand(times: dict[str, dict[str, Any]]) -> str:
-    """Auto against the quickest strategy in raw JAX, in words."""
-    best = min((name for name in times if name.startswith("JAX")), key=lambda name: times[name]["median_ms"])
-    return f"auto takes {ratio(times, 'ours auto', best):.2f} times as long as the quickest by hand ({best})"
+def measured(tuning: Any) -> list[dict[str, Any]]:
+    """What "auto" measured at its first step, as rows."""
+    return [
+        {
+            "": str(one.execution),
+            "ms": one.ms,
+            "temporaries (KiB)": None if one.temporaries is None else one.temporaries / 2**10,
+            "compile (s)": one.compile_s,
+            "note": "chosen" if one.execution == tuning.chosen else one.note,
+        }
+        for one in sorted(tuning.candidates, key=lambda one: float("inf") if one.ms is None else one.ms)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    parser.add_argument("--mindspore", help="a Python with MindSpore 2.10, to run its case of four LeNet-5")
+    parser = arguments(__doc__)
+    parser.add_argument("--mindspore", help="a Python with MindSpore 2.10: measure the table that has it, and no other")
     options = parser.parse_args()
+    options.only = MINDSPORE if options.mindspore else options.only
+    report = Report("ensemble", options, "flax", "optax", "torch")
     smoke = options.smoke
     rounds, seconds, batch = (2, 0.001, 4) if smoke else (15, 0.15, 64)
     strategies = ("vmap", "loop") if smoke else STRATEGIES
     quick = {"tune_seconds": 0.001} if smoke else {}  # of the first table, "auto" tries all that it can
     chunk_cases = (((16, 8),), (4,)) if smoke else (((1024, 256), (4096, 512)), (8, 32, 128, 512))
-    device = jax.devices()[0]
-    about = (
-        f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, "
-        f"{'torch ' + torch.__version__ if torch else 'without torch'}, Python {platform.python_version()}, "
-        f"{device.platform} ({device.device_kind})."
-    )
-    sections, results = [about], {"about": about}
-
-    def show(title: str, rows: list[dict[str, Any]], *words: str) -> None:
-        results[title] = rows
-        sections.append("\n\n".join([f"### {title}", *words, table(rows)]))
-        print(title, *words, table(rows), sep="\n", flush=True)
-
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 10, batch).astype(np.int32)
-    tunings: dict[str, Any] = {}
     kinds = ((MLP, (28, 28, 1), (10, 100)), (LeNet5, (32, 32, 1), (4, 10)), (Transformer, (32,), (8,)))
     for kind, shape, sizes in kinds[:1] if smoke else kinds:
         for size in (2,) if smoke else sizes:
+            title = f"{kind.__name__}, {size} members, batch {batch}"
+            if not report.wants(title):
+                continue
             images = generator.normal(size=(batch, *shape)).astype(np.float32)
             if kind is Transformer:
                 images = generator.integers(0, 128, (batch, *shape)).astype(np.int32)
@@ -219,45 +212,43 @@ def main() -> None:
             ways = tuple(name for name in strategies if name != "unroll" or size <= 10)
             x, y = jnp.asarray(images), jnp.asarray(labels)
             ensemble = Ensemble.create(kind, size, seed=0)
-            title = f"{kind.__name__}, {size} members, batch {batch}"
-            jobs = {"training step": train_candidates(title, ensemble, x, y, ways, tunings)}
+            tuning, train = train_candidates(ensemble, x, y, ways)
+            jobs = {"training step": train}
             if size <= 10 and kind is not Transformer:
                 jobs["forward"] = forward_candidates(ensemble, x, ways)
                 if torch is not None:
                     forward, train = torch_candidates(kind, size, images, labels)
                     jobs["forward"] |= forward
                     jobs["training step"] |= train
+            report.add(f"{title}: what auto measured for a training step", measured(tuning))
             for job, candidates in jobs.items():
                 times = interleaved(candidates, rounds=2 * rounds if kind is MLP else rounds, seconds=seconds)
-                words = [best_by_hand(times)]
-                if job == "training step":
-                    words.append(f"```\n{tunings[title]}\n```")
-                show(f"{title}, {job}", compare(times), *words)
-                results[f"{title}, {job}"] = times
+                others = [name for name in times if not name.startswith("ours")]
+                report.add(f"{title}: {job}", compare(times), claim(times, "ours auto", others))
             if size <= 10:
-                show(f"{title}: instructions of the optimised training step", programs(ensemble, x, y, ways))
+                report.add(f"{title}: instructions of the optimised training step", programs(ensemble, x, y, ways))
     sizes = (2,) if smoke else (4, 8, 16, 32, 64)
-    over = {}
-    for kind, shape in ((MLP, (28, 28, 1)),) if smoke else ((MLP, (28, 28, 1)), (LeNet5, (32, 32, 1))):
-        over[kind.__name__] = _scaling.over_members(kind, shape, sizes, batch, rounds, **quick)
-        show(f"{kind.__name__}: a training step for each member", over[kind.__name__])
-    show(
-        "Very many small members",
-        _scaling.many(*((8, ("1MiB",)) if smoke else (1000, (None, "16MiB", "4MiB", "1MiB"))), rounds, **quick),
-    )
-    show(
-        "Four LeNet-5 with a batch of three each, amsgrad",
-        _scaling.source_case(rounds, options.mindspore, "loop" if smoke else "auto"),
-    )
-    if not smoke:
-        show("LeNet-5, 10 members, batch 64, on two devices of the CPU", _scaling.elsewhere(2, "two", str(rounds)))
-        show("Weak scaling: two members for each device", _scaling.elsewhere(8, "weak"))
-    show("What an eager call adds", eager_overhead(2 if smoke else 101))
-    show("`vmap` in chunks", chunks(*chunk_cases, 2 if smoke else 21))
-    if not smoke:
-        _scaling.draw("ensemble", over, {k: v for k, v in tunings.items() if k.startswith(("LeNet5, 10", "MLP, 10 "))})
-        sections.append("![Time for each member, and the candidates of auto](ensemble.png)")
-        publish("ensemble", "\n\n".join(sections), results)
+    small = (8, ("1MiB",)) if smoke else (1000, (None, "16MiB", "4MiB", "1MiB"))
+    parts: dict[str, Callable[[], Any]] = {
+        f"{kind.__name__}: a training step for each member": partial(
+            _scaling.over_members, kind, shape, sizes, batch, rounds, **quick
+        )
+        for kind, shape, _ in kinds[: 1 if smoke else 2]
+    }
+    parts |= {
+        "Very many small members": lambda: _scaling.many(*small, rounds, **quick),
+        MINDSPORE: lambda: _scaling.source_case(rounds, options.mindspore, "loop" if smoke else "auto"),
+        "What an eager call adds": lambda: eager_overhead(2 if smoke else 101),
+        "`vmap` in chunks": lambda: chunks(*chunk_cases, 2 if smoke else 21),
+    }
+    if not smoke and PLATFORM == "cpu":
+        parts |= {
+            "LeNet-5, 10 members, batch 64, on two devices of the CPU": lambda: _scaling.elsewhere(
+                2, "two", str(rounds)
+            ),
+            "Weak scaling: two members for each device": lambda: _scaling.elsewhere(8, "weak"),
+        }
+    report.measure(parts)
 
 
 if __name__ == "__main__":

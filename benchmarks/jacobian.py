@@ -1,31 +1,23 @@
 """What derivatives cost: `jacobian` against the better mode, memory budgets, products, batches, higher orders.
 
-python benchmarks/jacobian.py            measures, rewrites its tables of benchmarks/README.md and docs/jacobian.png
+python benchmarks/jacobian.py            measures, and renders benchmarks/README.md
 python benchmarks/jacobian.py --smoke    runs everything small and once, and writes nothing
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import interleaved, publish, ratio, table
+from _measure import Report, Tables, arguments, claim, interleaved, peer, quickest, ratio
 
 from plurax.transforms import batch_jacobian, derivative, grad, hvp, jacfwd, jacobian, value_grad_and_hvp
 
-try:
-    import torch
-except ModuleNotFoundError:
-    torch = None
-
-PICTURE = Path(__file__).parents[1] / "docs" / "jacobian.png"
+torch = peer("torch")
 MIB = 2**20
 
 
@@ -49,9 +41,9 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
 
 
-def modes(small: int, large: int, square: int, rounds: int, seconds: float) -> dict[str, Any]:
+def modes(small: int, large: int, square: int, rounds: int, seconds: float) -> Tables:
     """`jacobian` by itself, and both modes of JAX and of PyTorch."""
-    results = {}
+    rows, claims = [], []
     cases: dict[str, tuple[Callable[..., Any], int, int]] = {
         f"tanh(Wx), {small} to {large}": (dense, large, small),
         f"tanh(Wx), {large} to {small}": (dense, small, large),
@@ -71,9 +63,18 @@ def modes(small: int, large: int, square: int, rounds: int, seconds: float) -> d
         if torch is not None and fun is not scanned:
             candidates |= torch_candidates(fun is scalar, np.asarray(weights), np.asarray(x))
         times = interleaved(candidates, rounds=rounds, seconds=seconds)
-        better = min(("jax.jacfwd", "jax.jacrev"), key=lambda name: times[name]["median_ms"])
-        results[title] = {"mode": chosen.mode, "why": chosen.why, "better": better, "times": times}
-    return results
+        better = quickest(times, ("jax.jacfwd", "jax.jacrev"))
+        rows.append(
+            {
+                "function": title,
+                "jacobian takes": chosen.mode,
+                "the better is": better,
+                "jacobian / the better": ratio(times, "jacobian", better),
+                **{f"{name} (ms)": found["ms"] for name, found in times.items()},
+            }
+        )
+        claims.append(claim(times, "jacobian", list(times)[1:], title))
+    return rows, claims
 
 
 def torch_candidates(summed: bool, weights: np.ndarray, x: np.ndarray) -> dict[str, Callable[[], Any]]:
@@ -89,7 +90,7 @@ def torch_candidates(summed: bool, weights: np.ndarray, x: np.ndarray) -> dict[s
     }
 
 
-def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, ...], rounds: int) -> dict[str, Any]:
+def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, ...], rounds: int) -> Tables:
     """A perceptron's Jacobian: all at once, within budgets, and in chunks by hand."""
     first, second, x = normal(0, hidden, size), normal(1, size, hidden), normal(2, size)
 
@@ -111,8 +112,9 @@ def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, 
 
     middle = chunks[len(chunks) // 2]
     functions: dict[str, Callable[..., Any]] = {"dense (jax.jacfwd)": jax.jacfwd(perceptron, 2)}
-    functions |= {f'memory_budget="{limit}"': jacfwd(perceptron, 2, memory_budget=limit) for limit in limits}
-    functions |= {f"chunk_size={chunk}": jacfwd(perceptron, 2, chunk_size=chunk) for chunk in chunks}
+    own = {f'memory_budget="{limit}"': jacfwd(perceptron, 2, memory_budget=limit) for limit in limits}
+    own |= {f"chunk_size={chunk}": jacfwd(perceptron, 2, chunk_size=chunk) for chunk in chunks}
+    functions |= own
     functions[f"lax.map by hand, {middle}"] = by_hand(middle)
     compiled = {name: jax.jit(fun).lower(first, second, x).compile() for name, fun in functions.items()}
     temporaries = {name: run.memory_analysis().temp_size_in_bytes for name, run in compiled.items()}
@@ -132,12 +134,20 @@ def budgets(size: int, hidden: int, limits: tuple[str, ...], chunks: tuple[int, 
         candidates["torch.func.jacfwd"] = lambda: torch.func.jacfwd(fun)(point)
         candidates[f"torch.func.jacrev, chunk_size={middle}"] = lambda: torch.func.jacrev(fun, chunk_size=middle)(point)
     times = interleaved(candidates, rounds=rounds, seconds=0.01)
-    return {name: {"temporaries": temporaries.get(name), **times[name]} for name in times} | {
-        "_ratios": {name: ratio(times, name, "dense (jax.jacfwd)") for name in times}
-    }
+    rows = [
+        {
+            "": name,
+            "temporaries (MiB)": temporaries[name] / MIB if name in temporaries else None,
+            "ms": found["ms"],
+            "times the dense": ratio(times, name, "dense (jax.jacfwd)"),
+        }
+        for name, found in times.items()
+    ]
+    others = [name for name in times if name not in own]
+    return rows, [claim(times, name, others) for name in own if name.startswith("memory_budget")]
 
 
-def products(size: int, batch: int) -> list[dict[str, Any]]:
+def products(size: int, batch: int) -> Tables:
     """The operations of a Hessian-vector product, as XLA counts them."""
 
     def flops(fun: Callable[..., Any], *args: Any) -> float:
@@ -159,28 +169,29 @@ def products(size: int, batch: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "with respect to": title,
-                "gradient / function": f"{gradient / value:.2f}",
-                "hvp / function": f"{product / value:.2f}",
-                "hvp / gradient": f"{product / gradient:.2f}",
+                "gradient / function": gradient / value,
+                "hvp / function": product / value,
+                "hvp / gradient": product / gradient,
             }
         )
-    return rows
+    return rows, []
 
 
-def against(peer: str, candidates: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """A row for each candidate: its median, and its time against that of `peer`."""
+def against(
+    other: str, candidates: dict[str, Callable[[], Any]], own: tuple[str, ...], rounds: int, seconds: float
+) -> Tables:
+    """A row for each candidate: its time, and that against the time of `other`; claims for our `own`."""
     times = interleaved(candidates, rounds=rounds, seconds=seconds)
-    return [
-        {"": name, "ms": f"{found['median_ms']:.3f}", f"times {peer}": f"{ratio(times, name, peer):.2f}"}
-        for name, found in times.items()
-    ]
+    rows = [{"": name, "ms": found["ms"], f"times {other}": ratio(times, name, other)} for name, found in times.items()]
+    others = [name for name in times if name.startswith(("jax.", "torch."))]
+    return rows, [claim(times, name, others) for name in own]
 
 
 def ready(fun: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return partial(jax.jit(fun).lower(*args).compile(), *args)
 
 
-def product_times(size: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def product_times(size: int, rounds: int, seconds: float) -> Tables:
     """A Hessian-vector product of sum(sin x), the case of PyTorch's tutorial."""
     x, v = normal(0, size), normal(1, size)
 
@@ -199,10 +210,10 @@ def product_times(size: int, rounds: int, seconds: float) -> list[dict[str, Any]
         point, vector = (torch.tensor(np.asarray(leaf)) for leaf in (x, v))
         of_torch = torch.func.grad(lambda x: x.sin().sum())
         candidates["torch.func.jvp of grad"] = lambda: torch.func.jvp(of_torch, (point,), (vector,))
-    return against("jax.jvp of jax.grad", candidates, rounds, seconds)
+    return against("jax.jvp of jax.grad", candidates, ("hvp",), rounds, seconds)
 
 
-def batches(batch: int, inputs: int, outputs: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def batches(batch: int, inputs: int, outputs: int, rounds: int, seconds: float) -> Tables:
     """A Jacobian for each sample of a batch, the case of PyTorch's tutorial."""
     weights, x = normal(0, outputs, inputs), normal(1, batch, inputs)
 
@@ -218,13 +229,14 @@ def batches(batch: int, inputs: int, outputs: int, rounds: int, seconds: float) 
         matrix, points = torch.tensor(np.asarray(weights)), torch.tensor(np.asarray(x))
         of_torch = torch.func.vmap(torch.func.jacrev(lambda x: torch.tanh(x @ matrix.T)))
         candidates["torch.func.vmap of jacrev"] = lambda: of_torch(points)
-    return against("jax.vmap of jax.jacrev", candidates, rounds, seconds)
+    own = tuple(name for name in candidates if name.startswith("batch_jacobian"))
+    return against("jax.vmap of jax.jacrev", candidates, own, rounds, seconds)
 
 
-def higher_orders(size: int, orders: tuple[int, ...], rounds: int, seconds: float) -> list[dict[str, Any]]:
+def higher_orders(size: int, orders: tuple[int, ...], rounds: int, seconds: float) -> Tables:
     """`derivative`, which takes Taylor mode here, against nested `jax.jvp`: exp(sin x) of case 3, and a perceptron."""
     x, weights = normal(0, size), normal(1, size, size)
-    rows = []
+    rows, claims = [], []
     for title, fun in (
         ("exp(sin x)", lambda x: jnp.exp(jnp.sin(x))),
         ("W sin(W sin x)", lambda x: weights @ jnp.sin(weights @ jnp.sin(x))),
@@ -233,104 +245,41 @@ def higher_orders(size: int, orders: tuple[int, ...], rounds: int, seconds: floa
             nested: Callable[..., Any] = fun
             for _ in range(order):
                 nested = lambda x, f=nested: jax.jvp(f, (x,), (jnp.ones_like(x),))[1]  # noqa: E731 (nested again and again: a name for each is of no use)
-            candidates = {"derivative": ready(derivative(fun, order), x), "nested": ready(nested, x)}
+            candidates = {"derivative": ready(derivative(fun, order), x), "nested jax.jvp": ready(nested, x)}
             times = interleaved(candidates, rounds=rounds, seconds=seconds)
             rows.append(
                 {
                     "function": title,
                     "order": order,
-                    "derivative (ms)": f"{times['derivative']['median_ms']:.3f}",
-                    "nested jax.jvp (ms)": f"{times['nested']['median_ms']:.3f}",
-                    "derivative / nested": f"{ratio(times, 'derivative', 'nested'):.2f}",
+                    **{f"{name} (ms)": found["ms"] for name, found in times.items()},
+                    "derivative / nested": ratio(times, "derivative", "nested jax.jvp"),
                 }
             )
-    return rows
-
-
-def draw(results: dict[str, Any], result_bytes: int) -> None:
-    """Time and memory against the size of a chunk."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    chunks = {int(name.split("=")[1]): row for name, row in results.items() if name.startswith("chunk_size")}
-    whole = results["dense (jax.jacfwd)"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    left.plot(list(chunks), [row["median_ms"] / whole["median_ms"] for row in chunks.values()], "o-")
-    left.axhline(1, color="gray", linestyle=":", label="all at once")
-    left.set(xscale="log", xlabel="columns at a time", ylabel="time / time all at once", title="Time", ylim=(0, None))
-    left.set_xscale("log", base=2)
-    left.legend()
-    right.plot(list(chunks), [row["temporaries"] / MIB for row in chunks.values()], "o-", label="in chunks")
-    right.axhline(whole["temporaries"] / MIB, color="gray", linestyle=":", label="all at once")
-    right.axhline(result_bytes / MIB, color="gray", linestyle="--", label="the result itself")
-    right.set(xlabel="columns at a time", ylabel="temporaries (MiB)", title="Memory")
-    right.set_xscale("log", base=2)
-    right.set_yscale("log", base=2)
-    right.legend()
-    figure.savefig(PICTURE, dpi=120)
+            claims.append(claim(times, "derivative", ["nested jax.jvp"], f"{title}, order {order}"))
+    return rows, claims
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    smoke = parser.parse_args().smoke
-    device = jax.devices()[0]
-    about = (
-        f"jax {jax.__version__}, {'torch ' + torch.__version__ if torch else 'without torch'}, "
-        f"Python {platform.python_version()}, {device.platform} ({device.device_kind})."
-    )
-    sections, results = [about], {"about": about}
-    picked = modes(4, 16, 8, 2, 0.001) if smoke else modes(32, 2048, 512, 15, 0.05)
-    rows = [
-        {
-            "function": title,
-            "jacobian takes": case["mode"],
-            "the better is": case["better"],
-            "jacobian / the better": f"{ratio(case['times'], 'jacobian', case['better']):.2f}",
-            **{name: f"{found['median_ms']:.2f} ms" for name, found in case["times"].items()},
-        }
-        for title, case in picked.items()
-    ]
-    heads = dict.fromkeys(name for row in rows for name in row)
-    rows = [{name: row.get(name, "") for name in heads} for row in rows]
+    options = arguments(__doc__).parse_args()
+    report, smoke = Report("jacobian", options, "torch"), options.smoke
+    rounds, seconds = (2, 0.001) if smoke else (31, 0.05)
     size, hidden = (16, 32) if smoke else (4096, 8192)
     limits, chunks = (("8KiB",), (2, 8)) if smoke else (("64MiB", "8MiB"), (16, 64, 256, 1024))
-    bounded = budgets(size, hidden, limits, chunks, 2 if smoke else 3)
-    ratios = bounded.pop("_ratios")
-    costs = products(*((8, 4) if smoke else (256, 64)))
-    rounds, seconds = (2, 0.001) if smoke else (31, 0.05)
     length, (batch, inputs, outputs), width = (8, (4, 3, 5), 4) if smoke else (2048, (64, 31, 33), 512)
-    product_rows = product_times(length, rounds, seconds)
-    batch_rows = batches(batch, inputs, outputs, rounds, seconds)
-    order_rows = higher_orders(width, (2,) if smoke else (2, 3, 4, 5), rounds, seconds)
-    for title, found, raw in (
-        ("`jacobian` picks its mode", rows, picked),
-        (
-            f"A perceptron's Jacobian, {size} to {size}, {hidden} hidden: {size * size * 4 / MIB:.0f} MiB of result",
-            [
-                {
-                    "": name,
-                    "temporaries (MiB)": f"{row['temporaries'] / MIB:.2f}" if row["temporaries"] else "",
-                    "s": f"{row['median_ms'] / 1e3:.2f}",
-                    "times the dense": f"{ratios[name]:.2f}",
-                }
-                for name, row in bounded.items()
-            ],
-            bounded,
+    whole = f"A perceptron's Jacobian, {size} to {size}, {hidden} hidden: {size * size * 4 / MIB:.0f} MiB of result"
+    parts: dict[str, Callable[[], Tables]] = {
+        "`jacobian` picks its mode": lambda: modes(*((4, 16, 8, 2, 0.001) if smoke else (32, 2048, 512, 15, 0.05))),
+        whole: lambda: budgets(size, hidden, limits, chunks, 2 if smoke else 3),
+        "Operations of `hvp`": lambda: products(*((8, 4) if smoke else (256, 64))),
+        f"A Hessian-vector product of sum(sin x), {length} numbers": lambda: product_times(length, rounds, seconds),
+        f"A Jacobian for each of {batch} samples, {inputs} to {outputs}": lambda: batches(
+            batch, inputs, outputs, rounds, seconds
         ),
-        ("Operations of `hvp`", costs, costs),
-        (f"A Hessian-vector product of sum(sin x), {length} numbers", product_rows, product_rows),
-        (f"A Jacobian for each of {batch} samples, {inputs} to {outputs}", batch_rows, batch_rows),
-        (f"`derivative`, {width} numbers", order_rows, order_rows),
-    ):
-        results[title] = raw
-        sections.append(f"### {title}\n\n{table(found)}")
-        print(title, table(found), sep="\n", flush=True)
-    if not smoke:
-        draw(bounded, size * size * 4)
-        publish("jacobian", "\n\n".join(sections), results)
+        f"`derivative`, {width} numbers": lambda: higher_orders(
+            width, (2,) if smoke else (2, 3, 4, 5), rounds, seconds
+        ),
+    }
+    report.measure(parts)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """What long runs cost: steps as members leave, the look at what is not finite, and batches of each member's own.
 
-python benchmarks/long_runs.py            measures, and rewrites the tables of benchmarks/README.md
+python benchmarks/long_runs.py            measures, and renders benchmarks/README.md
 python benchmarks/long_runs.py --smoke    runs everything small and once, and writes nothing
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import interleaved, publish, ratio, table
+from _measure import Report, Tables, arguments, claim, interleaved, ratio, spread
 from _models import LEARNING_RATE, MLP, LeNet5, Transformer, chained, cross_entropy
 
 from plurax.ensemble import Batches, EarlyStopping, Ensemble, Trainer
@@ -46,7 +44,7 @@ def example(kind: type, batch: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(x), jnp.asarray(generator.integers(0, 10, batch).astype(np.int32))
 
 
-def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> list[dict[str, Any]]:
+def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tables:
     """Steps of a run in which half of the members stop at every evaluation but the first, against runs of as many."""
     given = example(kind, batch)
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), strategy=strategy)
@@ -69,27 +67,26 @@ def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> lis
         # Of each stretch the second half: programs are compiled in the first.
         for k in range(len(counts)):
             part = gaps[every * k + every // 2 + (every if k else 0) : every * (k + 2) - 1]
-            for_all[way, k] = statistics.median(part) * 1e3
+            for_all[way, k] = spread(part * 1e3)
     for k, count in enumerate(counts):
         timed = Timed(given)
         state = trainer.init(Ensemble.create(kind, count, seed=0))
         trainer.fit(state, timed, steps=2 * every, progress=False)
-        alone[k] = statistics.median(np.diff(timed.asked)[every:]) * 1e3
-    return [
+        alone[k] = spread(np.diff(timed.asked)[every:] * 1e3)
+    rows = [
         {
             "members that train": count,
-            "ms per step": f"{for_all['leave', k]:.2f}",
-            "of the first": f"{for_all['leave', k] / for_all['leave', 0]:.2f}",
-            "nobody leaves (ms)": f"{for_all['stay', k]:.2f}",
-            "an ensemble of so many (ms)": f"{alone[k]:.2f}",
+            "ms per step": for_all["leave", k],
+            "of the first": for_all["leave", k]["median"] / for_all["leave", 0]["median"],
+            "nobody leaves (ms)": for_all["stay", k],
+            "an ensemble of so many (ms)": alone[k],
         }
         for k, count in enumerate(counts)
     ]
+    return rows, []
 
 
-def freezing(
-    cases: list[tuple[type, int, tuple[str, ...]]], batch: int, rounds: int, seconds: float
-) -> list[dict[str, Any]]:
+def freezing(cases: list[tuple[type, int, tuple[str, ...]]], batch: int, rounds: int, seconds: float) -> Tables:
     """A step with the look at loss and gradients, and without, both executed alike; all of a case take turns."""
     rows = []
     for kind, size, strategies in cases:
@@ -109,20 +106,19 @@ def freezing(
                 candidates[strategy, way] = chained(step, state)
         times = interleaved(candidates, rounds=rounds, seconds=seconds)
         for strategy in strategies:
-            freeze, ignore = (times[strategy, way]["median_ms"] for way in ("freeze", "ignore"))
             rows.append(
                 {
                     "": f"{kind.__name__}, {size} members",
                     "executed as": str(found[strategy]),
-                    "freeze (ms)": f"{freeze:.2f}",
-                    "ignore (ms)": f"{ignore:.2f}",
-                    "ratio": f"{ratio(times, (strategy, 'freeze'), (strategy, 'ignore')):.2f}",
+                    "freeze (ms)": times[strategy, "freeze"]["ms"],
+                    "ignore (ms)": times[strategy, "ignore"]["ms"],
+                    "ratio": ratio(times, (strategy, "freeze"), (strategy, "ignore")),
                 }
             )
-    return rows
+    return rows, []
 
 
-def sampling(count: int, members: int, rounds: int) -> list[dict[str, Any]]:
+def sampling(count: int, members: int, rounds: int) -> Tables:
     """Drawing a batch of 64 for each member from one copy of the data, against a copy for each."""
     data = jnp.zeros((count, 784)), jnp.zeros(count, jnp.int32)
     key = jax.random.key(0)
@@ -132,45 +128,40 @@ def sampling(count: int, members: int, rounds: int) -> list[dict[str, Any]]:
     copies = jnp.zeros((members, count, 784))
     take = jax.jit(jax.vmap(lambda x, index: x[index]))
     index = jax.random.randint(key, (members, 64), 0, count)
-    times = interleaved(
-        {"shared": lambda: next(shared), "own": lambda: next(own), "copies": lambda: take(copies, index)},
-        rounds=rounds,
-        seconds=0.05,
+    names = (
+        "the same for all",
+        f"of each of {members} members' own bootstrap sample",
+        "likewise, from a copy of the data for each",
     )
-    held = sum(x.nbytes for x in data) / 2**20
-    return [
-        {"batches": "the same for all", "ms": f"{times['shared']['median_ms']:.2f}", "memory (MiB)": f"{held:.0f}"},
-        {
-            "batches": f"of each of {members} members' own bootstrap sample",
-            "ms": f"{times['own']['median_ms']:.2f}",
-            "memory (MiB)": f"{held + members * count * 4 / 2**20:.0f}",
-        },
-        {
-            "batches": "likewise, from a copy of the data for each",
-            "ms": f"{times['copies']['median_ms']:.2f}",
-            "memory (MiB)": f"{copies.nbytes / 2**20:.0f}",
-        },
+    ways = (lambda: next(shared), lambda: next(own), lambda: take(copies, index))
+    times = interleaved(dict(zip(names, ways, strict=True)), rounds=rounds, seconds=0.05)
+    held = sum(x.nbytes for x in data)
+    memory = (held, held + members * count * 4, copies.nbytes)
+    rows = [
+        {"batches": name, "ms": times[name]["ms"], "memory (MiB)": size / 2**20}
+        for name, size in zip(names, memory, strict=True)
     ]
+    return rows, [claim(times, names[1], [names[2]])]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    smoke = parser.parse_args().smoke
+    options = arguments(__doc__).parse_args()
+    smoke = options.smoke
     rounds, batch, strategy = (2, 4, "vmap") if smoke else (15, 64, "auto")
     cases = [(MLP, 10, ("vmap", "map", "unroll", "loop")), (MLP, 100, ("vmap", "map"))]
     cases += [(LeNet5, 10, ("auto",)), (Transformer, 8, ("auto",))]
     cases = [(MLP, 2, ("vmap",))] if smoke else cases
-    parts = {
-        "Steps as members leave: MLP, 64 of them": leaving(MLP, *((2, 4) if smoke else (64, 40)), batch, strategy),
-        "What it costs to notice what is not finite": freezing(cases, batch, rounds, 0.001 if smoke else 0.2),
-        "Batches": sampling(100 if smoke else 6000, 2 if smoke else 16, rounds),
-    }
-    text = "\n\n".join(f"### {title}\n\n{table(rows)}" for title, rows in parts.items())
-    print(text)
-    if not smoke:
-        about = f"jax {jax.__version__}, {jax.devices()[0].device_kind}."
-        publish("long_runs", f"{about}\n\n{text}", {"about": about, **parts})
+    Report("long_runs", options, "flax", "optax").measure(
+        {
+            "Steps as members leave: MLP, 64 of them": lambda: leaving(
+                MLP, *((2, 4) if smoke else (64, 40)), batch, strategy
+            ),
+            "What it costs to notice what is not finite": lambda: freezing(
+                cases, batch, rounds, 0.001 if smoke else 0.2
+            ),
+            "Batches": lambda: sampling(100 if smoke else 6000, 2 if smoke else 16, rounds),
+        }
+    )
 
 
 if __name__ == "__main__":

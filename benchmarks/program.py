@@ -1,13 +1,11 @@
 """What is said of programs: is it all of the time, is it the right place, is a change one, and what does folding save?
 
-python benchmarks/program.py            measures, and rewrites the tables of benchmarks/README.md
+python benchmarks/program.py            measures, and renders benchmarks/README.md
 python benchmarks/program.py --smoke    runs everything small and once, and writes nothing
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import interleaved, publish, ratio, table
+from _measure import Report, Tables, arguments, claim, interleaved, ratio, spread
 from _models import LeNet5, Transformer, cross_entropy
 from flax import nnx
 
@@ -54,7 +52,7 @@ def models(smoke: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
     }
 
 
-def attributed(smoke: bool) -> list[dict[str, Any]]:
+def attributed(smoke: bool) -> Tables:
     """How much of the time has a scope or a line."""
     rows = []
     for name, (fun, args) in list(models(smoke).items())[:: 4 if smoke else 1]:
@@ -62,17 +60,17 @@ def attributed(smoke: bool) -> list[dict[str, Any]]:
         rows.append(
             {
                 "program": name,
-                "attributed": f"{found.attributed:.1%}",
-                "divided by flops": f"{found.estimated:.1%}",
+                "attributed (%)": found.attributed * 100,
+                "divided by flops (%)": found.estimated * 100,
                 "products apart": "yes" if found.apart else "",
-                "in the program (ms)": f"{found.watched * 1e3:.2f}",
-                "a call, not watched (ms)": f"{found.jitted * 1e3:.2f}",
+                "in the program (ms)": found.watched * 1e3,
+                "a call, not watched (ms)": found.jitted * 1e3,
             }
         )
-    return rows
+    return rows, []
 
 
-def places(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def places(smoke: bool, rounds: int, seconds: float) -> Tables:
     """What a profile says of layers of very different cost, and what each takes when it is compiled alone."""
     size, batch = (16, 8) if smoke else (64, 64)
     w3, w1, dense = normal(3, 3, size, size), normal(1, 1, size, size), normal(size, size)
@@ -101,24 +99,25 @@ def places(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
         {name: partial(jax.jit(layer), x) for name, layer in layers.items()}, rounds=rounds, seconds=seconds
     )
     # Others on the machine slow down both, and not alike: what is compared are parts of the sum of all.
-    times = {name: alone[name]["median_ms"] for name in layers}
-    return [
+    sums = [sum(turns) / 100 for turns in zip(*(alone[name]["turns"] for name in layers), strict=True)]
+    rows = [
         {
             "layer": name,
-            "in the profile": f"{together.get(name, 0.0) / sum(together.values()):.1%}",
-            "compiled alone, of the sum": f"{times[name] / sum(times.values()):.1%}",
-            "in the profile (ms)": f"{together.get(name, 0.0):.3f}",
-            "compiled alone (ms)": f"{times[name]:.3f}",
+            "in the profile (%)": together.get(name, 0.0) / sum(together.values()) * 100,
+            "compiled alone (% of the sum)": spread(x / y for x, y in zip(alone[name]["turns"], sums, strict=True)),
+            "in the profile (ms)": together.get(name, 0.0),
+            "compiled alone (ms)": alone[name]["ms"],
         }
         for name in layers
     ]
+    return rows, []
 
 
 def convolution(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def differences(smoke: bool, runs: int) -> list[dict[str, Any]]:
+def differences(smoke: bool, runs: int) -> Tables:
     """How often a difference is found that is there, and one that is not."""
     size, layers = (16, 3) if smoke else (256, 8)
     ws, x = [normal(size, size) / size**0.5] * layers, normal(size, size)
@@ -156,7 +155,7 @@ def differences(smoke: bool, runs: int) -> list[dict[str, Any]]:
                 "of rows": sum(len(one.differences()) for one in found),
             }
         )
-    return rows
+    return rows, []
 
 
 class ConvBN(nnx.Module):
@@ -172,12 +171,12 @@ class ConvBN(nnx.Module):
         return self.wrapped(self.nested(self.conv2(self.bn1(self.conv1(x)))))
 
 
-def folding(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
     """What is saved by folding batch norms into the weights."""
     width, side = (4, 32) if smoke else (64, 224)
     small = ConvBN(16, nnx.Rngs(0))
     small.eval()
-    rows = []
+    rows, claims = [], []
     for name, model, x in (
         ("the tutorial's model, 16 channels", small, normal(8, side // 4, side // 4, 3)),
         (f"ResNet-18, 5 images of {side}²", resnet18(width), normal(5, side, side, 3)),
@@ -190,24 +189,26 @@ def folding(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
         folded, params, report = fold_bn(apply, state, x)
         before, after = (jax.jit(fun).lower(p, x).compile() for fun, p in ((apply, state), (folded, params)))
         apart = jnp.abs(before(state, x) - after(params, x)).max() / jnp.abs(before(state, x)).max()
-        calls = {"before": partial(before, state, x), "after": partial(after, params, x)}
+        calls = {"jax.jit": partial(before, state, x), "fold_bn": partial(after, params, x)}
         times = interleaved(calls, rounds=rounds, seconds=seconds)
         moved = [program.cost_analysis()["bytes accessed"] / 1e6 for program in (before, after)]
         rows.append(
             {
                 "model": name,
                 "folded / kept": f"{len(report.folded)} / {len(report.kept)}",
-                "apart": f"{float(apart):.0e}",
+                "apart": float(apart),
                 "rsqrt": " to ".join(str(program.as_text().count(" rsqrt(")) for program in (before, after)),
                 "bytes accessed (MB)": " to ".join(f"{x:.1f}" for x in moved),
-                "ms": " to ".join(f"{times[key]['median_ms']:.2f}" for key in calls),
-                "time after / before": f"{ratio(times, 'after', 'before'):.2f}",
+                "before (ms)": times["jax.jit"]["ms"],
+                "after (ms)": times["fold_bn"]["ms"],
+                "after / before": ratio(times, "fold_bn", "jax.jit"),
             }
         )
-    return rows
+        claims.append(claim(times, "fold_bn", ["jax.jit"], name))
+    return rows, claims
 
 
-def orders(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def orders(smoke: bool, rounds: int, seconds: float) -> Tables:
     """The same network with channels last and with channels first."""
     arguments = given(*((1, 8, 4, 2) if smoke else (8, 56, 32, 5)))
     calls = {order: partial(jax.jit(network(order)), *args) for order, args in arguments.items()}
@@ -220,34 +221,27 @@ def orders(smoke: bool, rounds: int, seconds: float) -> list[dict[str, Any]]:
                 "order": order,
                 "transposes": counts["transpose"],
                 "copies": counts["copy"],
-                "moved (MiB)": f"{counts['bytes'] / 2**20:.2f}",
-                "ms": f"{times[order]['median_ms']:.2f}",
-                "time / NHWC": f"{ratio(times, order, 'NHWC'):.2f}",
+                "moved (MiB)": counts["bytes"] / 2**20,
+                "ms": times[order]["ms"],
+                "time / NHWC": ratio(times, order, "NHWC"),
             }
         )
-    return rows
+    return rows, []
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    smoke = parser.parse_args().smoke
+    options = arguments(__doc__).parse_args()
+    report, smoke = Report("program", options, "flax"), options.smoke
     rounds, seconds = (2, 0.0) if smoke else (15, 0.1)
-    device = jax.devices()[0]
-    about = f"jax {jax.__version__}, Python {platform.python_version()}, {device.platform} ({device.device_kind})."
-    sections, results = [about], {"about": about}
-    for title, measure in (
-        ("What is attributed", lambda: attributed(smoke)),
-        ("Is it the right place?", lambda: places(smoke, rounds, seconds)),
-        ("Differences that are there, and that are not", lambda: differences(smoke, 1 if smoke else 20)),
-        ("Batch norms folded", lambda: folding(smoke, rounds, seconds)),
-        ("Channels last and first", lambda: orders(smoke, rounds, seconds)),
-    ):
-        results[title] = measure()
-        sections.append(f"### {title}\n\n{table(results[title])}")
-        print(sections[-1], flush=True)
-    if not smoke:
-        publish("program", "\n\n".join(sections), results)
+    report.measure(
+        {
+            "What is attributed": lambda: attributed(smoke),
+            "Is it the right place?": lambda: places(smoke, rounds, seconds),
+            "Differences that are there, and that are not": lambda: differences(smoke, 1 if smoke else 20),
+            "Batch norms folded": lambda: folding(smoke, rounds, seconds),
+            "Channels last and first": lambda: orders(smoke, rounds, seconds),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,36 +1,27 @@
 """Sparse Jacobians and Hessians against dense ones and against asdex and sparsejac alone; Laplacians and traces.
 
-python benchmarks/sparse.py            measures, and rewrites its tables of benchmarks/README.md
+python benchmarks/sparse.py            measures, and renders benchmarks/README.md
 python benchmarks/sparse.py --smoke    runs everything small and once, and writes nothing
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import asdex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import interleaved, publish, ratio, table
+from _measure import Report, Tables, arguments, claim, interleaved, peer, ratio
 from scipy import stats
+from tqdm import tqdm
 
 from plurax.transforms import hessian, hessian_trace, hutchinson_trace, jacobian, laplacian
 
-try:
-    import sparsejac
-except ModuleNotFoundError:
-    sparsejac = None
-try:
-    import folx
-except ModuleNotFoundError:
-    folx = None
-
+sparsejac, folx = peer("sparsejac"), peer("folx")
 SAMPLES = (4, 16, 64)
 
 
@@ -145,8 +136,8 @@ def prepared(make: Callable[[], Callable[..., Any]], x: jax.Array) -> tuple[Call
     return partial(compiled, x), middle - begin, time.perf_counter() - middle
 
 
-def sparse(problem: Problem, rounds: int, seconds: float) -> dict[str, Any]:
-    """Ours, dense and the peers in one run; how far the results are apart."""
+def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Ours, dense and the peers in one run: times and how far results are apart, what is before the first, a claim."""
     makes: dict[str, Callable[[], Callable[..., Any]]] = {
         "ours": partial(ours, problem),
         "dense": partial(plain, problem),
@@ -162,39 +153,21 @@ def sparse(problem: Problem, rounds: int, seconds: float) -> dict[str, Any]:
         for name, (call, *_) in found.items()
     }
     times = interleaved({name: call for name, (call, *_) in found.items()}, rounds=rounds, seconds=seconds)
-    return {
-        "entries": int(matrix.nse),
-        "shape": list(expected.shape),
-        "colors": ours(problem).explain(problem.x).colors,
-        "apart": apart,
-        "prepare_s": {name: before for name, (_, before, _) in found.items()},
-        "compile_s": {name: after for name, (*_, after) in found.items()},
-        "times": times,
-        "ratios": {name: ratio(times, name, "ours") for name in times},
-    }
-
-
-def row(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    colors = case["colors"]
-    return {
-        "problem": name,
-        "entries": f"{case['entries']:,} of {np.prod(case['shape']):,}",
+    colors = ours(problem).explain(problem.x).colors
+    row = {
+        "problem": problem.name,
+        "entries": f"{int(matrix.nse):,} of {expected.size:,}",
         "products": f"{colors[0]} + {colors[1]}" if colors else "dense",
-        "ours (ms)": f"{case['times']['ours']['median_ms']:.3f}",
-        "dense (ms)": f"{case['times']['dense']['median_ms']:.3f}",
-        "dense / ours": f"{case['ratios']['dense']:.1f}",
-        "asdex / ours": f"{case['ratios']['asdex']:.2f}",
-        "sparsejac / ours": f"{case['ratios']['sparsejac']:.2f}" if "sparsejac" in case["ratios"] else "",
-        "apart from dense": f"{case['apart']['ours']:.0e}",
+        "ours (ms)": times["ours"]["ms"],
+        "dense (ms)": times["dense"]["ms"],
+        **{f"{name} / ours": ratio(times, name, "ours") for name in times if name != "ours"},
+        "apart from dense": apart["ours"],
     }
+    both = {name: f"{before:.2f} + {after:.2f}" for name, (_, before, after) in found.items()}
+    return row, {"problem": problem.name, **both}, claim(times, "ours", list(times)[1:], problem.name)
 
 
-def preparation(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    both = {way: f"{before:.2f} + {case['compile_s'][way]:.2f}" for way, before in case["prepare_s"].items()}
-    return {"problem": name, **both}
-
-
-def traces(size: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def traces(size: int, rounds: int, seconds: float) -> Tables:
     """The trace of the Hessian of a perceptron with three layers of tanh, by four ways."""
     keys = jax.random.split(jax.random.key(1), 3)
     weights = [jax.random.normal(k, (size, n)) / size**0.5 for k, n in zip(keys, (size, size, 1), strict=True)]
@@ -217,21 +190,23 @@ def traces(size: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
     flops = {name: program.cost_analysis()["flops"] for name, program in compiled.items()}
     times = interleaved({name: partial(p, x) for name, p in compiled.items()}, rounds=rounds, seconds=seconds)
     first = "trace of jax.hessian"
-    return [
+    rows = [
         {
             "": name,
-            "operations / those of the Hessian": f"{flops[name] / flops[first]:.2f}",
-            "ms": f"{times[name]['median_ms']:.3f}",
-            "time / that of the Hessian": f"{ratio(times, name, first):.2f}",
+            "operations / those of the Hessian": flops[name] / flops[first],
+            "ms": times[name]["ms"],
+            "time / that of the Hessian": ratio(times, name, first),
         }
         for name in functions
     ]
+    others = [name for name in functions if name == first or name.startswith("folx")]
+    return rows, [claim(times, name, others) for name in ("laplacian", "hessian_trace")]
 
 
 KEY = jax.random.key(0)
 
 
-def coverage(size: int, repeats: int) -> list[dict[str, Any]]:
+def coverage(size: int, repeats: int) -> Tables:
     """How often the interval of Student's t at 95 % holds the trace."""
     weights = jax.random.normal(jax.random.key(2), (size, size)) / size**0.5
 
@@ -247,41 +222,35 @@ def coverage(size: int, repeats: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "samples": samples,
-                "mean of all / trace": f"{float(means.mean() / exact):.4f}",
-                "standard error / trace": f"{float(errors.mean() / exact):.4f}",
-                "trace inside": f"{100 * float(inside.mean()):.1f} %",
+                "mean of all / trace": float(means.mean() / exact),
+                "standard error / trace": float(errors.mean() / exact),
+                "trace inside (%)": 100 * float(inside.mean()),
             }
         )
-    return rows
+    return rows, []
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="run everything small and once, write nothing")
-    smoke = parser.parse_args().smoke
+    options = arguments(__doc__).parse_args()
+    report, smoke = Report("sparse", options, "asdex", "sparsejac", "folx"), options.smoke
     rounds, seconds = (2, 0.0) if smoke else (15, 0.05)
-    device = jax.devices()[0]
-    versions = [f"{m.__name__} {getattr(m, '__version__', '')}".strip() for m in (jax, asdex, sparsejac, folx) if m]
-    about = f"{', '.join(versions)}, Python {platform.python_version()}, {device.platform} ({device.device_kind})."
-    asdex.jacobian_coloring(lambda x: x[1:] * x[:-1], jnp.ones(3))  # loads what it compiles with
-    cases = {}
-    for problem in problems(smoke)[:: 3 if smoke else 1]:
-        cases[problem.name] = sparse(problem, rounds, seconds)
-        print(table([row(problem.name, cases[problem.name])]), flush=True)
-    trace_rows = traces(*((6, 2, 0.001) if smoke else (64, 31, 0.05)))
-    coverage_rows = coverage(*((5, 20) if smoke else (50, 4000)))
-    sections = [about]
-    for title, rows in (
-        ("Sparse Jacobians and Hessians", [row(name, case) for name, case in cases.items()]),
-        ("Before the first result: prepared + compiled (s)", [preparation(*item) for item in cases.items()]),
-        ("The trace of a Hessian", trace_rows),
-        ("`hutchinson_trace`: how often its interval holds the trace", coverage_rows),
-    ):
-        sections.append(f"### {title}\n\n{table(rows)}")
-        print(title, table(rows), sep="\n", flush=True)
-    if not smoke:
-        results = {"about": about, "cases": cases, "traces": trace_rows, "coverage": coverage_rows}
-        publish("sparse", "\n\n".join(sections), results)
+
+    @cache
+    def measured() -> Any:
+        asdex.jacobian_coloring(lambda x: x[1:] * x[:-1], jnp.ones(3))  # loads what it compiles with
+        found = [sparse(problem, rounds, seconds) for problem in tqdm(problems(smoke)[:: 3 if smoke else 1])]
+        return [list(column) for column in zip(*found, strict=True)]
+
+    report.measure(
+        {
+            "Sparse Jacobians and Hessians": lambda: (measured()[0], measured()[2]),
+            "Before the first result: prepared + compiled (s)": lambda: (measured()[1], []),
+            "The trace of a Hessian": lambda: traces(*((6, 2, 0.001) if smoke else (64, 31, 0.05))),
+            "`hutchinson_trace`: how often its interval holds the trace": lambda: coverage(
+                *((5, 20) if smoke else (50, 4000))
+            ),
+        }
+    )
 
 
 if __name__ == "__main__":

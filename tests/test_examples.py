@@ -36,6 +36,7 @@ OTHERS = {
     "examples/stiff_brusselator.py",
     "examples/sweep_digits.py",
     "examples/uncertainty_digits.py",
+    "benchmarks/render.py",
 }  # which write files
 SMALL = {
     "examples/vmap_tour.py": (),

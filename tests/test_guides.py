@@ -17,16 +17,35 @@ PAGES = [
 
 
 def run(text: str) -> dict[str, Any]:
-    """What the Python blocks of a page define, one after another."""
+    """What the Python blocks of a page that the site runs define, one after another."""
     found: dict[str, Any] = {}
-    for block in re.findall(r"^```python.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+    for block in re.findall(r"^```python exec=.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         exec(block, found)
     return found
 
 
-@pytest.mark.parametrize("name", [path.name for path in DOCS.glob("*.md") if path.name != "dp-sgd.md"])
+# Which other tests run.
+ELSEWHERE = {"dp-sgd.md", "coming-from-torch.md", "coming-from-mindspore.md"}
+
+
+@pytest.mark.parametrize("name", [path.name for path in DOCS.glob("*.md") if path.name not in ELSEWHERE])
 def test_the_code_runs(name: str) -> None:
     run((DOCS / name).read_text())
+
+
+def not_run(text: str) -> list[str]:
+    """The Python blocks of a page that the site would only show, but for those titled as another library's code."""
+    return re.findall(r"^ *(```+python(?! exec=| title=\"(?:PyTorch|MindSpore)\"$).*)", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])  # whose code test_readme.py runs
+def test_all_code_is_run(page: str) -> None:
+    assert not_run((ROOT / page).read_text()) == []
+
+
+def test_code_that_is_not_run_is_noticed() -> None:
+    text = '```python\n```\n```python title="x"\n```\n```python exec="1"\n```\n```python title="PyTorch"\n```\n'
+    assert not_run(text) == ["```python", '```python title="x"']
 
 
 def typed(text: str) -> list[str]:
@@ -36,17 +55,14 @@ def typed(text: str) -> list[str]:
     return [
         code
         for _, kind, code in blocks
-        if not re.match(r"bash$|python$|python exec=", kind)
+        if not re.match(r"bash$|python\b", kind)
         and not all(re.match(r" *(make|pip|git|python) ", line) for line in code.splitlines())
     ]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_output_is_typed_by_hand(page: str) -> None:
-    text = (ROOT / page).read_text()
-    assert typed(text) == []
-    if page != "README.md":  # whose code test_readme.py runs
-        assert not re.search(r"^ *```+python$", text, flags=re.MULTILINE)
+    assert typed((ROOT / page).read_text()) == []
 
 
 def test_typed_output_is_noticed() -> None:
@@ -62,7 +78,7 @@ def test_typed_output_is_noticed() -> None:
 
 def test_code_that_fails_is_noticed() -> None:
     with pytest.raises(ZeroDivisionError, match="division"):
-        run('```python exec="1"\nx = 1\n```\nand\n```python\nx / 0\n```\n')
+        run('```python exec="1"\nx = 1\n```\nand\n```python exec="1"\nx / 0\n```\n')
 
 
 def test_the_guide_to_privacy_keeps_its_budget() -> None:

@@ -1,6 +1,8 @@
-"""Links between the documents lead somewhere."""
+"""Links between the documents lead somewhere, and the tests that they name exist."""
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,16 +29,44 @@ def broken_links(document: Path) -> list[str]:
     return broken
 
 
+@cache
+def names_of_tests(file: Path) -> set[str]:
+    """The names of the tests of a file, methods of classes among them."""
+    nodes = ast.walk(ast.parse(file.read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def missing_tests(document: Path) -> list[str]:
+    """Return the tests that a Markdown file names, as [`test_x`](file), and that the file has not."""
+    named = re.findall(r"\[`(test_\w+)`\]\(([^)#]+)\)", document.read_text())
+    files = [(test, name, document.parent / name) for test, name in named]
+    return [f"{test} in {name}" for test, name, file in files if file.is_file() and test not in names_of_tests(file)]
+
+
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("examples/**/*.md"),
+    *ROOT.glob("benchmarks/*.md"),
+]
+
+
 def test_documents_link_to_what_exists() -> None:
-    documents = [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("examples/**/*.md"),
-        *ROOT.glob("benchmarks/*.md"),
-    ]
-    assert ROOT / "README.md" in documents
-    found = {str(document.relative_to(ROOT)): broken_links(document) for document in documents}
+    assert ROOT / "README.md" in DOCUMENTS
+    found = {str(document.relative_to(ROOT)): broken_links(document) for document in DOCUMENTS}
     assert {name: links for name, links in found.items() if links} == {}
+
+
+def test_documents_name_tests_that_exist() -> None:
+    found = {str(document.relative_to(ROOT)): missing_tests(document) for document in DOCUMENTS}
+    assert {name: tests for name, tests in found.items() if tests} == {}
+
+
+def test_a_test_that_is_missing_is_found(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_here(): ...\nclass Test_that:\n    def test_there(self): ...\n")
+    document = tmp_path / "page.md"
+    document.write_text("[`test_here`](test_it.py), [`test_there`](test_it.py), [`test_nowhere`](test_it.py)")
+    assert missing_tests(document) == ["test_nowhere in test_it.py"]
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

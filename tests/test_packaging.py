@@ -6,11 +6,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+from . import try_release
+from .try_release import PRELUDE, USES, faults
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("transforms", "ensemble")
@@ -32,15 +36,37 @@ def pip(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the tree: a build leaves files behind, and takes along what it finds of them."""
-    folder = tmp_path_factory.mktemp("wheel")
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, folder / "tree", ignore=unwanted)
-    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "tree")
+def build_wheel(source: Path, folder: Path) -> Path:
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
     (built,) = folder.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree: a build leaves files behind, and takes along what it finds of them."""
+    folder = tmp_path_factory.mktemp("tree") / "tree"
+    unwanted = shutil.ignore_patterns(
+        ".git", ".*_cache", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "__pycache__"
+    )
+    shutil.copytree(ROOT, folder, ignore=unwanted)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tree, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the sdist holds, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    build = f"import setuptools.build_meta as backend; backend.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, stdout=subprocess.DEVNULL)
+    with tarfile.open(folder / f"plurax-{VERSION}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"plurax-{VERSION}"
 
 
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
@@ -53,6 +79,29 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     files = set(ZipFile(wheel).namelist())
     assert {name for name in files if not name.startswith(information)} == wanted
     assert information + "licenses/LICENSE" in files
+
+
+def files_of(*options: str) -> set[str]:
+    """The files of the repository, by git."""
+    listed = subprocess.run(["git", "ls-files", *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git knows which files are in the repository")
+def test_the_sdist_holds_the_repository_and_nothing_else(sdist: Path) -> None:
+    found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    made = {name for name in found if name in {"PKG-INFO", "setup.cfg"} or name.startswith("plurax.egg-info/")}
+    assert files_of() - found == set()
+    assert found - made - files_of("--cached", "--others", "--exclude-standard") == set()
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/vmap_tour.py"} <= found
+
+
+def test_a_wheel_of_the_sdist_is_that_of_the_tree(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    of_tree, of_sdist = (
+        {name: archive.read(name) for name in archive.namelist()}
+        for archive in map(ZipFile, (wheel, build_wheel(sdist, tmp_path)))
+    )
+    assert of_tree == of_sdist
 
 
 def test_the_wheel_imports_without_the_tree(wheel: Path, tmp_path: Path) -> None:
@@ -85,8 +134,51 @@ def test_the_listed_packages_are_the_folders_of_the_tree() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
 
 
+LIBRARIES = {
+    "privacy": ["jax_privacy", "dp_accounting"],
+    "sparse": ["asdex"],
+    "files": ["safetensors.numpy"],
+    "plot": ["matplotlib.figure"],
+    "tensorboard": ["tensorboardX"],
+}
+
+
+@pytest.mark.parametrize(("extra", "use"), [(extra, use) for extra, uses in USES.items() for use in uses])
+def test_what_needs_an_extra_works_with_it_and_names_it_without(
+    extra: str, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exec(PRELUDE + USES[extra][use], {})
+    for library in LIBRARIES[extra]:
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"needs? .* install it with:? pip install 'plurax\[{extra}\]'"):
+        exec(PRELUDE + USES[extra][use], {})
+
+
+def test_all_extras_are_tried() -> None:
+    of_developers = {"test", "dev", "docs", "bench"}
+    assert {*USES, "examples"} == set(PROJECT["project"]["optional-dependencies"]) - of_developers
+
+
+def test_what_is_wrong_with_an_extra_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(try_release, "PRELUDE", "")
+    monkeypatch.setattr(try_release, "USES", {"plot": {"draw": "1 / 0"}, "files": {"write": "pass"}})
+    here = Path(sys.executable)
+    assert faults(here, None) == [
+        "without the extra plot, draw does not name it: ZeroDivisionError: division by zero",
+        "without the extra files, write does not name it: ",
+    ]
+    assert faults(here, "plot") == ["with the extra plot, draw fails: ZeroDivisionError: division by zero"]
+    assert faults(here, "files") == []
+
+
 def test_the_environment_holds_the_version_of_the_tree() -> None:
     assert importlib.metadata.version("plurax") == VERSION
+
+
+def test_the_changelog_begins_with_what_is_not_released_and_this_version() -> None:
+    first, second = re.findall(r"^## \[(.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[:2]
+    assert first == "Unreleased]"
+    assert re.fullmatch(rf"{re.escape(VERSION)}\] - \d{{4}}-\d\d-\d\d", second)
 
 
 def test_the_commit_hooks_pin_the_same_ruff() -> None:

@@ -141,28 +141,27 @@ def _raise_first_misfit(
             if axis is None:
                 continue
             leaf_path, size = leaf_name(name, path), _size(leaf, axis)
+            # Positional arguments come first, so that of two which differ the latter is by keyword if any is.
+            remedy, or_shared = "", ", or pass None for an argument that is shared"
+            if name in kwargs:
+                remedy = "; keyword arguments are mapped over axis 0, so bind one that is shared with functools.partial"
+                or_shared = remedy
             if size < 0:
-                remedy = "name an axis it has, or pass None for an argument that is shared"
-                if name in kwargs:
-                    remedy = (
-                        "keyword arguments are mapped over axis 0, so bind one that is shared with functools.partial"
-                    )
                 raise ValueError(
-                    f"{api}: argument `{leaf_path}` cannot be mapped over axis {axis}: it is {describe(leaf)}; "
-                    f"{remedy}."
+                    f"{api}: argument `{leaf_path}` cannot be mapped over axis {axis}: it is {describe(leaf)}"
+                    f"{remedy or '; name an axis it has' + or_shared}."
                 )
             if axis_size is not None and size != axis_size:
                 raise ValueError(
                     f"{api}: axis {axis} of argument `{leaf_path}` has size {size}, but {given_by} is {axis_size}; "
-                    "make them one size, or pass None for an argument that is shared."
+                    f"make them one size{or_shared}."
                 )
             if first is None:
                 first = (leaf_path, axis, size)
             elif size != first[2]:
                 raise ValueError(
                     f"{api}: axis {first[1]} of argument `{first[0]}` has size {first[2]}, but axis {axis} of "
-                    f"argument `{leaf_path}` has size {size}; map arrays of one size, or pass None for an argument "
-                    "that is shared."
+                    f"argument `{leaf_path}` has size {size}; map arrays of one size{or_shared}."
                 )
 
 

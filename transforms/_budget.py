@@ -45,7 +45,7 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
 def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: int) -> int:
     """The largest chunk of `size` slices whose temporaries fit into `budget` bytes; refuses where none does.
 
-    Chunks that divide the slices evenly are tried only, since an uneven one costs as many chunks and more memory.
+    Of the chunks that are equally many only the smallest is tried, since a larger one costs as many and more memory.
 
     Args:
       api: what to call the caller in an error.

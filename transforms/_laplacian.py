@@ -23,6 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ._arguments import Argnums
 from ._call import Call
 from ._compat import NeedsValues
+from ._dense import checkpoint
 from ._jaxpr import evaluate, interpret
 from ._trace import diagonal, of_scalar, total
 
@@ -94,7 +95,7 @@ def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
             return along(jnp.arange(size))
         # What is too much in the last chunk are directions of length zero.
         chunks = jnp.arange(-(-size // chunk_size) * chunk_size).reshape(-1, chunk_size)
-        return lax.map(along, chunks).sum()
+        return lax.map(checkpoint(along), chunks).sum()
     except (TypeError, *NeedsValues):  # a jax.custom_vjp, or a branch on values
         return total(diagonal("laplacian", call, chunk_size))
 

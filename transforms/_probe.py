@@ -49,11 +49,11 @@ def probe(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: 
         if wrong:
             name, shape, places = wrong[0]
             index = f"[{', '.join(map(str, np.unravel_index(places[0], shape)))}]" if shape else ""
+            others = sum(len(places) for *_, places in wrong) - 1
             raise ValueError(
                 f"{api}: the sparsity pattern lacks entries: {'row' if forward else 'column'} `{name}{index}` of the "
-                f"result, and {sum(len(places) for *_, places in wrong) - 1} others, do not give the product with a "
-                "random vector that the function gives; add every entry that can differ from zero, or leave sparsity "
-                "out."
+                f"result{f', and {others} others, do' if others else ' does'} not give the product with a random "
+                "vector that the function gives; add every entry that can differ from zero, or leave sparsity out."
             )
 
     if any(isinstance(x, Tracer) for x in off):

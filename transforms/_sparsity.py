@@ -133,6 +133,11 @@ def asdex(api: str) -> Any:
         raise ModuleNotFoundError(
             f"{api}: sparsity needs asdex; install it with pip install 'plurax[sparse]'."
         ) from error
+    except ImportError as error:  # it imports private names of JAX, which come and go
+        raise ImportError(
+            f"{api}: the asdex that is installed cannot be imported beside jax {jax.__version__} ({error}); install "
+            "versions that go together with pip install 'plurax[sparse]'."
+        ) from error
     return asdex
 
 

@@ -1,5 +1,7 @@
 """The derivatives of MindSpore's documentation and of PyTorch's tutorials, with their shapes and numbers."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -146,3 +148,67 @@ def test_a_module_in_the_place_of_its_weights():
         rows = transform(lambda m, x: jnp.tanh(m(x)))(model, x)
         assert_close(rows["kernel"][...], np.einsum("o,i,op->oip", slope, x, np.eye(2)))
         assert_close(rows["bias"][...], np.diag(slope))
+
+
+# The same with a module as an argument.
+
+
+def tanh_of(model, x):
+    return jnp.tanh(model(x))
+
+
+def linear(inputs, outputs):
+    model: Any = nnx.Linear(inputs, outputs, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    model.kernel[...] = np.sin(np.arange(inputs * outputs)).reshape(inputs, outputs) / 9
+    model.bias[...] = np.cos(np.arange(outputs))
+    return model, np.asarray(model.kernel[...]).T
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "mode"), [(32, 2048, "forward"), (2048, 32, "reverse")])
+def test_with_a_module_the_shorter_side_is_taken_too(inputs, outputs, mode):
+    (model, weight), x = linear(inputs, outputs), np.linspace(-1, 1, inputs)
+    rows = jacobian(tanh_of, 1)
+    assert rows.explain(model, x).mode == mode
+    assert_close(jax.jit(rows)(model, x), (1 - np.tanh(model(x)) ** 2)[:, None] * weight)
+
+
+def test_hessians_with_and_by_a_module():
+    (model, weight), x = linear(512, 32), np.linspace(-1, 1, 512)
+    t = np.tanh(model(x))
+    expected = np.einsum("o,oi,oj->oij", -2 * t * (1 - t**2), weight, weight)
+    assert_close(jax.jit(hessian(tanh_of, 1))(model, x), expected)
+    (model, _), x = linear(3, 2), np.array([0.5, -1.0, 2.0])
+    t = np.tanh(model(x))
+    curvature = -2 * t * (1 - t**2)
+    for mode in ("fwd_rev", "fwd_fwd", "rev_rev"):
+        blocks = hessian(tanh_of, mode=mode)(model, x)
+        assert_close(blocks["bias"]["bias"][...], np.einsum("o,op,oq->opq", curvature, np.eye(2), np.eye(2)))
+        expected = np.einsum("o,i,op,j,oq->oipjq", curvature, x, np.eye(2), x, np.eye(2))
+        assert_close(blocks["kernel"]["kernel"][...], expected)
+
+
+def test_a_batch_with_a_module_by_its_inputs_and_by_its_parameters():
+    (model, weight), batch = linear(31, 33), np.sin(np.arange(64.0 * 31) ** 2).reshape(64, 31)
+    t = np.tanh(model(batch))
+    slope = 1 - t**2
+    for rows in ("independent", "vmap"):
+        of_inputs = jax.jit(batch_jacobian(tanh_of, 1, in_axes=(None, 0), rows=rows))(model, batch)
+        assert_close(of_inputs, slope[:, :, None] * weight)
+    of_bias = jax.jit(batch_jacobian(tanh_of, in_axes=(None, 0)))(model, batch)["bias"][...]
+    assert_close(of_bias, slope[:, :, None] * np.eye(33))
+    curvature = jax.jit(vmap(hessian(tanh_of, 1), (None, 0)))(model, batch)
+    assert_close(curvature, np.einsum("bo,oi,oj->boij", -2 * t * slope, weight, weight))
+
+
+class Angles(nnx.Module):
+    def __init__(self, values):
+        self.values = nnx.Param(jnp.asarray(values))
+
+
+def test_products_of_a_sum_of_sines_of_parameters():
+    x, v = np.linspace(-3, 3, 2048), np.cos(np.arange(2048.0))
+    model, direction = Angles(x), nnx.state(Angles(v), nnx.Param)
+    total = lambda model: jnp.sum(jnp.sin(model.values[...]))
+    for mode in ("fwd_rev", "rev_rev", "rev_fwd"):
+        assert_close(hvp(total, model, direction, mode=mode)["values"][...], -np.sin(x) * v)
+    assert_close(vhp(total, model, direction)["values"][...], -np.sin(x) * v)

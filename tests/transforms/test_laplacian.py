@@ -155,6 +155,18 @@ def test_a_budget_is_kept() -> None:
     assert need["64KiB"] <= 64 * 1024 < need[None]
 
 
+def test_the_gradient_of_a_laplacian_in_chunks_keeps_nothing_of_them() -> None:
+    weights, x = jax.random.normal(jax.random.key(0), (64, 96)) / 8, jnp.linspace(-1, 1, 64)
+    need, found = {}, {}
+    for chunk_size in (None, 4):
+        transform = laplacian(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w.T).sum(), chunk_size=chunk_size)
+        compiled = jax.jit(jax.grad(transform, argnums=1)).lower(x, weights).compile()
+        analysis: Any = compiled.memory_analysis()
+        need[chunk_size], found[chunk_size] = analysis.temp_size_in_bytes, compiled(x, weights)
+    assert need[4] < need[None] / 2
+    np.testing.assert_allclose(found[4], found[None], rtol=1e-4, atol=1e-3)
+
+
 def test_what_it_cannot_trace_is_left_to_others() -> None:
     @jax.custom_vjp
     def cube(x: Any) -> Any:

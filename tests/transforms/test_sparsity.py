@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -524,6 +525,8 @@ def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
     wrong["b"]["y"] = np.zeros_like(wrong["b"]["y"])
     with pytest.raises(ValueError, match=r"row `output\['b'\]\[0, 1\]` of the result, and 3 others"):
         jacobian(tree, sparsity=wrong, check=True)(POINT, 3.0)
+    with pytest.raises(ValueError, match=r"row `output\[4\]` of the result does not give the product"):
+        jacobian(lambda x: x[:5] ** 2, sparsity=np.arange(6) == np.array([[0], [1], [2], [3], [0]]), check=True)(X)
     with pytest.raises(ValueError, match=r"column `x\[0\]` of the result, and 5 others"):
         jacobian(lambda x: rounded_back(x), sparsity=np.eye(6, k=1, dtype=bool), check=True)(X)
     hilly = hessian(rosenbrock, sparsity=np.eye(6, dtype=bool), check=True)
@@ -619,6 +622,14 @@ def test_without_asdex_the_extra_is_named(transform: Any, monkeypatch: pytest.Mo
         ModuleNotFoundError, match=r"sparsity needs asdex; install it with pip install 'plurax\[sparse\]'"
     ):
         transform(jnp.sum, sparsity="auto")
+
+
+def test_an_asdex_that_does_not_fit_jax_is_told_from_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "asdex.py").write_text("from jax import no_such_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "asdex", raising=False)
+    with pytest.raises(ImportError, match=r"beside jax .*no_such_name.*; install versions that go together with pip"):
+        jacobian(jnp.sum, sparsity="auto")
 
 
 @pytest.mark.parametrize("limits", [(0, 0), (2**24, 0), (2**24, 2**18)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import tempfile
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +66,10 @@ def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Ti
         finally:
             jax.profiler.stop_trace()
         (path,) = Path(directory).rglob("*.xplane.pb")
-        found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
+        with warnings.catch_warnings():
+            # From Python 3.12 on, its types warn when they are first met; as an error that ends the process.
+            warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
+            found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
     runs_of: dict[int, list[Timeline]] = {j: [] for j in range(len(programs))}
     for which, devices in found:
         each = [_timeline(programs[which].program, events) for events in devices]

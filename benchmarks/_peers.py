@@ -1,0 +1,32 @@
+"""Install the extra `bench` into the environment that runs this; of its peers those that there are for it.
+
+python benchmarks/_peers.py
+"""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+
+
+def install(*what: str) -> bool:
+    return subprocess.run([*PIP, *what], cwd=ROOT, check=False).returncode == 0
+
+
+def main() -> None:
+    if install("--editable", ".[bench]"):
+        return
+    print("not all at once: one peer after another")
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
+    own = [one.replace("plurax[", ".[") for one in wanted if one.startswith("plurax[")]
+    if not install("--editable", *own):
+        raise SystemExit("the extras that the benchmarks need could not be installed")
+    absent = [one for one in wanted if not one.startswith("plurax[") and not install(one)]
+    print("not for this Python or this machine, so without their rows:", ", ".join(absent) or "none")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""The page of benchmarks and its pictures from the JSON files beside it; nothing is measured.
+
+python benchmarks/render.py
+
+Each file holds the versions, the device, and tables: rows, and comparisons with others' best. A run on an accelerator
+has a file of its own. A measured cell holds a median, and quartiles where they are known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SCRIPTS = ("ensemble", "jacobian", "sparse", "program", "compile", "privacy", "dpsgd", "long_runs")
+# Of Okabe and Ito, which colour-blind readers tell apart.
+BLACK, ORANGE, SKY, GREEN, BLUE, RED = "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
+GRAY, PALE = "#777777", "#bbbbbb"
+
+
+def number(value: Any) -> str:
+    """A number with three digits that count; whole numbers, and what is above a thousand, have no fraction."""
+    if isinstance(value, int) or value == 0:
+        return f"{int(value):,}"
+    if abs(value) < 1e-4:
+        return f"{value:.0e}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def shown(cell: Any) -> str:
+    """What a cell of a table says: a number, a median with its quartiles, or words."""
+    if isinstance(cell, dict):
+        spread = " to ".join(map(number, cell.get("quartiles", ())))
+        return number(cell["median"]) + (f" ({spread})" if spread else "")
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    return number(cell)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table, with all their keys as its head."""
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines += ["| " + " | ".join(shown(row.get(key)) for key in head) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def read(here: Path) -> dict[str, dict[str, Any]]:
+    """What each file holds, by its name: a script's, with its platform unless that is a CPU."""
+    paths = [path for name in SCRIPTS for path in (here / f"{name}.json", *sorted(here.glob(f"{name}.*.json")))]
+    return {path.stem: json.loads(path.read_text()) for path in paths if path.exists()}
+
+
+def section(found: dict[str, Any]) -> str:
+    """The versions, the device and the tables of a file."""
+    versions = [f"{name} {version}" if version else f"without {name}" for name, version in found["versions"].items()]
+    device, cpu = found["device"], found["device"]["platform"] == "cpu"
+    about = f"{', '.join(versions)}; {device['platform']} ({device['kind']}), {device['cores']} cores."
+    where = "" if cpu else f", on {device['platform']}"
+    parts = [f"### {title}{where}\n\n{table(one['rows'])}" for title, one in found["tables"].items()]
+    return "\n\n".join([about, *parts])
+
+
+def comparisons(files: dict[str, dict[str, Any]]) -> str:
+    """Ours against the quickest of others in every comparison there is, where we are slowest first."""
+    rows = []
+    for name, found in files.items():
+        for title, one in found["tables"].items():
+            for claim in one["claims"]:
+                what = "; ".join(filter(None, (title, claim["what"])))
+                rows.append({"in": name} | claim | {"what": what})
+    rows.sort(key=lambda row: -row["ours / other"]["median"])
+    ends = [row["ours / other"].get("quartiles") or [row["ours / other"]["median"]] * 2 for row in rows]
+    slower, quicker = sum(low > 1 for low, _ in ends), sum(high < 1 for _, high in ends)
+    return (
+        f"Of {len(rows)} comparisons ours is slower in {slower}, quicker in {quicker}, and as quick as the other in "
+        f"{len(rows) - slower - quicker}, where 1 is between the quartiles.\n\n{table(rows)}"
+    )
+
+
+def page(here: Path = HERE) -> str:
+    """The page with what the files hold between its marks."""
+    files, text = read(here), (here / "README.md").read_text()
+    between = {"comparisons": comparisons(files)}
+    for name in SCRIPTS:
+        between[name] = "\n\n".join(section(found) for stem, found in files.items() if stem.split(".")[0] == name)
+    for name, content in between.items():
+        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if not end:
+            raise ValueError(f"README.md has no place for {name}: write the lines <!-- {name} --> and <!-- /{name} -->")
+        text = f"{before}<!-- {name} -->\n{content}\n{end}{after}"
+    return text
+
+
+def rows_of(tables: dict[str, Any], start: str) -> list[dict[str, Any]]:
+    """The rows of the table whose title starts so."""
+    return next(one["rows"] for title, one in tables.items() if title.startswith(start))
+
+
+def bars(axis: Any, cells: dict[str, tuple[dict[str, Any], str, str]], title: str) -> None:
+    """Horizontal bars with their quartiles, each with its words: a cell, a colour and the words for each name."""
+    medians = [cell["median"] for cell, *_ in cells.values()]
+    ends = [cell.get("quartiles") or [cell["median"]] * 2 for cell, *_ in cells.values()]
+    errors = [
+        [median - low for median, (low, _) in zip(medians, ends, strict=True)],
+        [high - median for median, (_, high) in zip(medians, ends, strict=True)],
+    ]
+    colours = [colour for _, colour, _ in cells.values()]
+    axis.barh(list(cells), medians, color=colours, xerr=errors, error_kw={"elinewidth": 1, "ecolor": GRAY})
+    for place, ((_, _, words), (_, high)) in enumerate(zip(cells.values(), ends, strict=True)):
+        axis.annotate(words, (high, place), xytext=(4, 0), textcoords="offset points", va="center")
+    axis.set_xlim(0, 1.85 * max(high for _, high in ends))
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.set_xticks([])
+    axis.tick_params(axis="y", length=0)
+    axis.spines["bottom"].set_visible(False)
+    axis.set_ylim(len(cells) - 0.4, -0.6)
+
+
+def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
+    """The clipped gradient of DP-SGD beside the ordinary one, by network and by library."""
+    networks = ("MLP", "CNN", "LSTM", "GPT")
+    figure, axes = plt.subplots(1, len(networks), figsize=(10.6, 3.1), sharey=True, layout="constrained")
+    for axis, network in zip(axes, networks, strict=True):
+        title = next(title for title in tables if title.startswith(network))
+        rows = rows_of(tables, title)
+        cells = {}
+        for name, start, colour in (
+            ("JAX, ordinary", "ordinary gradient", PALE),
+            ("Plurax", 'clipped_grad, "auto"', BLUE),
+            ("jax-privacy", "jax_privacy", ORANGE),
+            ("PyTorch, ordinary", "torch, ordinary", PALE),
+            ("Opacus", "Opacus", RED),
+        ):
+            found = [row for row in rows if row[""].startswith(start)]
+            if found:
+                best = min(found, key=lambda row: row["ms"]["median"])
+                times = "" if colour == PALE else f", ×{number(best['times the ordinary']['median'])}"
+                cells[name] = (best["ms"], colour, f"{number(best['ms']['median'])} ms{times}")
+        bars(axis, cells, f"{network}, batch {title.partition('batch ')[2].partition(',')[0]}")
+    figure.suptitle("The clipped gradient of DP-SGD beside the ordinary gradient of the same library")
+    return figure
+
+
+def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
+    """Time for each member against their number, and the candidates of auto."""
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    styles = {"loop by hand (ms for each)": ("s--", GRAY), "a step (ms for each)": ("o-", BLUE)}
+    for kind in ("MLP", "LeNet5"):
+        rows = rows_of(tables, f"{kind}: a training step for each")
+        sizes = [row["members"] for row in rows]
+        for key, (style, colour) in styles.items():
+            cells = [row[key] for row in rows]
+            ends = [cell.get("quartiles") or [cell["median"]] * 2 for cell in cells]
+            axes[0].plot(sizes, [cell["median"] for cell in cells], style, color=colour)
+            axes[0].fill_between(sizes, *zip(*ends, strict=True), color=colour, alpha=0.2, linewidth=0)
+            words = f"{kind}, {'a loop in raw JAX' if colour == GRAY else 'Plurax'}"
+            place = (sizes[len(sizes) // 2], cells[len(sizes) // 2]["median"])
+            lift = 8 if colour == GRAY else -16
+            axes[0].annotate(words, place, xytext=(0, lift), textcoords="offset points", ha="center", color=colour)
+    axes[0].set(xscale="log", yscale="log", xlabel="members", ylim=(0.5, 50))
+    axes[0].set_title("A training step: ms for each member", loc="left", fontsize=10)
+    axes[0].set_xticks(sizes, [str(size) for size in sizes])
+    axes[0].set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+    axes[0].minorticks_off()
+    for axis, kind in zip(axes[1:], ("MLP", "LeNet5"), strict=True):
+        rows = [row for row in rows_of(tables, f"{kind}, 10 members, batch 64: what auto") if row["ms"] is not None]
+        cells = {
+            row[""].replace(", convolutions as products", "\nas products"): (
+                {"median": row["ms"]},
+                BLUE if row["note"] == "chosen" else PALE,
+                f"{number(row['ms'])} ms" + (", chosen" if row["note"] == "chosen" else ""),
+            )
+            for row in rows
+        }
+        bars(axis, cells, f"What auto measured: {kind}, 10 members")
+    return figure
+
+
+def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
+    """Memory and time of one Jacobian, at once, within budgets (to which a line goes) and in chunks."""
+    rows = {row[""]: row for row in rows_of(tables, "A perceptron's Jacobian")}
+    budgets = [int(found[1]) if (found := re.search('memory_budget="(\\d+)MiB"', name)) else 0 for name in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
+    memory, times = {}, {}
+    for (name, row), budget in zip(rows.items(), budgets, strict=True):
+        colour = BLUE if re.match("memory_budget|chunk_size", name) else PALE
+        held = row["temporaries (MiB)"]
+        words = "not known" if held is None else number(held) + f", of {budget}" * bool(budget)
+        memory[name] = {"median": held or 0, "quartiles": [held or 0, max(held or 0, budget)]}, colour, words
+        times[name] = row["ms"], colour, f"{number(row['ms']['median'] / 1e3)} s"
+    bars(axes[0], memory, "MiB beside the 64 of the result, of budgets")
+    bars(axes[1], times, "Time")
+    axes[1].tick_params(labelleft=False)
+    return figure
+
+
+def draw_sparse(tables: dict[str, Any], plt: Any) -> Any:
+    """How many times longer than ours the others take, by problem."""
+    rows = rows_of(tables, "Sparse Jacobians")
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    marks = {"dense": (GRAY, "s", -0.22), "sparsejac": (ORANGE, "^", 0.0), "asdex": (RED, "o", 0.22)}
+    for name, (colour, mark, lift) in marks.items():
+        for place, row in enumerate(rows):
+            cell = row.get(f"{name} / ours")
+            if cell:
+                ends = cell.get("quartiles") or [cell["median"]] * 2
+                axis.plot(ends, [place + lift] * 2, color=colour, linewidth=1.5)
+                label = name if name == "dense" else f"{name}, sparse too"
+                axis.plot(cell["median"], place + lift, mark, color=colour, label=label if place == 0 else None)
+                words = number(cell["median"]) if cell["median"] > 1.5 else ""  # near ours there is no place for them
+                offset = {"xytext": (6, 0), "textcoords": "offset points"}
+                axis.annotate(words, (ends[1], place + lift), **offset, va="center", color=colour)
+    axis.axvline(1, color=BLUE, linewidth=1.5)
+    axis.annotate("ours", (1, -0.75), xytext=(-4, 0), textcoords="offset points", color=BLUE, ha="right", va="center")
+    axis.set_yticks(range(len(rows)), [row["problem"] for row in rows])
+    axis.set_ylim(len(rows) - 0.5, -1)
+    axis.set_xscale("log")
+    axis.set_xticks([0.5, 1, 10, 100, 1000], ["0.5", "1", "10", "100", "1,000"])
+    axis.minorticks_off()
+    axis.set_title("Time of a compiled Jacobian or Hessian, times ours", loc="left", fontsize=10)
+    axis.legend(loc="center", bbox_to_anchor=(0.42, 0.6), frameon=False)
+    return figure
+
+
+def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
+    """Compiling and running 48 blocks, and the first result of a process."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 2.9), layout="constrained")
+    rows = rows_of(tables, "Layers, value")
+    head = next(iter(rows[0]))
+    colours = {"loop": PALE, "nnx.scan": ORANGE, "scan_layers": BLUE, "remat=True": BLUE, "remat=dots_saveable": BLUE}
+    names = {name: name.replace("remat=", "scan_layers,\nremat=") for name in colours}
+    by_name = {row[head]: row for row in rows}
+    for axis, key, unit, title in (
+        (axes[0], "compile (s)", "s", f"{head} of a transformer: compiling"),
+        (axes[1], "step (ms)", "ms", "A step: value and gradient"),
+    ):
+        cells = {
+            names[name]: (by_name[name][key], colour, f"{number(by_name[name][key]['median'])} {unit}")
+            for name, colour in colours.items()
+        }
+        bars(axis, cells, title)
+    axes[1].set_yticks([])
+    first = [row for row in rows_of(tables, "The first result") if "CNN" in row["program"]]
+    cells = {
+        row["way"].replace(", enable", ",\nenable"): (
+            row["first result (ms)"],
+            BLUE if row["way"].startswith("aot") else PALE,
+            f"{number(row['first result (ms)']['median'])} ms",
+        )
+        for row in first
+    }
+    bars(axes[2], cells, "A new process: first gradient of a CNN")
+    return figure
+
+
+# What draws each picture, and the file that it is drawn from.
+PICTURES = {
+    "dpsgd": (draw_dpsgd, "privacy"),
+    "ensemble": (draw_ensemble, "ensemble"),
+    "jacobian": (draw_jacobian, "jacobian"),
+    "sparse": (draw_sparse, "sparse"),
+    "compile": (draw_compile, "compile"),
+}
+
+
+def digest(name: str, here: Path = HERE) -> str:
+    """What a picture keeps of the file that it is drawn from."""
+    return hashlib.sha256((here / f"{PICTURES[name][1]}.json").read_bytes()).hexdigest()
+
+
+def draw(name: str, here: Path = HERE) -> None:
+    """Draw a picture, with the digest of its file in it."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    function, file = PICTURES[name]
+    with mpl.rc_context({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = function(json.loads((here / f"{file}.json").read_text())["tables"], plt)
+        figure.savefig(here / f"{name}.png", dpi=100, metadata={"Source": digest(name, here)})
+        plt.close(figure)
+
+
+def main(here: Path = HERE) -> None:
+    (here / "README.md").write_text(page(here))
+    for name in PICTURES:
+        draw(name, here)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The page of benchmarks, its pictures and the files that they are rendered from; and how the files are written."""
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+HERE = Path(__file__).parents[1] / "benchmarks"
+
+
+def module(name: str) -> Any:
+    """A module of the benchmarks, which find each other as scripts do."""
+    sys.path.insert(0, str(HERE))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(HERE))
+
+
+render = module("render")
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A copy of the files and the page."""
+    for path in (*HERE.glob("*.json"), HERE / "README.md"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def measure(monkeypatch, here):
+    """The module that measures, which writes into the copy."""
+    found = module("_measure")
+    monkeypatch.setattr(found.render, "HERE", here)
+    return found
+
+
+def options(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**({"smoke": False, "only": ""} | given))
+
+
+def test_the_page_is_what_the_files_hold():
+    assert render.page() == (HERE / "README.md").read_text()
+
+
+def test_a_page_that_differs_is_noticed(here):
+    page = here / "README.md"
+    page.write_text(page.read_text().replace("### Frozen parameters", "### Thawed parameters"))
+    assert render.page(here) != page.read_text()
+    assert render.page(here) == (HERE / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", render.PICTURES)
+def test_a_picture_is_of_its_file_and_small(name):
+    path = HERE / f"{name}.png"
+    with Image.open(path) as picture:
+        assert picture.info["Source"] == render.digest(name), "render it: python benchmarks/render.py"
+    assert path.stat().st_size < 100 * 1024
+    assert f"]({name}.png)" in (HERE / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", render.PICTURES)
+def test_a_picture_is_drawn(name, here):
+    file = here / f"{render.PICTURES[name][1]}.json"
+    file.write_text(file.read_text() + "\n")
+    render.draw(name, here)
+    with Image.open(here / f"{name}.png") as picture:
+        assert picture.info["Source"] == render.digest(name, here) != render.digest(name)
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        (7, "7"),
+        (44616, "44,616"),
+        (4.6512, "4.65"),
+        (1382.09, "1,382"),
+        (0.03692, "0.0369"),
+        (8.7e-8, "9e-08"),
+        (0.0, "0"),
+        (-2.5, "-2.50"),
+        ("map", "map"),
+        (None, ""),
+        ({"median": 1.5}, "1.50"),
+        ({"median": 1.5, "quartiles": [1.25, 20.0], "turns": 5}, "1.50 (1.25 to 20.0)"),
+    ],
+)
+def test_a_cell_says(cell, said):
+    assert render.shown(cell) == said
+
+
+def test_a_table_has_every_column():
+    rows = [{"": "a", "ms": 1.0}, {"": "b", "why": "none"}]
+    assert render.table(rows).splitlines() == [
+        "|  | ms | why |",
+        "| --- | --- | --- |",
+        "| a | 1.00 |  |",
+        "| b |  | none |",
+    ]
+
+
+def test_losses_are_counted_and_shown_before_wins():
+    def claim(ratio: dict[str, Any], what: str) -> dict[str, Any]:
+        return {"what": what, "ours / other": ratio}
+
+    claims = [
+        claim({"median": 0.5, "quartiles": [0.4, 0.6]}, "won"),
+        claim({"median": 1.1, "quartiles": [0.9, 1.2]}, "as quick"),
+        claim({"median": 3.0}, "lost"),
+    ]
+    file = {"tables": {"A table": {"rows": [], "claims": claims}}}
+    said = render.comparisons({"a.gpu": file})
+    assert said.startswith("Of 3 comparisons ours is slower in 1, quicker in 1, and as quick as the other in 1,")
+    assert [line.split(" | ")[:2] for line in said.splitlines()[4:]] == [
+        ["| a.gpu", "A table; lost"],
+        ["| a.gpu", "A table; as quick"],
+        ["| a.gpu", "A table; won"],
+    ]
+
+
+def test_every_comparison_of_the_files_is_on_the_page():
+    claims = [
+        claim for file in render.read(HERE).values() for table in file["tables"].values() for claim in table["claims"]
+    ]
+    first = (HERE / "README.md").read_text().split("<!-- comparisons -->")[1].split("<!-- /comparisons -->")[0]
+    assert first.count("\n| ") == len(claims) + 2
+    assert any(claim["ours / other"]["median"] > 1 for claim in claims)
+
+
+def test_an_accelerator_has_tables_of_its_own(here):
+    found = json.loads((here / "sparse.json").read_text())
+    found["device"] = {"platform": "gpu", "kind": "H200", "cores": 16}
+    found["tables"] = {"The trace of a Hessian": {"rows": [{"": "laplacian", "ms": 0.125}], "claims": []}}
+    before = render.page(here)
+    (here / "sparse.gpu.json").write_text(json.dumps(found))
+    after = render.page(here)
+    added = "### The trace of a Hessian, on gpu\n\n|  | ms |\n| --- | --- |\n| laplacian | 0.125 |\n"
+    assert added in after
+    assert "gpu (H200), 16 cores." in after
+    kept = after.partition("<!-- sparse -->")[2].replace(added, "")
+    assert kept.startswith(before.partition("<!-- sparse -->")[2].partition("\n<!-- /sparse -->")[0])
+
+
+def test_a_page_without_a_place_is_refused(here):
+    (here / "README.md").write_text("<!-- comparisons -->\n<!-- /comparisons -->\n<!-- ensemble -->\n")
+    with pytest.raises(ValueError, match="README.md has no place for ensemble: write the lines"):
+        render.page(here)
+
+
+def test_spreads_are_over_rounds(measure):
+    times = {
+        name: {"turns": turns, "ms": measure.spread(turns)}
+        for name, turns in {"a": [1.0, 2.0, 6.0], "b": [1.0, 4.0, 3.0], "c": [9.0, 9.0, 9.0]}.items()
+    }
+    assert times["a"]["ms"] == {"median": 2.0, "quartiles": [1.5, 4.0], "turns": 3}
+    assert measure.ratio(times, "a", "b") == {"median": 1.0, "quartiles": [0.75, 1.5], "turns": 3}
+    claim = measure.claim(times, "a", ["c", "b"], "so")
+    assert (claim["what"], claim["ours"], claim["quickest other"]) == ("so", "a", "b")
+    assert claim["ours / other"] == measure.ratio(times, "a", "b")
+
+
+def test_candidates_take_turns(measure):
+    called = []
+    times = measure.interleaved({x: lambda x=x: called.append(x) for x in "ab"}, rounds=3, seconds=0.0)
+    assert called == ["a", "a", "b", "b", *"ababab"]
+    assert [len(times[x]["turns"]) for x in "ab"] == [3, 3]
+
+
+def test_a_report_is_written_and_rendered(measure, here, monkeypatch):
+    monkeypatch.setattr(render, "PICTURES", {})
+    report = measure.Report("sparse", options(), "flax", "no-such-library")
+    report.measure({"A title": lambda: ([{"": "x", "ms": measure.spread([1.0, 2.0])}], [])})
+    found = json.loads((here / "sparse.json").read_text())
+    assert found["versions"]["no-such-library"] is None
+    assert list(found["versions"]) == ["Python", "jax", "flax", "no-such-library"]
+    page = (here / "README.md").read_text()
+    assert "### A title\n\n|  | ms |\n| --- | --- |\n| x | 1.50 (1.25 to 1.75) |" in page
+    assert "without no-such-library" in page
+
+    again = measure.Report("sparse", options(only="another"), "flax", "no-such-library")
+    again.measure({"A title": lambda: 1 / 0, "Another": lambda: ([{"": "y"}], [])})
+    assert list(json.loads((here / "sparse.json").read_text())["tables"]) == ["A title", "Another"]
+
+    found["versions"]["flax"] = "0.0"
+    (here / "sparse.json").write_text(json.dumps(found))
+    with pytest.raises(SystemExit, match="sparse.json is of other versions or of another device: measure all"):
+        again.publish()
+    with pytest.raises(SystemExit, match="no table has 'nothing' in its title"):
+        measure.Report("sparse", options(only="nothing")).measure({"A title": lambda: 1 / 0})
+
+
+def test_what_is_small_is_not_written(measure, here):
+    before = (here / "sparse.json").read_text()
+    measure.Report("sparse", options(smoke=True)).measure({"A title": lambda: ([{"": "x"}], [])})
+    assert (here / "sparse.json").read_text() == before
+
+
+def test_an_accelerator_writes_a_file_of_its_own(measure, monkeypatch):
+    monkeypatch.setattr(measure, "PLATFORM", "gpu")
+    report = measure.Report("sparse", options(), "torch")
+    assert report.path.name == "sparse.gpu.json"
+    assert report.about["device"]["platform"] == "gpu"
+    assert report.about["versions"]["torch"] is None
+    assert measure.peer("torch") is None
+
+
+def test_a_peer_is_left_out_only_where_it_is_absent(measure, monkeypatch, tmp_path):
+    (tmp_path / "halfpeer.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert measure.peer("no_such_library") is None
+    assert measure.peer("json") is json
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        measure.peer("halfpeer")
+
+
+def test_another_process_takes_a_step_when_it_is_asked_to(measure, tmp_path):
+    script = tmp_path / "script"
+    script.write_text("echo hello; echo name of it; read x; echo a warning; echo done; read x; echo not done\n")
+    with measure.another_process("sh", str(script)) as (name, step):
+        assert name == "of it"
+        step()
+        with pytest.raises(RuntimeError, match="sh: the process ended where it should have said 'done'"):
+            step()
+    with (
+        pytest.raises(RuntimeError, match="sh: the process ended where it should have said 'name'"),
+        measure.another_process("sh", "-c", "echo other"),
+    ):
+        pass
+
+
+def test_the_peers_that_there_are_get_installed(monkeypatch, capsys):
+    peers, asked = module("_peers"), []
+
+    def install(*what: str) -> bool:
+        asked.append(what)
+        return not (what[-1].startswith("opacus") or what == ("--editable", ".[bench]"))
+
+    monkeypatch.setattr(peers, "install", install)
+    peers.main()
+    assert "so without their rows: opacus==" in capsys.readouterr().out
+    assert asked[1][0] == "--editable"
+    assert asked[1][1].startswith(".[examples,")
+    assert {what[0].split("=")[0].split(">")[0] for what in asked[2:]} == {"torch", "opacus", "sparsejac", "folx"}
+    monkeypatch.setattr(peers, "install", lambda *_: False)
+    with pytest.raises(SystemExit, match="the extras that the benchmarks need could not be installed"):
+        peers.main()
