@@ -350,8 +350,8 @@ def what_may_not_be_compiled() -> dict[str, tuple[str, str]]:
     remedies = {name: remedy for name, (_, remedy) in WRITTEN.items()} | {"a list outside": "return it (has_aux=True)"}
     show(
         "x² at 3, which is 9 with slope 6, and what must not be in a function that is traced",
-        ("written as", "jax.jit", "jax.grad", "instead"),
-        ((name, *outcomes, remedies[name]) for name, outcomes in found.items()),
+        ("written as", "jax.jit / jax.grad", "instead"),
+        ((name, " / ".join(dict.fromkeys(outcomes)), remedies[name]) for name, outcomes in found.items()),
     )
     if found["x * x.item()"][1] == "3":
         console.print("x.item() under jax.grad alone is like MindSpore's asnumpy(): it cuts the gradient, silently.")

@@ -183,7 +183,7 @@ def main() -> None:
     right.legend(fontsize=8)
     for panel in (left, middle, right):
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=110, bbox_inches="tight")
     plt.close(figure)
     console.print(f"Picture: {picture}")
 
