@@ -58,7 +58,7 @@ def test_every_name_of_the_tables_exists(namespace):
     transforms = (plurax.transforms, *(getattr(plurax.transforms, x) for x in ("modules", "privacy", "program")))
     modules = (plurax.ensemble, *transforms)
     public = {name for module in modules for name in module.__all__}
-    rows = re.findall(r"^\| (`.*?) \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/names.md").read_text(), flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([A-Za-z_]+)", row)} - {"ens", "plurax"}
     assert named <= public
     results = {"Candidate", "Capture", "CompileCache", "Difference", "FoldReport", "Operation", "Profile", "TraceDiff"}
