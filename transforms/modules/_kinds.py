@@ -11,7 +11,8 @@ from .._arguments import describe
 from ._places import Path
 
 # In each call they look for the `nnx.Param`s within them: to normalise them in their place, or to hand them to Linen.
-SEEKERS = (nnx.WeightNorm, nnx.SpectralNorm, nnx.bridge.ToNNX)
+NORMS_OF_WEIGHTS = (nnx.WeightNorm, nnx.SpectralNorm)
+SEEKERS = (*NORMS_OF_WEIGHTS, nnx.bridge.ToNNX)
 _CONTAINERS = (nnx.List, nnx.Dict)
 
 

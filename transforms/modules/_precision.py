@@ -12,7 +12,7 @@ from flax import nnx
 
 from .._arguments import describe
 from .._model import dotted
-from ._kinds import SEEKERS, check_rules, holder, rule_for
+from ._kinds import NORMS_OF_WEIGHTS, SEEKERS, check_rules, holder, rule_for
 from ._parameters import is_parameter
 from ._places import apply_to_module, enclosing, places, replaced
 
@@ -128,6 +128,8 @@ def _check_computed(name: str, parameter: Any, module: Any, kept: Mapping[type, 
     dtypes = [jnp.result_type(x) for x in jax.tree.leaves(parameter.get_raw_value())]
     if _is_left(module, kept) or not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         return
+    if isinstance(module, NORMS_OF_WEIGHTS):
+        return  # what it makes of its own is a parameter of its layer, which tells how to compute with it
     kind = type(module).__name__
     why = f"{kind} has no attribute `dtype` by which to tell it"
     if _takes_dtype(module):

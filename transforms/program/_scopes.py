@@ -7,7 +7,8 @@ import re
 # What the structure of a program adds to the names of scopes: calls, the bodies of loops, branches.
 _CALLS = frozenset(
     """
-    checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat rematted_computation shard_map
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call eval_jaxpr jit pjit remat rematted_computation
+    shard_map
     """.split()  # noqa: SIM905 (words read better)
 )
 _BRANCH = re.compile(r"branch_\d+_fun")

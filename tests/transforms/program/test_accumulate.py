@@ -124,7 +124,7 @@ def test_what_a_module_keeps_goes_from_part_to_part(outside: bool) -> None:
         found = value_and_grad(accumulate(net_loss, 3, batch_argnums=(1, 2)))(ours, x, y)
     else:
         found = accumulate(value_and_grad(net_loss), 3, batch_argnums=(1, 2))(ours, x, y)
-    assert_close(found, expected)
+    assert_close(found, expected, atol=1e-5)  # the gradient of a bias before a batch norm is nothing but rounding
     assert int(ours.drop.rngs.count[...]) == 3
     assert_close(nnx.to_pure_dict(nnx.state(ours, nnx.BatchStat)), nnx.to_pure_dict(nnx.state(theirs, nnx.BatchStat)))
 
