@@ -123,27 +123,27 @@ def bars(axis: Any, cells: dict[str, tuple[dict[str, Any], str, str]], title: st
 
 
 def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
-    """The clipped gradient of DP-SGD beside the ordinary one, by network and by library."""
-    networks = ("MLP", "CNN", "LSTM", "GPT")
+    """A private step beside an ordinary one, by network and by library."""
+    networks = ("MLP 784-512-256-10, batch 256", "CNN", "LSTM", "GPT")
     figure, axes = plt.subplots(1, len(networks), figsize=(10.6, 3.1), sharey=True, layout="constrained")
     for axis, network in zip(axes, networks, strict=True):
-        title = next(title for title in tables if title.startswith(network))
+        title = next(title for title in tables if title.startswith(f"Private steps: {network}"))
         rows = rows_of(tables, title)
         cells = {}
         for name, start, colour in (
-            ("JAX, ordinary", "ordinary gradient", PALE),
-            ("Plurax", 'clipped_grad, "auto"', BLUE),
-            ("jax-privacy", "jax_privacy", ORANGE),
+            ("JAX, ordinary", "ordinary step", PALE),
+            ("Plurax", "DPSGD.step", BLUE),
+            ("jax-privacy", "jax-privacy", ORANGE),
             ("PyTorch, ordinary", "torch, ordinary", PALE),
             ("Opacus", "Opacus", RED),
         ):
             found = [row for row in rows if row[""].startswith(start)]
             if found:
                 best = min(found, key=lambda row: row["ms"]["median"])
-                times = "" if colour == PALE else f", ×{number(best['times the ordinary']['median'])}"
+                times = "" if colour == PALE else f", ×{number(best['times the ordinary step']['median'])}"
                 cells[name] = (best["ms"], colour, f"{number(best['ms']['median'])} ms{times}")
-        bars(axis, cells, f"{network}, batch {title.partition('batch ')[2].partition(',')[0]}")
-    figure.suptitle("The clipped gradient of DP-SGD beside the ordinary gradient of the same library")
+        bars(axis, cells, f"{network.split()[0]}, batch {title.partition('batch ')[2].partition(',')[0]}")
+    figure.suptitle("A step of DP-SGD, noise included, beside the ordinary step of the same library")
     return figure
 
 
@@ -261,7 +261,7 @@ def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
 
 # What draws each picture, and the file that it is drawn from.
 PICTURES = {
-    "dpsgd": (draw_dpsgd, "privacy"),
+    "dpsgd": (draw_dpsgd, "dpsgd"),
     "ensemble": (draw_ensemble, "ensemble"),
     "jacobian": (draw_jacobian, "jacobian"),
     "sparse": (draw_sparse, "sparse"),
