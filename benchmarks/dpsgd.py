@@ -27,7 +27,8 @@ from plurax.transforms import clipped_grad
 from plurax.transforms.privacy import DPSGD, Batch
 from plurax.transforms.privacy._noise import add_noise, privatizer
 
-OPTIMIZER = optax.adam(1e-3)
+RATE = 1e-3
+OPTIMIZER = optax.adam(RATE)
 ORDINARY, OF_TORCH = "ordinary step: gradient and Adam", "torch, ordinary step"
 BASE, STEP = "clipped_grad and Adam: no noise", "DPSGD.step"
 
@@ -68,8 +69,9 @@ def steps_of_torch(job: Job, ordinary: Any, private: Any) -> dict[str, Callable[
         found["Opacus, hooks"] = _opacus.hooks(module(), *args, noise)
     for name, step in found.items():
         expected = _opacus.arrays(job.twin, ordinary if name == OF_TORCH else private)
-        # Its sums have another order, so of 256 scales that begin equal a few may be moved the other way.
-        if not same(expected, {key: jnp.asarray(leaf.detach()) for key, leaf in step().items()}, tolerance=2e-2):
+        leaves = {key: jnp.asarray(leaf.detach()) for key, leaf in step().items()}
+        # In units of a step of Adam, which is whole where a gradient is zero but for rounding: that of a key's bias.
+        if max(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.mean(jnp.abs(a - b)), expected, leaves))) > RATE / 100:
             raise RuntimeError(f"{name}: the result is not that of JAX")
     noise[0] = 1.0
     return found
@@ -147,10 +149,10 @@ def parameters(result: Any) -> Any:
     return first.tree if hasattr(first, "tree") else first
 
 
-def same(one: Any, other: Any, tolerance: float = 1e-3) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether two pytrees agree in the mean: Adam makes whole steps of rounding where a gradient is zero."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(float(jnp.mean(jnp.abs(a - b)) / (jnp.mean(jnp.abs(a)) + 1e-3)) < tolerance for a, b in pairs)
+    return all(float(jnp.mean(jnp.abs(a - b)) / (jnp.mean(jnp.abs(a)) + 1e-3)) < 1e-3 for a, b in pairs)
 
 
 def main() -> None:
