@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ..transforms import vmap
 from ..transforms._arguments import describe
@@ -28,7 +29,6 @@ from ._prediction import Prediction, check_kind, predict
 from ._strategy import in_turn
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["trainable", "rest"], meta_fields=["structure"])
 @dataclass(frozen=True, eq=False, repr=False)
 class Ensemble:
     """Models of one architecture, with axis 0 of every array as the members.
@@ -57,6 +57,11 @@ class Ensemble:
     structure: Structure
     trainable: Any
     rest: Any
+    # How many axes each array has. As a pytree it keeps them: where arrays have others then, somebody has sliced them.
+    _ndims: tuple[int | None, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ndims", self._found_ndims())
 
     @classmethod
     def stack(cls, members: Sequence[Any]) -> Ensemble:
@@ -229,6 +234,7 @@ class Ensemble:
             training, dropout): see `view`.
         """
         check_in_axes("Ensemble", in_axes)
+        self._check_whole()
         arrays, static = Static.separate((args, kwargs))
         layout = Layout.around(self)
         if layout is None:
@@ -298,6 +304,7 @@ class Ensemble:
         return list(self)
 
     def __len__(self) -> int:
+        self._check_whole()
         return jax.tree.leaves((self.trainable, self.rest))[0].shape[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -319,11 +326,23 @@ class Ensemble:
         return jax.tree.map(lambda x: x[i], self).__plurax_member__()
 
     def __repr__(self) -> str:
-        arrays = jax.tree.leaves(self)
-        if not arrays or not all(getattr(x, "ndim", 0) for x in arrays):
+        if self._found_ndims() != self._ndims or not all(self._ndims):
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
+
+    def _found_ndims(self) -> tuple[int | None, ...]:
+        return tuple(getattr(x, "ndim", None) for x in jax.tree.leaves((self.trainable, self.rest)))
+
+    def _check_whole(self) -> None:
+        """Refuse arrays whose axis 0 is not the members."""
+        if self._found_ndims() != self._ndims:
+            raise ValueError(
+                "Ensemble: its arrays have other axes than it was made with, so their axis 0 is not the members: "
+                "something that knows no members has sliced or stacked them, as jax.vmap, lax.map and lax.scan do. Map "
+                "over it with plurax.transforms.vmap, which hands the function one member at a time, or hand on all of "
+                "it, with in_axes=None."
+            )
 
     def _modules(self, api: str) -> Any:
         model = self.__plurax_member__()
@@ -352,10 +371,32 @@ class Ensemble:
 
     def __plurax_stack__(self, model: Any) -> Ensemble:
         parts = split(model)
-        return Ensemble(parts.structure, parts.trainable, parts.rest)
+        stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
+        # Where axis 0 has been mapped away here, it will come back.
+        mapped = [of_all - here for of_all, here in zip(self._ndims, self._found_ndims(), strict=True)]
+        object.__setattr__(stacked, "_ndims", tuple(ndim + mapped[0] for ndim in stacked._ndims))
+        return stacked
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
+        self._check_whole()
         return _StackedStructure(self.structure), self.trainable, self.rest
+
+
+def _flatten_with_keys(ens: Ensemble) -> tuple[Any, Any]:
+    return ((GetAttrKey("trainable"), ens.trainable), (GetAttrKey("rest"), ens.rest)), (ens.structure, ens._ndims)
+
+
+def _flatten(ens: Ensemble) -> tuple[Any, Any]:
+    return (ens.trainable, ens.rest), (ens.structure, ens._ndims)
+
+
+def _unflatten(static: tuple[Structure, tuple[int | None, ...]], arrays: Sequence[Any]) -> Ensemble:
+    ens = object.__new__(Ensemble)
+    vars(ens).update(structure=static[0], trainable=arrays[0], rest=arrays[1], _ndims=static[1])
+    return ens
+
+
+register_pytree_with_keys(Ensemble, _flatten_with_keys, _unflatten, _flatten)
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,14 @@ class Model(Protocol):
 class Members(Protocol):
     """Several models of one structure, stored with axis 0 of every array as the members."""
 
+    def __len__(self) -> int:
+        """How many there are. Raises ValueError where axis 0 is not the members."""
+
     def __plurax_member__(self) -> Any:
         """The model that is left when axis 0 has been mapped away."""
 
     def __plurax_stack__(self, model: Any) -> Any:
-        """The inverse: `model` as a `Members` without its axis 0."""
+        """The inverse: `model` as a `Members`, without its axis 0 where this one is."""
 
 
 def is_module(x: Any) -> bool:

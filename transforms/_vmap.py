@@ -176,7 +176,7 @@ def _take_apart(tree: Any) -> Any:
 
 
 def _check_model_axes(fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
-    """Refuse axes for a model that are not one axis for all of it, and for an ensemble 0 or None."""
+    """Refuse axes for a model that are not one axis for all of it, and for an ensemble another one than its members'."""
     for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
         if models_of(axes_of_value):
             raise ValueError(
@@ -189,7 +189,10 @@ def _check_model_axes(fun: Callable[..., Any], args: tuple[Any, ...], axes: tupl
         except (ValueError, TypeError, KeyError):
             continue  # refused with the structures, by `mapped_size`
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
-            if is_members(leaf) and axis not in (0, None):
+            if not is_members(leaf):
+                continue
+            len(leaf)  # refuses an ensemble whose axis 0 is not its members
+            if axis not in (0, None):
                 raise ValueError(
                     f"vmap: in_axes is {axis} for the ensemble `{leaf_name(argument_name(fun, args, i), path)}`, whose "
                     "members are its axis 0; pass 0 to map over them, or None to hand on the whole ensemble."

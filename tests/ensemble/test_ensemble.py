@@ -9,8 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import Ensemble, Trainer, load, load_member, save
-from plurax.transforms import grad
+from plurax.ensemble import Ensemble, Trainer, load, load_member, save, select, soup
+from plurax.transforms import grad, vmap
+from plurax.transforms.modules import with_precision
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,70 @@ def test_it_passes_through_jit_and_tree_map(ens, assert_same):
     assert isinstance(doubled, Ensemble)
     assert_same(doubled[1].first.kernel[...], 2 * ens[1].first.kernel[...])
     assert jax.tree.structure(ens) == jax.tree.structure(Ensemble.create(type(ens[0]), 3, seed=9))
+
+
+@pytest.fixture(scope="module")
+def square():
+    """Three members of three by three: a slice has the shape of something else."""
+    return Ensemble.create(lambda rngs: nnx.Linear(3, 3, rngs=rngs), 3, seed=0)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda e: e(jnp.ones((3, 3))),
+        lambda e: e.view()(jnp.ones((3, 3))),
+        lambda e: e.predict(jnp.ones((3, 3))).mean,
+        lambda e: with_precision(e, jnp.float32)(jnp.ones((3, 3))),
+        lambda e: len(e) * jnp.ones(3),
+        lambda e: e[0](jnp.ones((3, 3))),
+        lambda e: jax.tree.leaves(select(e, jnp.array([0, 1])))[0],
+        lambda e: jax.tree.leaves(soup(e).kernel)[0],
+        lambda e: vmap(e, None)(jnp.ones((3, 3))),
+        lambda e: vmap(lambda m: m(jnp.ones(3)))(e),
+        lambda e: vmap(lambda m, x: m[0](x), (None, 0))(e, jnp.ones((3, 3))),
+        lambda e: grad(lambda m: m(jnp.ones((3, 3))).sum())(e)["bias"],
+        lambda e: Trainer(lambda m, x: m(x).sum(), optax.sgd(1.0)).init(e).step,
+    ],
+)
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda use, ens: jax.vmap(use)(ens),
+        lambda use, ens: jax.jit(jax.vmap(use))(ens),
+        lambda use, ens: jax.lax.map(use, ens),
+        lambda use, ens: jax.lax.scan(lambda carry, e: (carry, use(e)), 0, ens),
+        lambda use, ens: use(jax.tree.map(lambda x: x[0], ens)),
+        lambda use, ens: use(jax.tree.map(lambda x: x[None], ens)),
+    ],
+)
+def test_what_knows_no_members_does_not_slice_them_in_silence(square, over, use):
+    with pytest.raises(ValueError, match="their axis 0 is not the members"):
+        over(use, square)
+
+
+def test_ensembles_that_are_stacked_are_ensembles_again_where_they_are_mapped(ens):
+    both = jax.tree.map(lambda *arrays: jnp.stack(arrays), ens, Ensemble.create(type(ens[0]), 3, seed=1))
+    found = jax.vmap(lambda e, x: (e(x), len(e)), (0, None), (0, None))(both, X)
+    np.testing.assert_allclose(found[0][0], ens(X), rtol=1e-6, atol=1e-7)
+    assert found[1] == 3
+
+
+def test_an_ensemble_is_carried_through_a_loop(ens):
+    def step(carried, x):
+        return jax.tree.map(lambda a: 2 * a, carried), carried(x)
+
+    last, outputs = jax.lax.scan(step, ens, np.stack([X, X]))
+    np.testing.assert_allclose(outputs[0], ens(X), rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(last.trainable["first"]["bias"], 4 * ens.trainable["first"]["bias"])
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_members_that_a_mapped_function_returns_are_an_ensemble_of_the_same_kind(ens, around, chunk_size):
+    back = around(vmap(lambda m: m, chunk_size=chunk_size))(ens)
+    assert jax.tree.structure(back) == jax.tree.structure(ens)
+    np.testing.assert_array_equal(back(X), ens(X))
 
 
 def test_shared_weights_stay_shared(leaves):
