@@ -118,7 +118,7 @@ class Batches:
         """The examples in the order in which an epoch shows them: int32 (count,), or (members, count)."""
         return _order(jax.random.fold_in(self._to_shuffle, epoch), self.indices, self._members, self._each)
 
-    def at(self, order: jax.Array, i: int) -> Any:
+    def _at(self, order: jax.Array, i: int) -> Any:
         """Batch `i` of an epoch that has this order."""
         return _gathered(self._data, order, np.int32(i * self._batch_size), self._batch_size)
 
@@ -141,7 +141,7 @@ class BatchIterator(Iterator[Any]):
             self._epoch, self._order = epoch, batches.order(epoch)
         self._next += 1
         assert self._order is not None
-        return batches.at(self._order, i)
+        return batches._at(self._order, i)
 
     def skip(self, count: int) -> int:
         """Pass over `count` batches, or as many as there are; says how many."""

@@ -82,7 +82,7 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
     if isinstance(like, Ensemble):
         return Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
     if isinstance(like, TrainState):
-        return Group.of(like.contents()).agree(lambda: read_state(Checkpoint.open("load", path), like))
+        return Group.of(like._contents()).agree(lambda: read_state(Checkpoint.open("load", path), like))
     raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
 
 
@@ -115,8 +115,8 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     checkpoint = Checkpoint.open("load_member", path)
     if isinstance(like, (Ensemble, TrainState)):
         # Not what is behind `like.ensemble`, which other processes may have to help to make.
-        trainable, rest = like.rows()[:2] if isinstance(like, TrainState) else (like.trainable, like.rest)
-        structure = like.structure_and_size()[0] if isinstance(like, TrainState) else like.structure
+        trainable, rest = like._rows()[:2] if isinstance(like, TrainState) else (like.trainable, like.rest)
+        structure = like._structure_and_size()[0] if isinstance(like, TrainState) else like.structure
         stacked, expected = (trainable, rest), _outline_members(trainable, rest)
     elif is_model(like):
         parts = split(like)
@@ -148,7 +148,7 @@ def write_state(
     if isinstance(saved, Ensemble):
         trainable, rest, size = saved.trainable, saved.rest, len(saved)
     else:
-        (trainable, rest, opt_state, standing), (_, size) = saved.rows(), saved.structure_and_size()
+        (trainable, rest, opt_state, standing), (_, size) = saved._rows(), saved._structure_and_size()
         about["step"] = int(saved.step)
     parts: dict[str, Any] = {"ensemble": (trainable, rest)}
     outlines = {"ensemble": _outline_members(trainable, rest)}
@@ -172,7 +172,7 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
             f"{checkpoint.api}: the checkpoint at {checkpoint.path} holds an ensemble, but no training state; load it "
             "with an Ensemble as like."
         )
-    (trainable, rest, opt_state, standing), (structure, size) = like.rows(), like.structure_and_size()
+    (trainable, rest, opt_state, standing), (structure, size) = like._rows(), like._structure_and_size()
     likes = {"ensemble": (trainable, rest), "opt_state": opt_state}
     order = {"ensemble": checkpoint.order("ensemble", _outline_members(trainable, rest), size)}
     held = checkpoint.manifest["arrays"]
@@ -186,7 +186,7 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
     if "standing" not in read:
         read["standing"] = _all_train(standing, checkpoint.manifest["step"], size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])
-    state = TrainState.of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
+    state = TrainState._of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
     return state, {part: read[part] for part in more if part in read}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ class Ensemble:
     trainable: Any
     rest: Any
     # How many axes each array has. As a pytree it keeps them: where arrays have others then, somebody has sliced them.
-    _ndims: tuple[int | None, ...] = field(init=False)
+    _ndims: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ndims", self._found_ndims())
@@ -326,13 +326,13 @@ class Ensemble:
         return jax.tree.map(lambda x: x[i], self).__plurax_member__()
 
     def __repr__(self) -> str:
-        if self._found_ndims() != self._ndims or not all(self._ndims):
+        if self._found_ndims() != self._ndims or min(self._ndims, default=0) < 1:
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
 
-    def _found_ndims(self) -> tuple[int | None, ...]:
-        return tuple(getattr(x, "ndim", None) for x in jax.tree.leaves((self.trainable, self.rest)))
+    def _found_ndims(self) -> tuple[int, ...]:
+        return tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest)))
 
     def _check_whole(self) -> None:
         """Refuse arrays whose axis 0 is not the members."""
@@ -390,9 +390,10 @@ def _flatten(ens: Ensemble) -> tuple[Any, Any]:
     return (ens.trainable, ens.rest), (ens.structure, ens._ndims)
 
 
-def _unflatten(static: tuple[Structure, tuple[int | None, ...]], arrays: Sequence[Any]) -> Ensemble:
+def _unflatten(static: tuple[Structure, tuple[int, ...]], arrays: Iterable[Any]) -> Ensemble:
     ens = object.__new__(Ensemble)
-    vars(ens).update(structure=static[0], trainable=arrays[0], rest=arrays[1], _ndims=static[1])
+    trainable, rest = arrays
+    vars(ens).update(structure=static[0], trainable=trainable, rest=rest, _ndims=static[1])
     return ens
 
 

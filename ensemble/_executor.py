@@ -50,31 +50,31 @@ class Executor:
         self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], donate: bool
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """A step, executed in a given way."""
-        structure, size = state.structure_and_size()
+        structure, size = state._structure_and_size()
         layout = self._layout_of(execution)
         if execution.strategy != "loop" and layout is None:
             program = self._programs[donate]
             arrays, step, metrics = program(
-                structure, execution, size, Static.of(axes), state.arrays(), state.step, arguments
+                structure, execution, size, Static.of(axes), state._arrays(), state.step, arguments
             )
-            return TrainState.of_arrays(structure, arrays, step), metrics
+            return TrainState._of_arrays(structure, arrays, step), metrics
         if execution.strategy != "loop" and layout is not None:
             with layout.context():
                 inputs = self._inputs(execution, state, arguments, axes)
                 arrays, step, metrics = self._programs[donate](structure, execution, size, Static.of(axes), *inputs)
                 metrics = metrics if layout.padded(size) == size else cut(metrics, size)
-            return TrainState.of_padded(structure, arrays, size, step), metrics
+            return TrainState._of_padded(structure, arrays, size, step), metrics
         arguments = _on_device(arguments)
         # No index where there is nothing to take by it.
         shared = not jax.tree.leaves(axes)
         program, static = self._member_programs[donate], Static.of(axes)
         results = [
             program(structure, execution, static, arrays, None if shared else np.uint32(i), arguments)
-            for i, arrays in enumerate(state.members())
+            for i, arrays in enumerate(state._members())
         ]
         members, metrics = zip(*results, strict=True)
         step, metrics = _together(state.step, metrics)
-        return TrainState.of_members(structure, members, step), metrics
+        return TrainState._of_members(structure, members, step), metrics
 
     def _inputs(
         self, execution: Execution, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
@@ -82,18 +82,18 @@ class Executor:
         """The arrays, the step and the batch, where a program takes them from."""
         layout = self._layout_of(execution)
         if layout is None:
-            return state.arrays(), state.step, arguments
-        return state.spread(layout), layout.place_shared(state.step), layout.place_batch(arguments, axes)
+            return state._arrays(), state.step, arguments
+        return state._spread(layout), layout.place_shared(state.step), layout.place_batch(arguments, axes)
 
     def _held_for(self, execution: Execution, state: TrainState) -> TrainState:
         """The state with its arrays as steps that are executed so leave them."""
-        structure, size = state.structure_and_size()
+        structure, size = state._structure_and_size()
         layout = self._layout_of(execution)
         if execution.strategy == "loop":
-            return TrainState.of_members(structure, state.members(), state.step)
+            return TrainState._of_members(structure, state._members(), state.step)
         if layout is None:
             return state
-        return TrainState.of_padded(structure, state.spread(layout), size, layout.place_shared(state.step))
+        return TrainState._of_padded(structure, state._spread(layout), size, layout.place_shared(state.step))
 
     def _context(self, execution: Execution) -> Any:
         layout = self._layout_of(execution)
@@ -106,7 +106,7 @@ class Executor:
 
     def member_program(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Jaxpr:
         """One member's step on one device, traced."""
-        structure, _ = state.structure_and_size()
+        structure, _ = state._structure_and_size()
         shape = {} if self.layout is None else dict(self.layout.mesh.shape)
         step = partial(self._step, structure, split=shape.get(DATA, 1) > 1)
         return jax.make_jaxpr(step, axis_env=list(shape.items()))(*self.member_shapes(state, arguments, axes)).jaxpr
@@ -120,14 +120,14 @@ class Executor:
         execution: Execution,
     ) -> Trial:
         """What measures a step that is executed in a given way."""
-        structure, size = state.structure_and_size()
+        structure, size = state._structure_and_size()
         static, batch = Static.of(axes), _on_device(arguments)
         shared = not jax.tree.leaves(axes)
 
         def compile_step() -> int:
             if execution.strategy == "loop":
                 program, i = self._member_programs[donate], None if shared else np.uint32(0)
-                lowered = program.lower(structure, execution, static, state.members()[0], i, batch)
+                lowered = program.lower(structure, execution, static, state._members()[0], i, batch)
             else:
                 with self._context(execution):
                     inputs = jax.tree.map(_shape_if_traced, self._inputs(execution, state, batch, axes))
@@ -138,14 +138,14 @@ class Executor:
         def run(times: int, together: int) -> list[float]:
             mine = self._held_for(execution, state)
             if donate:
-                mine = mine.copy()
-            jax.block_until_ready((mine.contents(), batch))
+                mine = mine._copy()
+            jax.block_until_ready((mine._contents(), batch))
             found = list[float]()
             for steps in (1, *[together] * times):
                 start = time.perf_counter()
                 for _ in range(steps):
                     mine, metrics = self.execute(execution, mine, batch, axes, donate)
-                jax.block_until_ready((mine.contents(), metrics))
+                jax.block_until_ready((mine._contents(), metrics))
                 found.append((time.perf_counter() - start) / steps)
             return found
 
@@ -188,7 +188,7 @@ class Executor:
             specs = layout.batch_specs(arguments, axes)
             parts = [jax.ShapeDtypeStruct(layout.part(x, spec), x.dtype) for x, spec in zip(leaves, specs, strict=True)]
             taken = jax.tree.unflatten(treedef, parts)
-        return state.one(), *taken
+        return state._one(), *taken
 
 
 def _shape_if_traced(x: Any) -> Any:

@@ -104,11 +104,11 @@ def fit(
     source = iterate("Trainer.fit", batches)
     start = int(state.step)
     target = None if steps is None else start + steps
-    group = Group.of(state.contents())
-    watch = Watch(early_stopping, restarts, state.structure_and_size()[1], start)
+    group = Group.of(state._contents())
+    watch = Watch(early_stopping, restarts, state._structure_and_size()[1], start)
     given = state
     store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
-    resumed = None if store is None else store.newest(partial(_resume, state, trainer.settings(), watch))
+    resumed = None if store is None else store.newest(partial(_resume, state, trainer._settings(), watch))
     if resumed is not None and int(resumed.state.step) < start:
         resumed = None
     if resumed is not None and int(resumed.state.step) > start:
@@ -126,7 +126,7 @@ def fit(
     aloud = progress and group.is_first
     own = _Run(trainer, watch, recorder, store, callbacks, execution, aloud, int(state.step))
     # What belongs to a checkpoint says nothing of a state that is handed in.
-    first = watch.begin(state.copy(), resumed.watched if resumed is not None and resumed.state is state else {})
+    first = watch.begin(state._copy(), resumed.watched if resumed is not None and resumed.state is state else {})
     last, step, interrupted = run(
         first,
         source,
@@ -147,7 +147,7 @@ def fit(
     last = watch.whole(last)
     if watch.finished:
         step = int(last.step)
-    if trainer.freezes and step > start and (spoiled := watch.spoiled(given, last)).size:
+    if trainer._freezes and step > start and (spoiled := watch.spoiled(given, last)).size:
         warnings.warn(
             f"Trainer.fit: the parameters of {members_in_words(spoiled)} are no longer finite, though the gradients "
             "that made them were; the learning rate may be too large, or not finite.",
@@ -156,7 +156,7 @@ def fit(
     if target is not None and step < target and not interrupted:
         why = "all members have stopped" if watch.finished else "the batches ended"
         ends = f"{why} after step {step}, {target - step} steps before the {steps} asked for."
-        stopped_early = (np.asarray(everywhere(last.rows()[3].stopped)) == Stop.EARLY).any()
+        stopped_early = (np.asarray(everywhere(last._rows()[3].stopped)) == Stop.EARLY).any()
         if not (watch.finished and stopped_early):
             warnings.warn(f"Trainer.fit: {ends}", stacklevel=3)
         elif aloud:  # which is what it was asked for
@@ -191,10 +191,10 @@ class _Run:
         """A step, and what is done with members after it."""
         watch = self.watch
         if len(watch.lineup) < watch.size:
-            arguments, axes = self.trainer.arguments(batch, watch.size)
+            arguments, axes = self.trainer._arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments))
         tell = _tell if self.aloud else _be_silent
-        after, metrics, self.execution = self.trainer.advance(state, batch, self.execution, donate=True, tell=tell)
+        after, metrics, self.execution = self.trainer._advance(state, batch, self.execution, donate=True, tell=tell)
         self.taken += 1
         lineup = watch.lineup
         after, found, said = watch.after(self.taken, after)
@@ -234,7 +234,7 @@ class _Run:
         if step == self.saved:
             return
         self.saved = step
-        about, more = vars(self.trainer.settings(self.execution)), self.watch.parts(step, whole)
+        about, more = vars(self.trainer._settings(self.execution)), self.watch.parts(step, whole)
         self.store.write(
             step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
         )
@@ -242,10 +242,10 @@ class _Run:
 
 def _columns(trainer: Trainer, state: TrainState) -> dict[str, list[float]]:
     """The hyperparameters that are numbers with one for each member, as the state has them."""
-    (_, _, opt_state, standing), (_, size) = state.rows(), state.structure_and_size()
+    (_, _, opt_state, standing), (_, size) = state._rows(), state._structure_and_size()
     held = {**getattr(opt_state, "hyperparams", {}), **standing.hyperparams}
     # As they are written: 0.1 and not the nearest number of float32.
-    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in trainer.columns}
+    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in trainer._columns}
 
 
 def _tell(what: str) -> None:
@@ -284,7 +284,7 @@ def _check_watched(trainer: Trainer, early: Any, restarts: Any, callbacks: Any) 
         raise TypeError(f"Trainer.fit: early_stopping must be an EarlyStopping, but got {describe(early)}.")
     if restarts is not None and not isinstance(restarts, Restarts):
         raise TypeError(f"Trainer.fit: restarts must be a Restarts, but got {describe(restarts)}.")
-    if restarts is not None and not trainer.freezes:
+    if restarts is not None and not trainer._freezes:
         raise ValueError('Trainer.fit: restarts need nonfinite="freeze": no other member is ever put back.')
     if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
         raise TypeError(

@@ -127,7 +127,7 @@ def exploit(
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"exploit: state must be a TrainState, but got {type(state).__name__}.")
-    structure, size = state.structure_and_size()
+    structure, size = state._structure_and_size()
     if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
         raise TypeError(f"exploit: key must be a key such as jax.random.key(0), but got {describe(key)}.")
     if jnp.shape(scores) != (size,):
@@ -142,7 +142,7 @@ def exploit(
     chosen = ranked[jax.random.randint(to_draw, (count,), 0, count)]
     source = jnp.arange(size).at[ranked[size - count :]].set(chosen).astype(jnp.int32)
     copied = source != jnp.arange(size)
-    trainable, rest, opt_state, standing = jax.tree.map(lambda x: x[source], state.arrays())
+    trainable, rest, opt_state, standing = jax.tree.map(lambda x: x[source], state._arrays())
     numbers = jax.random.bits(to_renew, (size,))
 
     rest, opt_state = jax.tree.map(
@@ -163,10 +163,10 @@ def exploit(
     if of_optimizer:
         opt_state = opt_state._replace(hyperparams=of_optimizer)
     arrays = trainable, rest, opt_state, standing._replace(hyperparams=of_loss)
-    layout = None if state.is_traced() else Layout.around(state.rows())
+    layout = None if state._is_traced() else Layout.around(state._rows())
     if layout is not None:
         arrays = layout.place(arrays, size)
-    return TrainState.of_padded(structure, arrays, size, state.step), source
+    return TrainState._of_padded(structure, arrays, size, state.step), source
 
 
 class Selection(NamedTuple):
@@ -303,16 +303,16 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
 
 
 def _select(members: Any, given: Any) -> Any:
-    size = len(members) if isinstance(members, Ensemble) else members.structure_and_size()[1]
+    size = len(members) if isinstance(members, Ensemble) else members._structure_and_size()[1]
     indices = _checked_indices("select", given, size)
     if isinstance(members, Ensemble):
         return jax.tree.map(lambda x: x[indices], members) if isinstance(indices, Tracer) else _taken(members, indices)
-    structure, _ = members.structure_and_size()
+    structure, _ = members._structure_and_size()
     if isinstance(indices, Tracer):
-        arrays = jax.tree.map(lambda x: x[indices], members.arrays())
+        arrays = jax.tree.map(lambda x: x[indices], members._arrays())
     else:
-        arrays = take(members.rows(), np.asarray(indices))
-    return TrainState.of_padded(structure, arrays, indices.shape[0], members.step)
+        arrays = take(members._rows(), np.asarray(indices))
+    return TrainState._of_padded(structure, arrays, indices.shape[0], members.step)
 
 
 def _taken(ensemble: Ensemble, indices: Any) -> Ensemble:

@@ -32,7 +32,7 @@ def check_split(
     Returns:
       Whether all was checked: where a step is traced there are no values to compare.
     """
-    layout, (structure, _) = executor.layout, state.structure_and_size()
+    layout, (structure, _) = executor.layout, state._structure_and_size()
     assert layout is not None
     layout.check_batch("Trainer.step", arguments, axes)
     specs = layout.batch_specs(arguments, axes)
@@ -58,7 +58,7 @@ def check_split(
                 f"the mesh splits over {DATA!r}; only scalars of floating point are averaged over the parts: "
                 "report a mean."
             )
-    if state.is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves((arguments, jnp.zeros(())))):
+    if state._is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves((arguments, jnp.zeros(())))):
         return False
     _check_mean(step, layout, state, arguments, axes, specs)
     return True
@@ -71,9 +71,9 @@ def _check_mean(
 
     Random numbers are all the same here, so that those of a part are those of the whole.
     """
-    structure, _ = state.structure_and_size()
+    structure, _ = state._structure_and_size()
     with layout.context():
-        first = _first((state.spread(layout), *layout.place_batch(arguments, axes)), Static.of((0, *axes)))
+        first = _first((state._spread(layout), *layout.place_batch(arguments, axes)), Static.of((0, *axes)))
         (trainable, rest, _, standing), *batch = jax.tree.map(layout.place_shared, everywhere(first))
     leaves, treedef = jax.tree.flatten(batch)
     split = [DATA in spec for spec in specs]

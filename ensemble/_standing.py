@@ -47,7 +47,7 @@ class Standing(NamedTuple):
     schedules: dict[str, jax.Array]
 
     @classmethod
-    def first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> Standing:
+    def _first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> Standing:
         """That of members before their first step."""
         # What is a Python float somewhere is a float32 here.
         given = [{name: jnp.asarray(x) for name, x in values.items()} for values in (hyperparams, schedules)]
@@ -59,7 +59,7 @@ class Standing(NamedTuple):
         """Whether a member trains."""
         return self.stopped == Stop.TRAINS
 
-    def after(self, fails: jax.Array) -> Standing:
+    def _after(self, fails: jax.Array) -> Standing:
         """One member's standing after a step in which it fails, or not."""
         stopped = jnp.where(fails, jnp.int32(Stop.NOT_FINITE), self.stopped)
         return self._replace(step=self.step + self.trains, stopped=stopped)

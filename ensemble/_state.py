@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,23 +47,25 @@ class TrainState:
     opt_state: Any
     step: jax.Array
     standing: Standing
+    # Its arrays in another form: padded, or apart until somebody looks.
+    _held: ClassVar[Apart | Padded | None] = None
 
     @classmethod
-    def of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
+    def _of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
         """A state of stacked arrays."""
         trainable, rest, opt_state, standing = arrays
         return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
 
     @classmethod
-    def of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
+    def _of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
         """A state of members that are not stacked until somebody looks: a loop over them would stack them in vain."""
         return cls._of_held(Apart(structure, members), step)
 
     @classmethod
-    def of_padded(cls, structure: Structure, arrays: Arrays, size: int, step: jax.Array) -> TrainState:
+    def _of_padded(cls, structure: Structure, arrays: Arrays, size: int, step: jax.Array) -> TrainState:
         """A state of stacked arrays that are longer than the ensemble; cut when somebody looks."""
         if jax.tree.leaves(arrays)[0].shape[0] == size:
-            return cls.of_arrays(structure, arrays, step)
+            return cls._of_arrays(structure, arrays, step)
         return cls._of_held(Padded(structure, arrays, size), step)
 
     @classmethod
@@ -72,77 +74,72 @@ class TrainState:
         vars(state).update(step=step, _held=held)
         return state
 
-    @property
-    def held(self) -> Apart | Padded | None:
-        """Its arrays in another form than `arrays`: padded, or apart until somebody looks."""
-        return vars(self).get("_held")
-
-    def arrays(self) -> Arrays:
+    def _arrays(self) -> Arrays:
         """Its arrays, stacked."""
         return self.ensemble.trainable, self.ensemble.rest, self.opt_state, self.standing
 
-    def rows(self) -> Arrays:
+    def _rows(self) -> Arrays:
         """Its arrays, stacked; perhaps with more members than the ensemble has behind them."""
-        return self.held.arrays if isinstance(self.held, Padded) else self.arrays()
+        return self._held.arrays if isinstance(self._held, Padded) else self._arrays()
 
-    def members(self) -> Sequence[Arrays]:
+    def _members(self) -> Sequence[Arrays]:
         """The arrays of each member."""
-        return self.held.members if isinstance(self.held, Apart) else _unstack(self.arrays(), len(self.ensemble))
+        return self._held.members if isinstance(self._held, Apart) else _unstack(self._arrays(), len(self.ensemble))
 
-    def spread(self, layout: Layout) -> Arrays:
+    def _spread(self, layout: Layout) -> Arrays:
         """Its arrays, stacked and padded, on many devices."""
-        _, size = self.structure_and_size()
-        rows = self.rows()
+        _, size = self._structure_and_size()
+        rows = self._rows()
         if len(jax.tree.leaves(rows)[0]) not in (size, layout.padded(size)):  # of another layout
-            rows = self.arrays()
+            rows = self._arrays()
         return layout.place(rows, len(jax.tree.leaves(rows)[0]))
 
-    def structure_and_size(self) -> tuple[Structure, int]:
+    def _structure_and_size(self) -> tuple[Structure, int]:
         """The static part that the members share, and how many there are."""
-        if self.held is not None:
-            return self.held.structure, self.held.size
+        if self._held is not None:
+            return self._held.structure, self._held.size
         return self.ensemble.structure, len(self.ensemble)
 
-    def one(self) -> Arrays:
+    def _one(self) -> Arrays:
         """The shapes and dtypes of one member's arrays."""
-        if isinstance(self.held, Apart):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.held.members[0])
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.rows())
+        if isinstance(self._held, Apart):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._held.members[0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._rows())
 
-    @property
-    def kind(self) -> Any:
+    @cached_property
+    def _kind(self) -> Any:
         """What tells states for which other programs are compiled apart."""
-        if "_kind" not in vars(self):
-            vars(self)["_kind"] = self.structure_and_size(), kind_of(self.one())
-        return vars(self)["_kind"]
+        return self._structure_and_size(), kind_of(self._one())
 
-    def after(self, state: TrainState) -> TrainState:
+    def _after(self, state: TrainState) -> TrainState:
         """This state, which a step has made of another: what tells it apart is what told that one."""
         if "_kind" in vars(state):
             vars(self)["_kind"] = vars(state)["_kind"]
         return self
 
-    def contents(self) -> Any:
+    def _contents(self) -> Any:
         """Its arrays as they are held."""
-        return (self.held.contents() if self.held is not None else self.arrays()), self.step
+        return (self._held.contents() if self._held is not None else self._arrays()), self.step
 
-    def copy(self) -> TrainState:
+    def _copy(self) -> TrainState:
         """A copy that is held in the same way."""
-        if self.held is None:
+        if self._held is None:
             return jax.tree.map(jnp.copy, self)
-        return TrainState._of_held(self.held.copy(), jnp.copy(self.step))
+        return TrainState._of_held(self._held.copy(), jnp.copy(self.step))
 
-    def is_traced(self) -> bool:
+    def _is_traced(self) -> bool:
         """Whether its arrays belong to a trace."""
         # Those of a loop never do, and are many.
-        return not isinstance(self.held, Apart) and any(isinstance(x, Tracer) for x in jax.tree.leaves(self.contents()))
+        return not isinstance(self._held, Apart) and any(
+            isinstance(x, Tracer) for x in jax.tree.leaves(self._contents())
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Python asks here for what it did not find: the stacked arrays of a state that holds them in another form.
         held = vars(self).get("_held")
         if name not in ("ensemble", "opt_state", "standing") or held is None:
             raise AttributeError(f"TrainState has no attribute {name!r}.")
-        vars(self).update(vars(TrainState.of_arrays(held.structure, held.stacked(), self.step)))
+        vars(self).update(vars(TrainState._of_arrays(held.structure, held.stacked(), self.step)))
         if isinstance(held, Apart):  # the padded ones are where a step takes them from
             vars(self).pop("_held", None)
         return vars(self)[name]

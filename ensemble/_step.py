@@ -71,7 +71,7 @@ class MemberStep:
         # Below zero at the step that stops it.
         stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)
         trainable, opt_state, rest = kept
-        return (trainable, rest, opt_state, standing.after(fails)), {**metrics, "stopped": stopped}
+        return (trainable, rest, opt_state, standing._after(fails)), {**metrics, "stopped": stopped}
 
     def loss_and_gradients(
         self, structure: Structure, arrays: Arrays, batch: Any, split: bool

@@ -184,7 +184,7 @@ class Trainer:
         size, step = len(ensemble), np.zeros((), np.int32)
         schedules = {name: x.which for name, x in self._optimizer.schedules.items()}
         of_loss = {name: check_size(name, x, size) for name, x in self._step.loss.per_member.items()}
-        standing = Standing.first(size, of_loss, schedules)
+        standing = Standing._first(size, of_loss, schedules)
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
             return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
@@ -194,7 +194,7 @@ class Trainer:
             arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest), size))
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
             arrays = *arrays, init(arrays[0]), layout.place(standing, size)
-            return TrainState.of_padded(ensemble.structure, arrays, size, layout.place_shared(step))
+            return TrainState._of_padded(ensemble.structure, arrays, size, layout.place_shared(step))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step of every member.
@@ -216,7 +216,7 @@ class Trainer:
           Under "loop" the new state is stacked when somebody looks at it, not before.
         """
         _check_state("Trainer.step", state)
-        after, metrics, _ = self.advance(state, batch)
+        after, metrics, _ = self._advance(state, batch)
         return after, {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
@@ -287,7 +287,7 @@ class Trainer:
             callbacks=callbacks,
         )
 
-    def advance(
+    def _advance(
         self,
         state: TrainState,
         batch: Any,
@@ -305,9 +305,9 @@ class Trainer:
           donate: whether the step takes over the memory of `state`.
           tell: is told what is measured, which may take a while.
         """
-        arguments, axes = self.arguments(batch, state.structure_and_size()[1])
+        arguments, axes = self._arguments(batch, state._structure_and_size()[1])
         if self._layout is not None and self._layout.shards > 1:
-            kind = state.kind, Static.of(axes), kind_of(arguments)
+            kind = state._kind, Static.of(axes), kind_of(arguments)
             if kind not in self._split and check_split(self._step, self._executor, state, arguments, axes):
                 self._split.add(kind)
         execution = self._choose(state, arguments, axes, execution, donate, tell)
@@ -315,9 +315,9 @@ class Trainer:
             # A loader may fill the same buffer again, while the step still reads it.
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
         after, metrics = self._executor.execute(execution, state, arguments, axes, donate)
-        return after.after(state), metrics, execution
+        return after._after(state), metrics, execution
 
-    def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
+    def _arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
         """The arguments of the loss after the model, and how each is mapped over `size` members; refuses others."""
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
@@ -327,13 +327,13 @@ class Trainer:
         return arguments, tuple(axes)
 
     @property
-    def columns(self) -> list[str]:
+    def _columns(self) -> list[str]:
         """The hyperparameters that are numbers with one for each member, which the history has."""
         numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
         return [name for name, values in numbers.items() if isinstance(values, list)]
 
     @property
-    def freezes(self) -> bool:
+    def _freezes(self) -> bool:
         """Whether a member stops where something is not finite."""
         return self._step.freeze
 
@@ -350,7 +350,7 @@ class Trainer:
         print(self._tuning or nothing)  # noqa: T201 (to print is what it is for)
         return self._tuning
 
-    def settings(self, execution: Execution | None = None) -> Settings:
+    def _settings(self, execution: Execution | None = None) -> Settings:
         """What the steps are computed with."""
         execution = execution or Execution(self._strategy, self._chunk_size)
         numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
@@ -371,7 +371,7 @@ class Trainer:
             if chunk_size is None and earlier and earlier.strategy == "vmap":
                 chunk_size = earlier.chunk_size
             return Execution("vmap", chunk_size)
-        traced = state.is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
+        traced = state._is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
         chosen = Execution(self._strategy)
         if self._chunk_size is not None:
             chosen = Execution("vmap", self._chunk_size)
@@ -403,8 +403,8 @@ class Trainer:
         tell: Callable[[str], None],
     ) -> Execution:
         """What "auto" stands for, found once for each kind of model and batch."""
-        structure, size = state.structure_and_size()
-        kind = donate, state.kind, Static.of(axes), kind_of(arguments)
+        structure, size = state._structure_and_size()
+        kind = donate, state._kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             jaxpr = self._executor.member_program(state, arguments, axes)
             # In a trace there is no time. Several processes would measure different times, and part ways. Side effects
@@ -419,7 +419,7 @@ class Trainer:
                 return chosen
             on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
             devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-            spread = None if isinstance(state.held, Apart) else Layout.around(state.rows())
+            spread = None if isinstance(state._held, Apart) else Layout.around(state._rows())
             where = on_mesh, None if spread is None else spread.devices
             key = fingerprint(jaxpr, size, axes, self._budget, where, devices, donate)
             tuning = recall(key, self._tune_cache)
@@ -460,7 +460,7 @@ class Trainer:
         """Whether a step that is executed so stays within the budget."""
         if self._budget is None:
             return True
-        kind = execution, state.kind, Static.of(axes), kind_of(arguments)
+        kind = execution, state._kind, Static.of(axes), kind_of(arguments)
         if kind not in self._fitting:
             need = self._executor.trial(state, arguments, axes, False, execution).compile()
             self._fitting[kind] = need <= self._budget
@@ -468,12 +468,12 @@ class Trainer:
 
     def _here(self, state: TrainState) -> range:
         """The members that one device has."""
-        _, size = state.structure_and_size()
+        _, size = state._structure_and_size()
         return range(size if self._layout is None else self._layout.padded(size) // self._layout.devices)
 
     def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
         """The largest chunk for "vmap" whose temporaries fit into the budget."""
-        kind = "chunk", state.kind, Static.of(axes), kind_of(arguments)
+        kind = "chunk", state._kind, Static.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             here = len(self._here(state))
 

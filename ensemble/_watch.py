@@ -150,11 +150,11 @@ class Watch:
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         """The state with which a run begins, of that of all members and what `parts` gave with it."""
         if self.early is not None:
-            self.best = saved.get("best", state.rows()[:2])
+            self.best = saved.get("best", state._rows()[:2])
             if "watch" in saved:
                 self.values, self.waits = (np.array(saved["watch"][name]) for name in ("values", "waits"))
         if self.restarts is not None:
-            self.snapshot, self.behind = saved.get("snapshot", state.rows()), "snapshot" in saved
+            self.snapshot, self.behind = saved.get("snapshot", state._rows()), "snapshot" in saved
         if "watch" in saved:
             going = np.flatnonzero(saved["watch"]["in_the_run"])
             if 0 < len(going) < self.size:
@@ -169,16 +169,16 @@ class Watch:
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.lineup)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
-            parts["best"] = self._of_all(state.rows()[:2], _alike(self.best, state.rows(), len(self.lineup)))
+            parts["best"] = self._of_all(state._rows()[:2], _alike(self.best, state._rows(), len(self.lineup)))
         if self.restarts is not None and (self.behind or step % self.restarts.every):  # else it is the state
-            parts["snapshot"] = self._of_all(state.rows(), _alike(self.snapshot, state.rows(), len(self.lineup)))
+            parts["snapshot"] = self._of_all(state._rows(), _alike(self.snapshot, state._rows(), len(self.lineup)))
         return parts
 
     def likes(self, state: TrainState) -> dict[str, Any]:
         """Trees like what `parts` gives, of a state of all members."""
         flags, counts = np.zeros(self.size, bool), np.zeros(self.size, np.int32)
         watched = {"values": counts.astype(np.float32), "waits": counts, "in_the_run": flags}
-        rows = state.rows()
+        rows = state._rows()
         likes = {"watch": watched, "best": rows[:2]} if self.early is not None else {}
         return likes | ({"snapshot": rows} if self.restarts is not None else {})
 
@@ -187,7 +187,7 @@ class Watch:
         said: list[str] = []
         acts = [x.every for x in (self.early, self.restarts) if x is not None and step % x.every == 0]
         if acts:  # steps may have put the members on other devices
-            rows, size = state.rows(), len(self.lineup)
+            rows, size = state._rows(), len(self.lineup)
             self.best = None if self.best is None else _alike(self.best, rows, size)
             self.snapshot = None if self.snapshot is None else _alike(self.snapshot, rows, size)
         if self.restarts is not None and step % self.restarts.every == 0:
@@ -205,25 +205,25 @@ class Watch:
     def whole(self, state: TrainState) -> TrainState:
         """The state of all members, for that of those in the run; where nobody goes on, that of the last step."""
         if self.everyone is not None:
-            rows = self.everyone.rows()
-            arrays = self._of_all(rows, _alike(state.rows(), rows, len(self.lineup)))
-            state = TrainState.of_padded(state.structure_and_size()[0], arrays, self.size, state.step)
+            rows = self.everyone._rows()
+            arrays = self._of_all(rows, _alike(state._rows(), rows, len(self.lineup)))
+            state = TrainState._of_padded(state._structure_and_size()[0], arrays, self.size, state.step)
         # A look, or a step that is computed, tells later than the state.
         self.finished = self.finished or not self._going(*_known(state)).any()
         if self.finished and (late := int(state.step) - self.last_step(state)):
-            structure, size = state.structure_and_size()
-            state = TrainState.of_padded(structure, state.rows(), size, state.step - np.int32(late))
+            structure, size = state._structure_and_size()
+            state = TrainState._of_padded(structure, state._rows(), size, state.step - np.int32(late))
         return state
 
     def last_step(self, state: TrainState) -> int:
         """The last step in which somebody trained. That nobody does is noticed later, after steps without effect."""
-        steps = np.asarray(everywhere(state.rows()[3].step))[: self.size]
+        steps = np.asarray(everywhere(state._rows()[3].step))[: self.size]
         return max(int(steps.max()), self.start)
 
     def spoiled(self, given: TrainState, last: TrainState) -> np.ndarray:
         """Which of all members have parameters that are not finite, and were so when the run began."""
-        rows = last.rows()[0]
-        sound = _sound(rows, _alike(given.rows()[0], rows, self.size))
+        rows = last._rows()[0]
+        sound = _sound(rows, _alike(given._rows()[0], rows, self.size))
         return np.flatnonzero(~np.asarray(everywhere(sound))[: self.size])
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
@@ -239,14 +239,14 @@ class Watch:
         stopped, before = _known(state)
         again = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
         if again.any():
-            arrays = _restarted(_along(again, state), state.rows(), self.snapshot, np.int32(step))
+            arrays = _restarted(_along(again, state), state._rows(), self.snapshot, np.int32(step))
             state = _state_of(state, arrays)
             named = members_in_words(self.lineup[again])
             said.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
         self.finished = not self._going(*_known(state)).any()
-        sound = _sound(state.rows()[:3], self.snapshot[:3])
+        sound = _sound(state._rows()[:3], self.snapshot[:3])
         self.behind = not np.asarray(everywhere(sound)).all()
-        self.snapshot = _chosen(sound, state.rows(), self.snapshot)
+        self.snapshot = _chosen(sound, state._rows(), self.snapshot)
         return state
 
     def _judge(
@@ -259,12 +259,12 @@ class Watch:
         waits = np.where(better, 0, self.waits[self.lineup] + trains)
         self.values[self.lineup], self.waits[self.lineup] = np.where(better, values, best), waits
         if better.any():
-            self.best = _chosen(_along(better, state), state.rows()[:2], self.best)
+            self.best = _chosen(_along(better, state), state._rows()[:2], self.best)
         stops = trains & (waits >= early.patience)
         if stops.any():
             # Of one whose values were never finite there is no best.
             back = stops & ~np.isnan(self.values[self.lineup]) & early.restore_best
-            arrays = _ended(_along(stops, state), _along(back, state), state.rows(), self.best)
+            arrays = _ended(_along(stops, state), _along(back, state), state._rows(), self.best)
             state = _state_of(state, arrays)
             named = members_in_words(self.lineup[stops])
             said.append(f"Step {step}: {named} stopped, not better for {early.patience} evaluations.")
@@ -284,8 +284,8 @@ class Watch:
         places = np.flatnonzero(np.isin(self.lineup, going))
         self.everyone, self.lineup = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
-        return TrainState.of_padded(
-            state.structure_and_size()[0], take(state.rows(), going), len(going), jnp.copy(state.step)
+        return TrainState._of_padded(
+            state._structure_and_size()[0], take(state._rows(), going), len(going), jnp.copy(state.step)
         )
 
     def _of_all(self, everyone: Any, mine: Any) -> Any:
@@ -324,8 +324,8 @@ def _checked(values: Any, size: int) -> np.ndarray:
 
 def _known(state: TrainState) -> tuple[np.ndarray, np.ndarray]:
     """For each member in the run why it has stopped, and how often it was put back."""
-    _, size = state.structure_and_size()
-    standing = everywhere(state.rows()[3])
+    _, size = state._structure_and_size()
+    standing = everywhere(state._rows()[3])
     return np.asarray(standing.stopped)[:size], np.asarray(standing.restarts)[:size]
 
 
@@ -336,8 +336,8 @@ def members_in_words(places: np.ndarray) -> str:
 
 
 def _state_of(like: TrainState, arrays: Any) -> TrainState:
-    structure, size = like.structure_and_size()
-    return TrainState.of_padded(structure, arrays, size, like.step)
+    structure, size = like._structure_and_size()
+    return TrainState._of_padded(structure, arrays, size, like.step)
 
 
 def _padded(per_member: np.ndarray, length: int) -> np.ndarray:
@@ -347,7 +347,7 @@ def _padded(per_member: np.ndarray, length: int) -> np.ndarray:
 
 def _along(flags: np.ndarray, state: TrainState) -> np.ndarray:
     """One flag for each row."""
-    return _padded(flags, len(jax.tree.leaves(state.rows())[0]))
+    return _padded(flags, len(jax.tree.leaves(state._rows())[0]))
 
 
 @partial(jax.jit, static_argnums=2)

@@ -24,18 +24,6 @@ MODULES = (
     "plurax.ensemble.calibration",
     "plurax.ensemble.plots",
 )
-# Methods of public classes that other files of the package call, and users do not.
-INTERNAL = {
-    "Batches": {"at"},
-    "DPSGD": {"advance"},
-    "Standing": {"after", "first"},
-    "TrainState": {
-        *("after", "arrays", "contents", "copy", "held", "is_traced", "kind", "members", "of_arrays", "of_members"),
-        *("of_padded", "one", "rows", "spread", "structure_and_size"),
-    },
-    "Trainer": {"advance", "arguments", "columns", "freezes", "settings"},
-}
-
 
 SPECIAL = ("__call__", "__getitem__", "__iter__", "__len__")
 
@@ -77,7 +65,7 @@ def members(cls: type) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("plurax."):
             found |= vars(base)
-    hidden = {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "_fields", ()), *INTERNAL.get(cls.__name__, ())}
+    hidden = {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "_fields", ())}
     public = [name for name in sorted(found) if (name[0] != "_" and name not in hidden) or name in SPECIAL]
     return {name: found[name] for name in public}
 

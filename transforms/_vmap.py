@@ -176,7 +176,7 @@ def _take_apart(tree: Any) -> Any:
 
 
 def _check_model_axes(fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
-    """Refuse axes for a model that are not one axis for all of it, and for an ensemble another one than its members'."""
+    """Refuse axes for a model that are not one axis for all of it, for an ensemble that of its members."""
     for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
         if models_of(axes_of_value):
             raise ValueError(

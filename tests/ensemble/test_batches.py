@@ -66,13 +66,13 @@ def test_bootstraps_draw_uniformly():
 def test_batches_that_are_skipped_are_not_made(monkeypatch):
     batches = Batches(DATA, 5, key=KEY, members=2, epochs=4)
     expected = list(batches)[9:]
-    made, at = [], batches.at
+    made, at = [], batches._at
 
     def counted(*args):
         made.append(args)
         return at(*args)
 
-    monkeypatch.setattr(batches, "at", counted)
+    monkeypatch.setattr(batches, "_at", counted)
     iterator = iter(batches)
     assert iterator.skip(9) == 9
     assert not made

@@ -152,7 +152,7 @@ def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]
     """What devices exchange in the compiled step, and in which groups."""
     axes = (None,) * len(batch)
     execution = trainer._choose(state, batch, axes, None, False, print)
-    structure, size = state.structure_and_size()
+    structure, size = state._structure_and_size()
     with trainer._executor._context(execution):  # as the step was compiled, so that it is not compiled again
         inputs = trainer._executor._inputs(execution, state, batch, axes)
         lowered = trainer._executor._programs[0].lower(structure, execution, size, Static.of(axes), *inputs)
@@ -175,7 +175,7 @@ def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
     expected, expected_metrics = alone(kind)
     assert len(state.ensemble) == MEMBERS
     assert_close(metrics, expected_metrics)
-    for mine, theirs in zip(numbers(state.arrays()), numbers(expected.arrays()), strict=True):
+    for mine, theirs in zip(numbers(state._arrays()), numbers(expected._arrays()), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
     if kind == "cnn":
         assert_close(state.ensemble(IMAGES), expected.ensemble(IMAGES), 1e-5)
@@ -197,7 +197,7 @@ def held_by_each() -> None:
     for leaf in jax.tree.leaves((ensemble, state.ensemble, state.opt_state)):
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
     padded = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(created(CNN))
-    assert {len(shard.data) for leaf in jax.tree.leaves(padded.rows()) for shard in leaf.addressable_shards} == {2}
+    assert {len(shard.data) for leaf in jax.tree.leaves(padded._rows()) for shard in leaf.addressable_shards} == {2}
     assert len(padded.ensemble) == 6
     with pytest.raises(
         ValueError, match=r"6 members do not divide over the 4 devices of the mesh axis \"ensemble\"; c"
@@ -368,9 +368,9 @@ def files() -> None:
         trainer, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh_of(4))
         save(f"{directory}/x", state)
         again = load(f"{directory}/x", trainer.init(ensemble))
-        assert_close(again.rows(), state.rows())
-        assert [x.sharding for x in jax.tree.leaves(again.rows())] == [
-            x.sharding for x in jax.tree.leaves(state.rows())
+        assert_close(again._rows(), state._rows())
+        assert [x.sharding for x in jax.tree.leaves(again._rows())] == [
+            x.sharding for x in jax.tree.leaves(state._rows())
         ]
         assert_close(load(f"{directory}/x", alone("cnn")[0]).ensemble, alone("cnn")[0].ensemble)
         assert_close(trainer.step(again, (IMAGES, LABELS))[1], trainer.step(state, (IMAGES, LABELS))[1])

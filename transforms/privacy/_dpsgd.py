@@ -279,7 +279,7 @@ class DPSGD:
                 f"DPSGD.step: the batch was drawn for a state after {int(number)} steps, but this one has taken "
                 f"{int(step)}; take the batches of dp.batches(data, state) one after another, each once."
             )
-        return self.advance(state, batch)
+        return self._advance(state, batch)
 
     def fit(
         self,
@@ -379,7 +379,7 @@ class DPSGD:
         self._check_state("DPSGD.load", like)
         return read_state(Checkpoint.open("DPSGD.load", path), like)
 
-    def advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
+    def _advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
         """`step`, of a batch that is known to be the next; `donate`: whether it takes over the memory of `state`."""
         self._check_state("DPSGD.step", state)
         if not isinstance(batch, Batch):

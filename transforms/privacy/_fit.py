@@ -77,7 +77,7 @@ def fit(
     after, step, interrupted = run(
         jax.tree.map(jnp.copy, state),
         batches,
-        partial(dp.advance, donate=True),
+        partial(dp._advance, donate=True),
         step=int(state.step),
         target=target,
         record=lambda step, metrics: recorder.add(step, jax.tree.map(jnp.atleast_1d, metrics)),

@@ -153,7 +153,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
     state = dp.init(model, key=jax.random.key(1))
     whole, whole_history = fit(dp, state)
 
-    step = dp.advance
+    step = dp._advance
 
     def advance(*args: Any, **kwargs: Any) -> Any:
         taken.append(1)
@@ -161,7 +161,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
             os.kill(os.getpid(), signal.SIGINT)
         return step(*args, **kwargs)
 
-    dp.advance = advance  # type: ignore[method-assign]  # Ctrl-C comes in the middle of a run
+    dp._advance = advance  # type: ignore[method-assign]  # Ctrl-C comes in the middle of a run
     half, _ = fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=3)
     assert int(half.step) == 5
     # Another process would make its own, and start from other values.
