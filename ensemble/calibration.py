@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._probabilities import at_least_float32, check_numbers, check_probabilities, check_scored, outside
+from ._probabilities import at_least_float32, check_numbers, check_probabilities, check_scored, outside, prepared
 
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
 
@@ -212,8 +212,7 @@ def conformal_intervals(
 
 @partial(jax.jit, static_argnums=2)
 def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Array:
-    logits = at_least_float32(logits)
-    valid = (labels >= 0) & (labels < logits.shape[-1])
+    logits, labels, valid = prepared(logits, labels, False)
 
     def surprise(log_p: jax.Array) -> jax.Array:
         index = jnp.broadcast_to(labels, log_p.shape[:-1])[..., None]
@@ -234,8 +233,8 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
 
     for _ in range(0 if pooled else logits.ndim - 2):
         of_one = jax.vmap(of_one)
-    # The labels are the same for all of them, and so is what is wrong with them.
-    sound = jnp.isfinite(logits).all(axis=None if pooled else (-2, -1)) & valid.all() & (labels.shape[0] > 0)
+    known = valid & jnp.isfinite(logits).all(axis=-1)
+    sound = known.all(axis=None if pooled else -1) & (labels.shape[0] > 0)
     return jnp.where(sound, of_one(jnp.where(jnp.isfinite(logits), logits, 0)), jnp.nan)
 
 
@@ -262,8 +261,7 @@ def _minimum(loss: Any, start: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _threshold(p: jax.Array, labels: jax.Array, error: float, score: str) -> jax.Array:
-    p = at_least_float32(p)
-    valid = (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1) & ~outside(p).any(axis=-1)
+    p, labels, valid = prepared(p, labels, True)
     scores = _scores(p, score)
     index = jnp.broadcast_to(labels, p.shape[:-1])[..., None]
     of_label = jnp.take_along_axis(scores, index, axis=-1)[..., 0]

@@ -191,6 +191,17 @@ class Test_intervals:
             conformal_intervals(jnp.ones(3), jnp.ones(3))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("classes", [256, 300])
+def test_labels_of_a_narrow_dtype_among_more_classes_than_it_counts(dtype, classes):
+    logits, labels = data(batch=40, members=2, classes=classes)
+    labels = labels % 128
+    p = jax.nn.softmax(jnp.asarray(logits))
+    for found in (fit_temperature, lambda _, y: conformal_threshold(p, y, error=0.2)):
+        np.testing.assert_array_equal(found(logits, labels.astype(dtype)), found(logits, labels))
+        assert np.isfinite(found(logits, labels)).all()
+
+
 def test_a_temperature_calibrates():
     logits, labels = data(batch=4000, members=1, seed=9)
     half = 2000
