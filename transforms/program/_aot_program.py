@@ -73,9 +73,7 @@ class Call:
         _, args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
         if parts_of((args, kwargs)):
             raise ValueError("aot: fun is under jax.jit and is given a module; pass the function without jax.jit.")
-        infos = jax.tree.leaves(
-            jitted.trace(*args, **kwargs).args_info, is_leaf=lambda x: isinstance(x, jax.stages.ArgInfo)
-        )
+        infos = jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)
         if len(infos) != len(self.leaves):
             raise ValueError(
                 "aot: fun is under jax.jit with static arguments, which a program has not; bind them: "

@@ -52,7 +52,7 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
         compiled = traced.lower().compile()
-    given = jax.tree.leaves(compiled.args_info, is_leaf=lambda x: isinstance(x, jax.stages.ArgInfo))
+    given = jax.tree.leaves(compiled.args_info)
     names = [x or f"array {i}" for i, x in enumerate(traced.jaxpr.jaxpr.debug_info.arg_names)]
     donated = {name: info for name, info in zip(names, given, strict=True) if info.donated}
     if not donated:

@@ -129,7 +129,7 @@ class Compiled:
         self.program = Program(self.text)
         self.module = re.split(r"[\s,]", self.text.split("HloModule ", 1)[1], maxsplit=1)[0]
         self._executable, self._args, self._closed = executable, args, closed
-        self._donates = any(info.donated for info in jax.tree.leaves(executable.args_info, is_leaf=_is_info))
+        self._donates = any(info.donated for info in jax.tree.leaves(executable.args_info))
 
     @cached_property
     def _lost(self) -> dict[str, Place]:
@@ -146,29 +146,20 @@ class Compiled:
         return [partial(self._executable, *args) for args in each]
 
 
-def _is_info(x: Any) -> bool:
-    return isinstance(x, jax.stages.ArgInfo)
-
-
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=_is_info)
-
-
 def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[int]:
     """The positions of the arguments of a jitted function that are not static, by what its program takes."""
     infos, _ = traced.args_info
     names = iter(traced.jaxpr.jaxpr.debug_info.arg_names)
     firsts = []
     for info in infos:
-        leaves = jax.tree.leaves(info, is_leaf=_is_info)
-        firsts.append([str(next(names)) for _ in leaves][:1])
+        firsts.append([str(next(names)) for _ in jax.tree.leaves(info)][:1])
 
     def fits(i: int, k: int) -> bool:
         name = argument_name(fun, args, i)
         if not all(re.split(r"[.\[]", x, maxsplit=1)[0] == name.partition("[")[0] for x in firsts[k]):
             return False
-        leaves, structure = _flatten(args[i])
-        expected, other = _flatten(infos[k])
+        leaves, structure = jax.tree.flatten(args[i])
+        expected, other = jax.tree.flatten(infos[k])
         return (
             structure == other
             and all(hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex)) for x in leaves)
