@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, default_registry
 
 __all__ = [
+    "Jitted",
     "NeedsValues",
     "Tracer",
     "devices_of",
@@ -23,6 +24,9 @@ __all__ = [
     "varying",
     "varying_axes",
 ]
+
+# The class of functions under `jax.jit`, which has no public name.
+Jitted: Any = type(jax.jit(len))
 
 # What is raised where a function that is traced asks for a value: it branches on one, or hands an array to NumPy.
 NeedsValues = (

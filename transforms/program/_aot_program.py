@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from .._changes import call_purely
-from .._compat import devices_of, loaded, lowered_for, serialized
+from .._compat import Jitted, devices_of, loaded, lowered_for, serialized
 from .._model import owner_of, parts_of, to_parts
 from . import _aot_file as file
 from ._environment import current_mesh, default_device, installation, settings_of_a_call, settings_of_a_process
-from ._structure import JITTED, described, nodes, read, written
+from ._structure import described, nodes, read, written
 
 _FORMAT = "1"
 # What a program may call outside of XLA, though nothing has been lowered in its process.
@@ -56,7 +56,7 @@ class Call:
 
     def lower(self) -> Any:
         """Trace and lower `fun`, as a function of the leaves to its result and what it changes of each model."""
-        donated = self._donated(self.fun) if isinstance(self.fun, JITTED) else ()
+        donated = self._donated(self.fun) if isinstance(self.fun, Jitted) else ()
 
         def program(*leaves: Any) -> Any:
             arguments = jax.tree.unflatten(self.structure, leaves)

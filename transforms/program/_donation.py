@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from .._arguments import check_callable, describe
+from .._compat import Jitted
 from ._hlo import Program
 from ._prepared import names_in_cache_key
 
@@ -42,7 +43,7 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     """
     check_callable("assert_donated", fun)
     jitted: Any = fun
-    if not isinstance(fun, type(jax.jit(len))):
+    if not isinstance(fun, Jitted):
         raise TypeError(
             f"assert_donated: fun must be a function under jax.jit that donates arguments, but got {describe(fun)}; "
             "pass jax.jit(fun, donate_argnums=...)."

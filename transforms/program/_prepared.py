@@ -15,7 +15,7 @@ import numpy as np
 from .._arguments import argument_name, check_callable
 from .._call import arrays_apart
 from .._changes import call_with_models, changes
-from .._compat import Tracer
+from .._compat import Jitted, Tracer
 from .._model import models_of, owner_of, refuse_shared_state, split, to_parts
 from ._hlo import Instruction, Program
 from ._lost import lost_products
@@ -65,7 +65,7 @@ class Prepared:
         modules = modules_of(fun, owner, args)
         # Taken apart while they are named: so are then the copies that are put together from the parts.
         with module_paths(modules) as kinds, scoped_calls(kinds):
-            jitted = isinstance(fun, type(jax.jit(len)))
+            jitted = isinstance(fun, Jitted)
             if jitted and not models_of(args):
                 self.traced: Any = cast(Any, fun).trace(*args)
                 dynamic = _dynamic(fun, args, self.traced)

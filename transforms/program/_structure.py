@@ -20,11 +20,9 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from .._arguments import short
-from .._compat import Tracer, jit_settings, node
+from .._compat import Jitted, Tracer, jit_settings, node
 from .._model import is_model, to_parts
 from ._environment import PACKAGES
-
-JITTED: Any = type(jax.jit(len))
 
 _LEAF = "*"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
@@ -85,7 +83,7 @@ def _parts(x: Any, whole: bool) -> Iterable[Any]:
         return [x.node_data(), *x.children()]
     if isinstance(x, partial):
         return [x.func, x.args, x.keywords]
-    if isinstance(x, JITTED):
+    if isinstance(x, Jitted):
         return [jit_settings(x), x.__wrapped__]
     if isinstance(x, (MethodType, staticmethod, classmethod)):
         return [x.__func__, getattr(x, "__self__", None)]
