@@ -213,9 +213,14 @@ class Program:
             self._sources[frame] = users_line(self._lines(frame))
         return self._sources[frame]
 
+    @cached_property
+    def _frames(self) -> dict[int, tuple[int, ...]]:
+        """For each frame of a stack of calls the number of its line, and of its caller."""
+        return {i: tuple(map(int, re.findall(r"=(\d+)", row))) for i, row in self._tables["StackFrames"].items()}
+
     def _lines(self, frame: int) -> Iterator[str]:
         """The lines of a stack of calls, from the innermost outwards."""
-        frames = {i: tuple(map(int, re.findall(r"=(\d+)", row))) for i, row in self._tables["StackFrames"].items()}
+        frames = self._frames
         # The first frame has no caller. Some versions write the number of each caller one too high.
         shift = frames[1][1]
         while frame:
