@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from ._flat import Flat, Node, Value, insides
 from ._hlo import Instruction, Program
-from ._place import Place, around, is_product, place_of
+from ._place import PRODUCTS, Place, around, is_product, place_of
 from ._scopes import scope_of
 from ._source import source_of
 
-_WRITTEN = frozenset({"dot_general", "conv_general_dilated"})
 # What only puts the numbers of an operand elsewhere, between a product and what it is computed from.
 _VIEWS = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
@@ -68,7 +67,7 @@ def lost_products(program: Program, closed: Any) -> dict[str, Place]:
 def _products(flat: Flat, scope: str) -> Iterator[_Written]:
     for node in flat.nodes:
         place = _place(node, scope)
-        if node.name in _WRITTEN:
+        if node.name in PRODUCTS.values():
             sources = frozenset(_place(x, scope) for value in node.inputs for x in _makers(value))
             yield _Written(place, _sorted(node.outputs[0].aval.shape), sources)
         for inner in insides(node):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ._hlo import Instruction, Program
 from ._scopes import scope_of
 
+# What XLA calls a matrix product and a convolution, and what JAX does.
 PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
 # XLA names a product that it has put together with another view of an operand after the view.
 _VIEWS = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "rev"})
