@@ -111,20 +111,18 @@ def check_numbers(
     what: str,
     x: Any,
     expected: str,
-    least_ndim: int,
     *,
     least: float | None = None,
     above: float | None = None,
     flags: bool = False,
 ) -> Any:
-    """Real numbers as an array of floating point; refuses others.
+    """Real numbers as an array of floating point, of at least one axis; refuses others.
 
     Args:
       name: of the function, for errors.
       what: the name of its argument.
       x: the argument.
       expected: the shape, in words.
-      least_ndim: how many axes it has at least.
       least: what numbers must not be below, where they are known.
       above: what they must be above.
       flags: whether bool will do.
@@ -133,7 +131,7 @@ def check_numbers(
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if flags else (jnp.floating, jnp.integer)
     if not hasattr(x, "dtype") or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
         raise TypeError(f"{name}: {what} must be an array of real numbers, but got {say(x)}.")
-    if jnp.ndim(x) < least_ndim or 0 in jnp.shape(x)[:1] or 0 in jnp.shape(x)[-1:]:
+    if not jnp.ndim(x) or 0 in jnp.shape(x)[:1] or 0 in jnp.shape(x)[-1:]:
         raise ValueError(f"{name}: {what} must have shape {expected} and not be empty, but got {jnp.shape(x)}.")
     if least is not None and (found := first(lambda x: x < least, x)):
         raise ValueError(f"{name}: {what} must not be below {least:g}, but {what}{list(found[0])} is {found[1]}.")

@@ -161,9 +161,9 @@ def _wide(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _check(name: str, mean: Any, variance: Any, targets: Any) -> tuple[Any, Any, Any]:
-    mean = check_numbers(name, "mean", mean, "(..., batch)", 1)
-    variance = check_numbers(name, "variance", variance, "(..., batch)", 1, above=0.0)
-    targets = check_numbers(name, "targets", targets, "(batch,)", 1)
+    mean = check_numbers(name, "mean", mean, "(..., batch)")
+    variance = check_numbers(name, "variance", variance, "(..., batch)", above=0.0)
+    targets = check_numbers(name, "targets", targets, "(batch,)")
     if jnp.shape(mean) != jnp.shape(variance) or jnp.shape(targets) != jnp.shape(mean)[-1:]:
         raise ValueError(
             f"{name}: mean and variance must have shape (..., batch) and targets (batch,), but got {jnp.shape(mean)}, "

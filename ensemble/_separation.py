@@ -38,8 +38,8 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
       >>> auroc(jnp.array([0.1, 0.2, 0.4]), jnp.array([0.3, 0.4]))
       Array(0.75, dtype=float32)
     """
-    scores_in = check_numbers("auroc", "scores_in", scores_in, "(..., count)", 1)
-    scores_out = check_numbers("auroc", "scores_out", scores_out, "(..., count)", 1)
+    scores_in = check_numbers("auroc", "scores_in", scores_in, "(..., count)")
+    scores_out = check_numbers("auroc", "scores_out", scores_out, "(..., count)")
     if jnp.shape(scores_in)[:-1] != jnp.shape(scores_out)[:-1]:
         raise ValueError(
             "auroc: both scores must have the same axes before the last, but got shapes "
@@ -94,8 +94,8 @@ def risk_coverage(doubts: ArrayLike, errors: ArrayLike) -> RiskCoverage:
       >>> risk_coverage(jnp.array([0.3, 0.1, 0.2, 0.9]), jnp.array([1.0, 0.0, 0.0, 1.0])).risk
       Array([0.        , 0.        , 0.33333334, 0.5       ], dtype=float32)
     """
-    doubts = check_numbers("risk_coverage", "doubts", doubts, "(..., batch)", 1)
-    errors = check_numbers("risk_coverage", "errors", errors, "(..., batch)", 1, flags=True)
+    doubts = check_numbers("risk_coverage", "doubts", doubts, "(..., batch)")
+    errors = check_numbers("risk_coverage", "errors", errors, "(..., batch)", flags=True)
     if jnp.shape(doubts) != jnp.shape(errors):
         raise ValueError(
             f"risk_coverage: doubts and errors must have the same shape, but got {jnp.shape(doubts)} and "

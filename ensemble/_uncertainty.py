@@ -106,7 +106,7 @@ def epistemic_variance(values: ArrayLike) -> jax.Array:
       >>> epistemic_variance(jnp.array([[1.0, 5.0], [3.0, 5.0]]))
       Array([1., 0.], dtype=float32)
     """
-    return at_least_float32(check_numbers("epistemic_variance", "values", values, "(members, ...)", 1)).var(axis=0)
+    return at_least_float32(check_numbers("epistemic_variance", "values", values, "(members, ...)")).var(axis=0)
 
 
 def aleatoric_variance(variances: ArrayLike) -> jax.Array:
@@ -136,7 +136,7 @@ def aleatoric_variance(variances: ArrayLike) -> jax.Array:
       Array([2., 4.], dtype=float32)
     """
     name = "aleatoric_variance"
-    variances = check_numbers(name, "variances", variances, "(members, ...)", 1, least=0.0)
+    variances = check_numbers(name, "variances", variances, "(members, ...)", least=0.0)
     wide = at_least_float32(variances)
     return jnp.where(wide < 0, jnp.nan, wide).mean(axis=0)
 

@@ -164,8 +164,8 @@ def conformal_radius(
       Array(4., dtype=float32)
     """
     _check_error("conformal_radius", error)
-    predictions = check_numbers("conformal_radius", "predictions", predictions, "(..., batch)", 1)
-    targets = check_numbers("conformal_radius", "targets", targets, "(batch,)", 1)
+    predictions = check_numbers("conformal_radius", "predictions", predictions, "(..., batch)")
+    targets = check_numbers("conformal_radius", "targets", targets, "(batch,)")
     scales = _check_scales("conformal_radius", scales, predictions)
     if jnp.shape(targets) != jnp.shape(predictions)[-1:]:
         raise ValueError(
@@ -198,7 +198,7 @@ def conformal_intervals(
       >>> conformal_intervals(jnp.array([1.0, 2.0]), 0.5)
       (Array([0.5, 1.5], dtype=float32), Array([1.5, 2.5], dtype=float32))
     """
-    predictions = check_numbers("conformal_intervals", "predictions", predictions, "(..., batch)", 1)
+    predictions = check_numbers("conformal_intervals", "predictions", predictions, "(..., batch)")
     scales = _check_scales("conformal_intervals", scales, predictions)
     if jnp.shape(radius) != jnp.shape(predictions)[:-1]:
         raise ValueError(
@@ -308,7 +308,7 @@ def _check_score(name: str, score: Any) -> None:
 def _check_scales(name: str, scales: Any, predictions: Any) -> Any:
     if scales is None:
         return jnp.ones_like(predictions)
-    scales = check_numbers(name, "scales", scales, "(..., batch)", 1, above=0.0)
+    scales = check_numbers(name, "scales", scales, "(..., batch)", above=0.0)
     if jnp.shape(scales) != jnp.shape(predictions):
         raise ValueError(
             f"{name}: scales must have the shape of the predictions, {jnp.shape(predictions)}, but got "
