@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import re
 import time
 import warnings
@@ -23,6 +22,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..transforms._budget import in_words
+from ..transforms._machine import cores, processor
 from ..transforms._whole_file import write_whole
 from ._strategy import Execution
 
@@ -293,23 +293,10 @@ def fingerprint(jaxpr: Jaxpr, *about: Any) -> str:
     device = jax.devices()[0]
     program = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
     machine = (
-        *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, _processor(), _cores()),
+        *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, processor(), cores()),
         *(os.environ.get("XLA_FLAGS", ""), jax.config.values["jax_enable_x64"]),
     )
     return hashlib.sha256(repr((_FORMAT, program, machine, about)).encode()).hexdigest()
-
-
-def _processor() -> str:
-    """The model of the processor, where the system says it: a device of any is called "cpu"."""
-    try:
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def recall(key: str, directory: Path | None) -> Tuning | None:

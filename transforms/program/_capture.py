@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import jax
 import jaxlib
 
 from .._arguments import check_count
+from .._machine import cores, processor
 from .._whole_file import write_whole
 from ._operations import count_operations
 from ._prepared import Prepared
@@ -34,7 +34,8 @@ class Capture:
       counts: how often each operation of each scope runs in a call, by `(op, scope)`.
       seconds: how long these took in each run, of what has a time of its own.
       program: a digest of the compiled program, apart from names and lines of source.
-      machine: the kind of device and the versions of JAX, for which alone times can be compared.
+      machine: the devices (on a CPU the model of the processor), the cores and the versions of JAX, for which alone
+        times can be compared.
 
     Examples:
       >>> from plurax.transforms.program import Capture
@@ -159,6 +160,6 @@ def _digest(prepared: Prepared) -> str:
 
 def _machine() -> str:
     device = jax.devices()[0]
-    kind = platform.processor() or platform.machine() if device.platform == "cpu" else device.device_kind
-    devices = f"{jax.device_count()} x {device.platform} {kind}, {os.cpu_count()} cores"
+    kind = processor() if device.platform == "cpu" else device.device_kind
+    devices = f"{jax.device_count()} x {device.platform} {kind}, {cores()} cores"
     return f"{devices}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"

@@ -1,6 +1,7 @@
 """What differs between two programs: exact counts, and durations above their noise."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,15 @@ def test_a_longer_duration_is_called_above_the_noise_only() -> None:
 def test_the_same_program_has_no_change_on_the_same_machine() -> None:
     assert by_duration([1.0] * 5, [2.0] * 5, program="p").unchanged
     assert by_duration([1.0] * 5, [2.0] * 5).increased
+
+
+def test_a_machine_is_told_by_its_processor_and_the_cores_that_are_used(tmp_path: Path, monkeypatch: Any) -> None:
+    machines = set()
+    for model, cores in (("one", {0, 1}), ("another", {0, 1}), ("another", {1})):
+        monkeypatch.setattr(Path, "read_text", lambda _, model=model: f"flags : fma\nmodel name\t: {model}\n")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores, raising=False)
+        machines.add(capture(tmp_path / "capture.json", jnp.sin, X, repeats=2).machine)
+    assert len(machines) == 3
 
 
 def test_durations_of_other_machines_are_not_compared() -> None:
