@@ -22,7 +22,7 @@ from ..transforms._store import Store
 from ._checkpoint import read_run, write_state
 from ._mesh import everywhere
 from ._standing import Stop
-from ._state import TrainState
+from ._state import TrainState, check_state
 from ._strategy import Execution
 from ._watch import EarlyStopping, Restarts, Watch, members_in_words
 
@@ -97,8 +97,7 @@ def fit(
     callbacks: Sequence[Callback],
 ) -> tuple[TrainState, History]:
     """See `Trainer.fit`."""
-    if not isinstance(state, TrainState):
-        raise TypeError(f"Trainer.fit: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
+    check_state("Trainer.fit", state)
     check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
     _check_watched(trainer, early_stopping, restarts, callbacks)
     source = iterate("Trainer.fit", batches)

@@ -185,6 +185,12 @@ class Padded:
             return cut(self.arrays, self.size)
 
 
+def check_state(api: str, state: Any) -> None:
+    """Refuse what is no training state."""
+    if not isinstance(state, TrainState):
+        raise TypeError(f"{api}: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
+
+
 def kind_of(tree: Any) -> Any:
     """The structure of a pytree, and the shapes and dtypes of its arrays."""
     leaves, treedef = jax.tree.flatten(tree)

@@ -28,7 +28,7 @@ from ._mesh import Layout
 from ._optimizer import MemberOptimizer, check_size
 from ._split import check_split
 from ._standing import Standing
-from ._state import Apart, TrainState, kind_of
+from ._state import Apart, TrainState, check_state, kind_of
 from ._step import MemberStep
 from ._strategy import STRATEGIES, Execution, in_turn
 from ._tuning import Tuning, fingerprint, recall, remember, tune
@@ -215,7 +215,7 @@ class Trainer:
         Cost:
           Under "loop" the new state is stacked when somebody looks at it, not before.
         """
-        _check_state("Trainer.step", state)
+        check_state("Trainer.step", state)
         after, metrics, _ = self._advance(state, batch)
         return after, {name: x for name, x in metrics.items() if name != "stopped"}
 
@@ -485,8 +485,3 @@ class Trainer:
             chunk = largest_chunk("Trainer", need, here, self._budget)
             self._chosen[kind] = Execution("vmap", None if chunk == here else chunk)
         return self._chosen[kind]
-
-
-def _check_state(api: str, state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(f"{api}: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
