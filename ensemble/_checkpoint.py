@@ -82,7 +82,7 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
     if isinstance(like, Ensemble):
         return Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
     if isinstance(like, TrainState):
-        return Group.of(like._contents()).agree(lambda: read_state(Checkpoint.open("load", path), like))
+        return Group.of(like._contents()).agree(lambda: read_run(Checkpoint.open("load", path), like, {})[0])
     raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
 
 
@@ -158,11 +158,6 @@ def write_state(
     for part, tree in (more or {}).items():
         parts[part], outlines[part] = tree, outline(tree, drop_axis=True)
     write(api, path, parts, size, outlines=outlines, about=about, history=history)
-
-
-def read_state(checkpoint: Checkpoint, like: TrainState) -> TrainState:
-    """The training state, as `like`."""
-    return read_run(checkpoint, like, {})[0]
 
 
 def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:

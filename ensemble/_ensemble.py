@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ..transforms import vmap
-from ..transforms._arguments import describe
+from ..transforms._arguments import check_count, describe
 from ..transforms._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, is_model, is_module, split
@@ -135,10 +135,7 @@ class Ensemble:
 
         if not callable(make):
             raise TypeError(f"Ensemble.create: make must be a function of nnx.Rngs, but got {describe(make)}.")
-        if isinstance(size, bool) or not hasattr(type(size), "__index__"):
-            raise TypeError(f"Ensemble.create: size must be an int, but got {describe(size)}.")
-        if size < 1:
-            raise ValueError(f"Ensemble.create: size must be at least 1, but got {size}.")
+        check_count("Ensemble.create", "size", size)
         key = _key(seed, size)
         structures: list[Structure] = []
 
@@ -290,7 +287,12 @@ class Ensemble:
         """
         from flax import nnx
 
-        model = self._modules("view")
+        model = self.__plurax_member__()
+        if not is_module(model):
+            raise TypeError(
+                "Ensemble.view: the members are functions of variables, not NNX modules; pass what their apply "
+                "function takes, such as ens(x, train=False)."
+            )
         try:
             model = nnx.view(model, **attributes)
         except ValueError as error:
@@ -343,15 +345,6 @@ class Ensemble:
                 "over it with plurax.transforms.vmap, which hands the function one member at a time, or hand on all of "
                 "it, with in_axes=None."
             )
-
-    def _modules(self, api: str) -> Any:
-        model = self.__plurax_member__()
-        if not is_module(model):
-            raise TypeError(
-                f"Ensemble.{api}: the members are functions of variables, not NNX modules; pass what their apply "
-                "function takes, such as ens(x, train=False)."
-            )
-        return model
 
     def _evaluating(self) -> Ensemble:
         """The ensemble in evaluation mode; functions of variables are left as they are."""
