@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.tree_util import keystr
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
@@ -78,6 +79,12 @@ def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bo
         raise TypeError(f"{api}: {name} must be an int, but got {describe(value)}.")
     if value < least:
         raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")
+
+
+def check_key(api: str, key: Any, name: str = "key") -> None:
+    """Refuse what is not one random key, such as several, or the integers of `jax.random.PRNGKey`."""
+    if not isinstance(key, jax.Array) or not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape:
+        raise TypeError(f"{api}: {name} must be one key, such as jax.random.key(0), but got {describe(key)}.")
 
 
 def resolve_argnums(
