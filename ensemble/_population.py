@@ -46,7 +46,8 @@ def select(members: Members, indices: ArrayLike) -> Members:
       >>> select(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0), [3, 1])
       Ensemble of 2 × Linear, 15 parameters each
     """
-    _check_members("select", members)
+    if not isinstance(members, (Ensemble, TrainState)):
+        raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
     made: Any = _select(members, indices)
     return made
 
@@ -303,7 +304,7 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
 
 def _select(members: Any, given: Any) -> Any:
     size = len(members) if isinstance(members, Ensemble) else members._structure_and_size()[1]
-    indices = _checked_indices("select", given, size)
+    indices = _checked_indices(given, size)
     if isinstance(members, Ensemble):
         return jax.tree.map(lambda x: x[indices], members) if isinstance(indices, Tracer) else _taken(members, indices)
     structure, _ = members._structure_and_size()
@@ -325,25 +326,20 @@ def _taken(ensemble: Ensemble, indices: Any) -> Ensemble:
     return Ensemble(ensemble.structure, *take(rows, np.asarray(indices)))
 
 
-def _check_members(api: str, members: Any) -> None:
-    if not isinstance(members, (Ensemble, TrainState)):
-        raise TypeError(f"{api}: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
-
-
-def _checked_indices(api: str, indices: Any, size: int) -> Any:
+def _checked_indices(indices: Any, size: int) -> Any:
     indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not indices.size:
-        raise ValueError(f"{api}: indices are none; an ensemble has at least one member.")
+        raise ValueError("select: indices are none; an ensemble has at least one member.")
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{api}: indices must be integers, but got {describe(indices)}.")
+        raise TypeError(f"select: indices must be integers, but got {describe(indices)}.")
     if indices.ndim != 1:
-        raise ValueError(f"{api}: indices must have shape (count,), but got {indices.shape}.")
+        raise ValueError(f"select: indices must have shape (count,), but got {indices.shape}.")
     if isinstance(indices, Tracer):
         return indices
-    known = np.asarray(indices)
+    known = np.asarray(indices).astype(int)  # in a narrow dtype the number of members could overflow
     wrong = known[(known < -size) | (known >= size)]
     if wrong.size:
-        raise IndexError(f"{api}: member {wrong[0]} is out of range for an ensemble of {size}.")
+        raise IndexError(f"select: member {wrong[0]} is out of range for an ensemble of {size}.")
     return known % size
 
 

@@ -236,6 +236,12 @@ class Test_soup:
             soup([1])
 
 
+def test_indices_of_a_narrow_dtype_select_among_more_members_than_it_counts():
+    ens = Ensemble.from_apply(jnp.multiply, [jnp.full(2, i) for i in range(300)])
+    np.testing.assert_array_equal(select(ens, np.array([200, 3], np.uint8))(1), [[200, 200], [3, 3]])
+    np.testing.assert_array_equal(select(ens, np.array([-1], np.int8))(1), [[299, 299]])
+
+
 @pytest.mark.parametrize(
     ("indices", "error", "message"),
     [
