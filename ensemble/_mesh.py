@@ -15,20 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, broadcast_axes
 from ..transforms._compat import Tracer
-from ..transforms._jaxpr import CALLS, bodies
 from ..transforms._model import dotted
 
 ENSEMBLE, DATA = "ensemble", "data"
-
-# Operations after which the devices of an axis have the same.
-_AGREED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 
 
 @dataclass(frozen=True)
@@ -249,13 +244,6 @@ def _same(sharding: NamedSharding) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
-def as_local(x: Any) -> Any:
-    """An array of this process alone, of one that every device has."""
-    if not isinstance(x, jax.Array):
-        return x
-    return x if len(x.sharding.device_set) == 1 else x.addressable_shards[0].data
-
-
 def own_keys(tree: Any) -> Any:
     """`tree` with single keys that differ over the axis `data`: other examples draw other random numbers.
 
@@ -268,36 +256,3 @@ def own_keys(tree: Any) -> Any:
         return jax.random.fold_in(x, lax.axis_index(DATA))
 
     return jax.tree.map(of_shard, tree)
-
-
-def differs(jaxpr: Jaxpr, inputs: Sequence[bool], axis: str = DATA) -> list[bool]:
-    """For each output of a program, whether it may differ between the devices of an axis.
-
-    Args:
-      jaxpr: the program.
-      inputs: for each input, whether it does.
-      axis: the name of the axis.
-    """
-    found = {x for x, does in zip(jaxpr.invars, inputs, strict=True) if does}
-    for eqn in jaxpr.eqns:
-        does = [not isinstance(x, Literal) and x in found for x in eqn.invars]
-        if eqn.primitive.name in _AGREED and axis in _names(eqn) and eqn.params.get("axis_index_groups") is None:
-            continue
-        if eqn.primitive.name in CALLS:
-            body = eqn.params[CALLS[eqn.primitive.name]]
-            results = differs(getattr(body, "jaxpr", body), does, axis)
-        else:
-            # A loop or a branch: any of its results.
-            results = [any(does) or _asks(eqn, axis)] * len(eqn.outvars)
-        found |= {x for x, result in zip(eqn.outvars, results, strict=True) if result}
-    return [not isinstance(x, Literal) and x in found for x in jaxpr.outvars]
-
-
-def _names(eqn: JaxprEqn) -> list[Any]:
-    return jax.tree.leaves((eqn.params.get("axes", ()), eqn.params.get("axis_name", ())))
-
-
-def _asks(eqn: JaxprEqn, axis: str) -> bool:
-    """Whether an operation, or one inside of it, asks for the number of the device."""
-    here = eqn.primitive.name == "axis_index" and axis in _names(eqn)
-    return here or any(_asks(inner, axis) for body in bodies(eqn) for inner in body.eqns)

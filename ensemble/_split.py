@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes
@@ -18,10 +19,13 @@ from ..transforms._model import dotted
 from ..transforms._model import split as split_model
 from ..transforms._static import Static
 from ._executor import Executor
-from ._mesh import DATA, Layout, as_local, differs, everywhere
+from ._mesh import DATA, Layout, everywhere
 from ._state import TrainState
 from ._step import MemberStep, metrics_of
 from ._strategy import take_member
+
+# Operations after which all devices of an axis have the same.
+_AGREED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 
 
 def check_split(
@@ -113,13 +117,46 @@ def _check_mean(
             )
 
 
+def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """For each output of a program, whether it may differ between the devices of the axis `data`.
+
+    Args:
+      jaxpr: the program.
+      inputs: for each input, whether it does.
+    """
+    found = {x for x, does in zip(jaxpr.invars, inputs, strict=True) if does}
+    for eqn in jaxpr.eqns:
+        does = [not isinstance(x, Literal) and x in found for x in eqn.invars]
+        if eqn.primitive.name in _AGREED and DATA in _names(eqn) and eqn.params.get("axis_index_groups") is None:
+            continue
+        if eqn.primitive.name in CALLS:
+            body = eqn.params[CALLS[eqn.primitive.name]]
+            results = differs(getattr(body, "jaxpr", body), does)
+        else:
+            # A loop or a branch: any of its results.
+            results = [any(does) or _asks(eqn)] * len(eqn.outvars)
+        found |= {x for x, result in zip(eqn.outvars, results, strict=True) if result}
+    return [not isinstance(x, Literal) and x in found for x in jaxpr.outvars]
+
+
+def _names(eqn: JaxprEqn) -> list[Any]:
+    return jax.tree.leaves((eqn.params.get("axes", ()), eqn.params.get("axis_name", ())))
+
+
+def _asks(eqn: JaxprEqn) -> bool:
+    """Whether an operation, or one inside of it, asks for the number of the device."""
+    here = eqn.primitive.name == "axis_index" and DATA in _names(eqn)
+    return here or any(_asks(inner) for body in bodies(eqn) for inner in body.eqns)
+
+
 @partial(jax.jit, static_argnums=(1,))
 def _first(args: Any, axes: Static) -> Any:
     return take_member(args, axes.value, 0)
 
 
 def _numbers(x: jax.Array) -> np.ndarray:
-    x = as_local(x)
+    """The numbers of an array that every device has."""
+    x = x if len(x.sharding.device_set) == 1 else x.addressable_shards[0].data
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 

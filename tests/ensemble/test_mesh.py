@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
-from plurax.ensemble._mesh import differs
+from plurax.ensemble._split import differs
 from plurax.transforms import vmap
 from plurax.transforms._static import Static
 
