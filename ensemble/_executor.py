@@ -51,18 +51,12 @@ class Executor:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """A step, executed in a given way."""
         structure, size = state._structure_and_size()
-        layout = self._layout_of(execution)
-        if execution.strategy != "loop" and layout is None:
-            program = self._programs[donate]
-            arrays, step, metrics = program(
-                structure, execution, size, Static.of(axes), state._arrays(), state.step, arguments
-            )
-            return TrainState._of_arrays(structure, arrays, step), metrics
-        if execution.strategy != "loop" and layout is not None:
-            with layout.context():
+        if execution.strategy != "loop":
+            layout = self._layout_of(execution)
+            with self._context(execution):
                 inputs = self._inputs(execution, state, arguments, axes)
                 arrays, step, metrics = self._programs[donate](structure, execution, size, Static.of(axes), *inputs)
-                metrics = metrics if layout.padded(size) == size else cut(metrics, size)
+                metrics = metrics if layout is None or layout.padded(size) == size else cut(metrics, size)
             return TrainState._of_padded(structure, arrays, size, step), metrics
         arguments = _on_device(arguments)
         # No index where there is nothing to take by it.
