@@ -20,7 +20,8 @@ from ..transforms._model import Structure
 from ..transforms._stacking import stack
 from ..transforms._static import Static
 from ._mesh import DATA, Layout
-from ._state import Arrays, TrainState, cut
+from ._rows import cut
+from ._state import Arrays, TrainState
 from ._step import MemberStep
 from ._strategy import Execution, over_members, take_member
 from ._tuning import Trial

@@ -15,11 +15,10 @@ from ..transforms._arguments import check_count, check_key, describe
 from ..transforms._compat import Tracer
 from ._ensemble import Ensemble
 from ._mesh import Layout
+from ._rows import by_row, chosen, take
 from ._scores import nll
 from ._standing import with_other_keys
 from ._state import TrainState
-from ._strategy import like
-from ._watch import take
 
 Members = TypeVar("Members", Ensemble, TrainState)
 
@@ -139,15 +138,13 @@ def exploit(
     ranked = _ranked("exploit", scores, mode)
     count = max(1, int(fraction * size))
     to_draw, to_renew, *to_perturb = jax.random.split(key, 2 + len(perturb or {}))
-    chosen = ranked[jax.random.randint(to_draw, (count,), 0, count)]
-    source = jnp.arange(size).at[ranked[size - count :]].set(chosen).astype(jnp.int32)
+    best = ranked[jax.random.randint(to_draw, (count,), 0, count)]
+    source = jnp.arange(size).at[ranked[size - count :]].set(best).astype(jnp.int32)
     copied = source != jnp.arange(size)
     trainable, rest, opt_state, standing = jax.tree.map(lambda x: x[source], state._arrays())
     numbers = jax.random.bits(to_renew, (size,))
 
-    rest, opt_state = jax.tree.map(
-        lambda x, y: jnp.where(like(copied, x), x, y), with_other_keys((rest, opt_state), numbers), (rest, opt_state)
-    )
+    rest, opt_state = chosen(copied, with_other_keys((rest, opt_state), numbers), (rest, opt_state))
     of_optimizer = dict(getattr(opt_state, "hyperparams", {}))
     of_loss = dict(standing.hyperparams)
     for name, own in zip(perturb or {}, to_perturb, strict=True):
@@ -295,7 +292,7 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
         # A member without weight may hold what is not finite.
-        own = like(shares, x)
+        own = by_row(shares, x)
         total = jnp.where(own > 0, x * own.astype(jnp.promote_types(x.dtype, jnp.float32)), 0).sum(axis=0)
         return total.astype(x.dtype)
 

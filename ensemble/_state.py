@@ -16,6 +16,7 @@ from ..transforms._compat import Tracer
 from ..transforms._model import Structure
 from ._ensemble import Ensemble
 from ._mesh import Layout
+from ._rows import cut
 from ._standing import Standing
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
@@ -195,12 +196,6 @@ def kind_of(tree: Any) -> Any:
     """The structure of a pytree, and the shapes and dtypes of its arrays."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
-
-
-@partial(jax.jit, static_argnums=(1,))
-def cut(tree: Any, size: int) -> Any:
-    """The first `size` members of stacked arrays."""
-    return jax.tree.map(lambda x: x[:size], tree)
 
 
 def _stack(members: Sequence[Arrays]) -> Arrays:

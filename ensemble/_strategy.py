@@ -19,6 +19,7 @@ from ..transforms import vmap
 from ..transforms._axes import Axes, broadcast_axes
 from ..transforms._convolutions import convolutions_as_products, has_convolution
 from ..transforms._stacking import stack
+from ._rows import by_row
 
 STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
 
@@ -126,7 +127,7 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
             new, beside = lax.cond(i >= 0, partial(of_part, chunk), nothing, *args)
             if size % chunk:  # some of the last part were in the one before
                 done = start + jnp.arange(chunk) < i * chunk
-                new = jax.tree.map(lambda x, y: jnp.where(like(done, x), x, y), args[0], new)
+                new = jax.tree.map(lambda x, y: jnp.where(by_row(done, x), x, y), args[0], new)
             return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), mine, new), beside
 
         def nothing(part: Any, *_: Any) -> tuple[Any, Any]:
@@ -139,11 +140,6 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
         return mine, jax.tree.map(lambda x: jnp.concatenate([x[: ends[0]], x[ends[1] :]]), found)
 
     return mapped
-
-
-def like(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """One flag for each member, to be chosen by."""
-    return mask.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _kinds(tree: Any) -> Any:

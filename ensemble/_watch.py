@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..transforms._arguments import check_count, describe
 from ._ensemble import Ensemble
-from ._mesh import Layout, everywhere
+from ._mesh import everywhere
+from ._rows import alike, chosen, padded, put, take
 from ._standing import Stop, still_finite, with_other_keys
-from ._state import TrainState, cut
-from ._strategy import like
+from ._state import TrainState
 
 # Members leave a run together, when at most this share of it goes on: each time a program is compiled for those.
 _FEW = 0.75
@@ -169,9 +167,9 @@ class Watch:
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.lineup)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
-            parts["best"] = self._of_all(state._rows()[:2], _alike(self.best, state._rows(), len(self.lineup)))
+            parts["best"] = self._of_all(state._rows()[:2], alike(self.best, state._rows(), len(self.lineup)))
         if self.restarts is not None and (self.behind or step % self.restarts.every):  # else it is the state
-            parts["snapshot"] = self._of_all(state._rows(), _alike(self.snapshot, state._rows(), len(self.lineup)))
+            parts["snapshot"] = self._of_all(state._rows(), alike(self.snapshot, state._rows(), len(self.lineup)))
         return parts
 
     def likes(self, state: TrainState) -> dict[str, Any]:
@@ -188,8 +186,8 @@ class Watch:
         acts = [x.every for x in (self.early, self.restarts) if x is not None and step % x.every == 0]
         if acts:  # steps may have put the members on other devices
             rows, size = state._rows(), len(self.lineup)
-            self.best = None if self.best is None else _alike(self.best, rows, size)
-            self.snapshot = None if self.snapshot is None else _alike(self.snapshot, rows, size)
+            self.best = None if self.best is None else alike(self.best, rows, size)
+            self.snapshot = None if self.snapshot is None else alike(self.snapshot, rows, size)
         if self.restarts is not None and step % self.restarts.every == 0:
             state = self._put_back(self.restarts, step, state, said)
         if self.early is None or step % self.early.every:
@@ -206,7 +204,7 @@ class Watch:
         """The state of all members, for that of those in the run; where nobody goes on, that of the last step."""
         if self.everyone is not None:
             rows = self.everyone._rows()
-            arrays = self._of_all(rows, _alike(state._rows(), rows, len(self.lineup)))
+            arrays = self._of_all(rows, alike(state._rows(), rows, len(self.lineup)))
             state = TrainState._of_padded(state._structure_and_size()[0], arrays, self.size, state.step)
         # A look, or a step that is computed, tells later than the state.
         self.finished = self.finished or not self._going(*_known(state)).any()
@@ -223,7 +221,7 @@ class Watch:
     def spoiled(self, given: TrainState, last: TrainState) -> np.ndarray:
         """Which of all members have parameters that are not finite, and were so when the run began."""
         rows = last._rows()[0]
-        sound = _sound(rows, _alike(given._rows()[0], rows, self.size))
+        sound = _sound(rows, alike(given._rows()[0], rows, self.size))
         return np.flatnonzero(~np.asarray(everywhere(sound))[: self.size])
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
@@ -246,7 +244,7 @@ class Watch:
         self.finished = not self._going(*_known(state)).any()
         sound = _sound(state._rows()[:3], self.snapshot[:3])
         self.behind = not np.asarray(everywhere(sound)).all()
-        self.snapshot = _chosen(sound, state._rows(), self.snapshot)
+        self.snapshot = chosen(sound, state._rows(), self.snapshot)
         return state
 
     def _judge(
@@ -259,7 +257,7 @@ class Watch:
         waits = np.where(better, 0, self.waits[self.lineup] + trains)
         self.values[self.lineup], self.waits[self.lineup] = np.where(better, values, best), waits
         if better.any():
-            self.best = _chosen(_along(better, state), state._rows()[:2], self.best)
+            self.best = chosen(_along(better, state), state._rows()[:2], self.best)
         stops = trains & (waits >= early.patience)
         if stops.any():
             # Of one whose values were never finite there is no best.
@@ -292,24 +290,7 @@ class Watch:
         """Arrays of all members, those in the run having these."""
         if len(self.lineup) == self.size:
             return mine
-        layout = Layout.around(everyone)
-        return _put(everyone, _padded(self.lineup, len(jax.tree.leaves(mine)[0])), mine, layout)
-
-
-def take(rows: Any, places: np.ndarray) -> Any:
-    """Of stacked arrays those of some members, in that order; on a mesh spread over it, and padded."""
-    layout = Layout.around(rows)
-    return _take(rows, _padded(places, len(places) if layout is None else layout.padded(len(places))), layout)
-
-
-def _alike(rows: Any, others: Any, size: int) -> Any:
-    """Stacked arrays of `size` members, held where others are: on their devices, and padded as they are."""
-    mine, its = jax.tree.leaves(rows)[0], jax.tree.leaves(others)[0]
-    layout = Layout.around(others)
-    if mine.sharding == its.sharding and (layout is None or len(mine) == layout.padded(size)):
-        return rows
-    rows = rows if len(mine) == size else cut(rows, size)
-    return jax.device_put(rows, its.sharding) if layout is None else layout.place(rows, size)
+        return put(everyone, self.lineup, mine)
 
 
 def _checked(values: Any, size: int) -> np.ndarray:
@@ -340,33 +321,9 @@ def _state_of(like: TrainState, arrays: Any) -> TrainState:
     return TrainState._of_padded(structure, arrays, size, like.step)
 
 
-def _padded(per_member: np.ndarray, length: int) -> np.ndarray:
-    """With the last again and again, as members are held that do not divide over devices."""
-    return np.pad(per_member, (0, length - len(per_member)), "edge")
-
-
 def _along(flags: np.ndarray, state: TrainState) -> np.ndarray:
     """One flag for each row."""
-    return _padded(flags, len(jax.tree.leaves(state._rows())[0]))
-
-
-@partial(jax.jit, static_argnums=2)
-def _take(rows: Any, places: jax.Array, layout: Layout | None) -> Any:
-    return _held(jax.tree.map(lambda x: x[places], rows), layout)
-
-
-@partial(jax.jit, static_argnums=3)
-def _put(everyone: Any, places: jax.Array, rows: Any, layout: Layout | None) -> Any:
-    return _held(jax.tree.map(lambda x, new: x.at[places].set(new), everyone, rows), layout)
-
-
-def _held(rows: Any, layout: Layout | None) -> Any:
-    return rows if layout is None else lax.with_sharding_constraint(rows, layout.members)
-
-
-@jax.jit
-def _chosen(mask: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(like(mask, x), x, y), new, old)
+    return padded(flags, len(jax.tree.leaves(state._rows())[0]))
 
 
 @jax.jit
@@ -378,7 +335,7 @@ def _sound(new: Any, old: Any) -> jax.Array:
 @jax.jit
 def _ended(stops: jax.Array, back: jax.Array, rows: Any, best: Any) -> Any:
     """The arrays with some members stopped, and some of those put back to their best."""
-    trainable, rest = _chosen(back, best, rows[:2])
+    trainable, rest = chosen(back, best, rows[:2])
     standing = rows[3]._replace(stopped=jnp.where(stops, jnp.int32(Stop.EARLY), rows[3].stopped))
     return trainable, rest, rows[2], standing
 
@@ -392,4 +349,4 @@ def _restarted(again: jax.Array, rows: Any, snapshot: Any, step: jax.Array) -> A
     )
 
     before = snapshot[0], with_other_keys(snapshot[1], times), with_other_keys(snapshot[2], times)
-    return *_chosen(again, before, rows[:3]), standing
+    return *chosen(again, before, rows[:3]), standing
