@@ -11,15 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
 
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
-from ..transforms._budget import check_budget, largest_chunk
+from ..transforms._budget import check_budget
 from ..transforms._chunk import check_chunk_size
-from ..transforms._compat import Tracer
-from ..transforms._convolutions import has_convolution
 from ..transforms._static import Static
+from ._choice import Choice
 from ._ensemble import Ensemble
 from ._executor import Executor
 from ._fit import Callback, History, Settings, fit
@@ -28,14 +26,11 @@ from ._mesh import Layout
 from ._optimizer import MemberOptimizer, check_size
 from ._split import check_split
 from ._standing import Standing
-from ._state import Apart, TrainState, check_state, kind_of
+from ._state import TrainState, check_state, kind_of
 from ._step import MemberStep
-from ._strategy import STRATEGIES, Execution, in_turn
-from ._tuning import Tuning, fingerprint, recall, remember, tune
+from ._strategy import STRATEGIES, Execution
+from ._tuning import Tuning
 from ._watch import EarlyStopping, Restarts
-
-# Where a loop is written out, at most so many copies of a member's step; else it is a loop of the compiler's.
-_MOST_COPIES = 16
 
 
 class Trainer:
@@ -126,7 +121,7 @@ class Trainer:
         check_chunk_size("Trainer", chunk_size)
         if chunk_size is not None and strategy not in ("auto", "vmap"):
             raise ValueError(f'Trainer: chunk_size needs strategy="vmap", but the strategy is {strategy!r}.')
-        self._budget = check_budget("Trainer", memory_budget, chunk_size)
+        budget = check_budget("Trainer", memory_budget, chunk_size)
         if memory_budget is not None and strategy not in ("auto", "vmap"):
             raise ValueError(
                 f'Trainer: memory_budget needs strategy="auto" or "vmap", but the strategy is {strategy!r}.'
@@ -146,20 +141,15 @@ class Trainer:
                 "the batch, and the mean over the parts is not what it computes; leave one of the two out."
             )
         self._in_axes = in_axes
-        self._strategy = strategy
-        self._chunk_size = chunk_size
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
         if nonfinite not in ("freeze", "ignore"):
             raise ValueError(f'Trainer: nonfinite must be "freeze" or "ignore", but got {nonfinite!r}.')
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         self._executor = Executor(self._step, self._layout)
-        self._tune_seconds = tune_seconds
-        self._tune_cache = None if tune_cache is None else Path(tune_cache).resolve()
-        self._chosen: dict[Any, Execution] = {}
+        cache = None if tune_cache is None else Path(tune_cache).resolve()
+        self._choice = Choice(self._executor, strategy, chunk_size, budget, tune_seconds, cache)
         self._split: set[Any] = set()
-        self._fitting: dict[Any, bool] = {}
-        self._tuning: Tuning | None = None
 
     def init(self, ensemble: Ensemble) -> TrainState:
         """The state before the first step; a copy, so the ensemble stays as it is.
@@ -310,7 +300,7 @@ class Trainer:
             kind = state._kind, Static.of(axes), kind_of(arguments)
             if kind not in self._split and check_split(self._step, self._executor, state, arguments, axes):
                 self._split.add(kind)
-        execution = self._choose(state, arguments, axes, execution, donate, tell)
+        execution = self._choice.choose(state, arguments, axes, execution, donate, tell)
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
@@ -347,141 +337,11 @@ class Trainer:
             'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
             "is 0, the loss has side effects, or the mesh spans several processes."
         )
-        print(self._tuning or nothing)  # noqa: T201 (to print is what it is for)
-        return self._tuning
+        print(self._choice.tuning or nothing)  # noqa: T201 (to print is what it is for)
+        return self._choice.tuning
 
     def _settings(self, execution: Execution | None = None) -> Settings:
         """What the steps are computed with."""
-        execution = execution or Execution(self._strategy, self._chunk_size)
+        execution = execution or self._choice.asked
         numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
         return Settings(self._optimizer.name, numbers, **execution._asdict())
-
-    def _choose(
-        self,
-        state: TrainState,
-        arguments: tuple[Any, ...],
-        axes: tuple[Axes, ...],
-        earlier: Execution | None,
-        donate: bool,
-        tell: Callable[[str], None],
-    ) -> Execution:
-        """How a step is executed: as the trainer says, else as an earlier one was, else as is quickest."""
-        if self._strategy == "vmap" and self._budget is None:
-            chunk_size = self._chunk_size
-            if chunk_size is None and earlier and earlier.strategy == "vmap":
-                chunk_size = earlier.chunk_size
-            return Execution("vmap", chunk_size)
-        traced = state._is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
-        chosen = Execution(self._strategy)
-        if self._chunk_size is not None:
-            chosen = Execution("vmap", self._chunk_size)
-        elif self._strategy == "auto":
-            kept = earlier is not None and self._fits(state, arguments, axes, earlier)
-            chosen = earlier if earlier and kept else self._quickest(state, arguments, axes, donate, traced, tell)
-        elif self._strategy == "vmap":
-            kept = earlier is not None and earlier.strategy == "vmap" and self._fits(state, arguments, axes, earlier)
-            chosen = earlier if earlier and kept else self._largest_chunk(state, arguments, axes)
-        found = chosen
-        if traced:
-            chosen = chosen._replace(products=False, devices=1)
-        if chosen.strategy == "loop" and (traced or self._layout is not None):
-            many = self._strategy == "auto" and len(self._here(state)) > _MOST_COPIES
-            chosen = chosen._replace(strategy="map" if many else "unroll")
-        if chosen.devices > len(jax.local_devices()):  # of a checkpoint that another machine has written
-            chosen = chosen._replace(devices=1)
-        if chosen != found and not self._fits(state, arguments, axes, chosen):
-            return self._largest_chunk(state, arguments, axes)
-        return chosen
-
-    def _quickest(
-        self,
-        state: TrainState,
-        arguments: tuple[Any, ...],
-        axes: tuple[Axes, ...],
-        donate: bool,
-        traced: bool,
-        tell: Callable[[str], None],
-    ) -> Execution:
-        """What "auto" stands for, found once for each kind of model and batch."""
-        structure, size = state._structure_and_size()
-        kind = donate, state._kind, Static.of(axes), kind_of(arguments)
-        if kind not in self._chosen:
-            jaxpr = self._executor.member_program(state, arguments, axes)
-            # In a trace there is no time. Several processes would measure different times, and part ways. Side effects
-            # would happen.
-            traced = traced or isinstance(jnp.zeros(()), Tracer)
-            alone = self._layout is None or self._layout.in_one_process
-            effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
-            if traced or not alone or not self._tune_seconds or effects:
-                chosen = self._by_rule(jaxpr, traced, state, arguments, axes)
-                if not traced:  # so that a step that is not traced measures
-                    self._chosen[kind] = chosen
-                return chosen
-            on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
-            devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-            spread = None if isinstance(state._held, Apart) else Layout.around(state._rows())
-            where = on_mesh, None if spread is None else spread.devices
-            key = fingerprint(jaxpr, size, axes, self._budget, where, devices, donate)
-            tuning = recall(key, self._tune_cache)
-            if tuning is None or tuning.is_cut_short_of(self._tune_seconds):
-                tuning = tune(
-                    partial(self._executor.trial, state, arguments, axes, donate),
-                    size=len(self._here(state)),
-                    looped=self._layout is None,
-                    devices=min(devices, size),
-                    convolutions=has_convolution(jaxpr),
-                    seconds=self._tune_seconds,
-                    budget=self._budget,
-                    where=f"{size} × {structure!r} on {jax.devices()[0].device_kind}",
-                    tell=tell,
-                )
-                if tuning is None:  # such as too little memory for a copy of the state
-                    self._chosen[kind] = self._by_rule(jaxpr, traced, state, arguments, axes)
-                    return self._chosen[kind]
-                remember(key, tuning, self._tune_cache)
-            self._tuning, self._chosen[kind] = tuning, tuning.chosen
-        return self._chosen[kind]
-
-    def _by_rule(
-        self, jaxpr: Jaxpr, traced: bool, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
-    ) -> Execution:
-        """A strategy without measuring, within the budget."""
-        strategy = "vmap"
-        if in_turn(jaxpr, jax.default_backend()):
-            strategy = "loop"
-            if traced or self._layout is not None:
-                strategy = "unroll" if len(self._here(state)) <= _MOST_COPIES else "map"
-        chosen = Execution(strategy)
-        return chosen if self._fits(state, arguments, axes, chosen) else self._largest_chunk(state, arguments, axes)
-
-    def _fits(
-        self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], execution: Execution
-    ) -> bool:
-        """Whether a step that is executed so stays within the budget."""
-        if self._budget is None:
-            return True
-        kind = execution, state._kind, Static.of(axes), kind_of(arguments)
-        if kind not in self._fitting:
-            need = self._executor.trial(state, arguments, axes, False, execution).compile()
-            self._fitting[kind] = need <= self._budget
-        return self._fitting[kind]
-
-    def _here(self, state: TrainState) -> range:
-        """The members that one device has."""
-        _, size = state._structure_and_size()
-        return range(size if self._layout is None else self._layout.padded(size) // self._layout.devices)
-
-    def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
-        """The largest chunk for "vmap" whose temporaries fit into the budget."""
-        kind = "chunk", state._kind, Static.of(axes), kind_of(arguments)
-        if kind not in self._chosen:
-            here = len(self._here(state))
-
-            def need(chunk: int) -> int:
-                execution = Execution("vmap", None if chunk == here else chunk)
-                return self._executor.trial(state, arguments, axes, False, execution).compile()
-
-            assert self._budget is not None
-            chunk = largest_chunk("Trainer", need, here, self._budget)
-            self._chosen[kind] = Execution("vmap", None if chunk == here else chunk)
-        return self._chosen[kind]

@@ -187,7 +187,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(tune(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr("plurax.ensemble._trainer.tune", measure)
+    monkeypatch.setattr("plurax.ensemble._choice.tune", measure)
     return found
 
 
@@ -286,14 +286,14 @@ class Test_a_trainer:
     ) -> None:
         choice = Execution("map", products=True)
         chosen = _tuning.Tuning(choice, (_tuning.Candidate(choice, 1.0, 1, 1.0),), "here", 0.1, 5.0)
-        monkeypatch.setattr("plurax.ensemble._trainer.tune", lambda *_, **__: chosen)
+        monkeypatch.setattr("plurax.ensemble._choice.tune", lambda *_, **__: chosen)
         batches, ens = make_batches(5, features=20), create(convolutional, 3)
         auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=1.0)
         whole, _ = auto().fit(auto().init(ens), batches, progress=False)
         auto().fit(auto().init(ens), batches[:2], progress=False, checkpoint_dir=tmp_path)
         manifest = json.loads((tmp_path / "step_00000002" / "plurax.json").read_text())
         assert [manifest[name] for name in Execution._fields] == list(choice)
-        monkeypatch.setattr("plurax.ensemble._trainer.tune", lambda *_, **__: pytest.fail("measured anew"))
+        monkeypatch.setattr("plurax.ensemble._choice.tune", lambda *_, **__: pytest.fail("measured anew"))
         monkeypatch.setattr(_tuning, "_remembered", {})
         resumed, _ = auto().fit(auto().init(ens), batches, progress=False, checkpoint_dir=tmp_path)
         assert_same(resumed, whole)
