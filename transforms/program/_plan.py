@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jaxpr import at_source, evaluate
-from ._affine import Chain, Site, Step, axes_of, site_of, sizes_only, step_of
+from ._affine import Chain, Step, axes_of, sizes_only, step_of
 from ._flat import Flat, Node, Rewrite, Value, needed, read, run
 from ._report import FoldReport, candidate, kept
+from ._site import Site, site_of
 
 
 class Answers:

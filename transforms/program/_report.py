@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ._affine import PRODUCTS, Step, step_of
+from ._affine import Step, step_of
 from ._flat import Flat, Node, insides
+from ._site import PRODUCTS
 from ._source import where
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._jaxpr import ELEMENTWISE
-from ._affine import site_of
-from ._flat import ROOTS, Node, Value, correspondence
+from ._correspondence import correspondence
+from ._flat import ROOTS, Node, Value
+from ._site import site_of
 
 _SUMS = frozenset({"reduce_sum", "psum"})
 
