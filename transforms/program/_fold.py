@@ -39,7 +39,7 @@ def fold_bn(
     Args:
       fun: called as `fun(params, *args)`, in inference: it returns arrays, and changes no state.
       params: the parameters and statistics: a module, or any pytree. Leaves that are no arrays stay as they are.
-      example: the other arguments, of which only shapes and dtypes count; `jax.ShapeDtypeStruct` will do.
+      *example: the other arguments, of which only shapes and dtypes count; `jax.ShapeDtypeStruct` will do.
 
     Returns:
       fun: called as `fun(params, *args)` with the new parameters; to be compiled, differentiated and mapped like any
@@ -54,17 +54,20 @@ def fold_bn(
       ValueError: a batch norm is in training mode, or the call changes a module; or, by the new function: parameters
         that are not those returned here, or a program that is another for these arguments.
 
-    Cost: one trace of `fun`, and the weights once more in float64, one at a time. The folded function has fewer
-      operations and fewer parameters to read. Where the compiler fuses elementwise operations, as XLA does, that is
-      little: of ResNet-18 on a CPU 0.1 % of the bytes. Results are equal up to rounding in the dtype of the weights; of
-      a norm before a product, rounding is relative to its shift. Inner `jax.jit` and `jax.checkpoint` are dissolved.
+    Cost:
+      One trace of `fun`, and the weights once more in float64, one at a time. The folded function has fewer operations
+      and fewer parameters to read. Where the compiler fuses elementwise operations, as XLA does, that is little: of
+      ResNet-18 on a CPU 0.1 % of the bytes. Results are equal up to rounding in the dtype of the weights; of a norm
+      before a product, rounding is relative to its shift. Inner `jax.jit` and `jax.checkpoint` are dissolved.
 
-    Source: Markuš, "Fusing batch normalization and convolution in runtime", 2018; Jacob et al., "Quantization and
-      training of neural networks for efficient integer-arithmetic-only inference", CVPR 2018, section 3.2. Answers to
-      PyTorch's convolution and batch norm fusion with `torch.fx`.
+    Source:
+      Markuš, "Fusing batch normalization and convolution in runtime", 2018; Jacob et al., "Quantization and training of
+      neural networks for efficient integer-arithmetic-only inference", CVPR 2018, section 3.2. Answers to PyTorch's
+      convolution and batch norm fusion with `torch.fx`.
 
     Examples:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import fold_bn
       >>> def block(p, x):
       ...     x = x @ p["dense"]["kernel"] + p["dense"]["bias"]
       ...     x = (x - p["norm"]["mean"]) / jnp.sqrt(p["norm"]["var"] + 1e-5)

@@ -50,6 +50,7 @@ class FoldReport:
       kept: the candidates that are computed as before.
 
     Examples:
+      >>> from plurax.transforms.program import Candidate, FoldReport
       >>> norm = Candidate("batch norm", "bn", "block (net.py:12)", "conv.kernel", "")
       >>> print(FoldReport((norm,), ()))
       folded 1, kept 0
