@@ -65,7 +65,7 @@ def main() -> None:
     rates = np.geomspace(1e-4, 1, options.rates).tolist()
     hyperparams = grid(learning_rate=rates, repeats=options.seeds)
     size = len(hyperparams["learning_rate"])
-    # The same eight keys under every rate.
+    # The same keys under every rate.
     seeds = jax.numpy.tile(jax.random.split(jax.random.key(0), options.seeds), options.rates)
     ensemble = Ensemble.create(Network, size, seed=seeds)
     console.print(f"{ensemble}: {options.rates} rates × {options.seeds} seeds")
