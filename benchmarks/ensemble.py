@@ -53,16 +53,12 @@ def train_candidates(
     hand = ByHand(ensemble)
     candidates: dict[str, Callable[[], Any]] = {}
 
-    def loop(members: Any) -> Any:
-        results = [hand.train_jit(*member, x, y) for member in members]
-        return [member for *member, _ in results], [loss for *_, loss in results]
-
     for strategy in ("auto", *strategies):
         trainer, candidates[f"ours {strategy}"] = _scaling.ours(ensemble, x, y, strategy=strategy)
         if strategy == "auto":
             tuning = trainer.explain()
         if strategy == "loop":
-            candidates["JAX loop"] = chained(loop, hand.members)
+            candidates["JAX loop"] = _scaling.loop_by_hand(ensemble, x, y)
         elif strategy != "auto":
             run = hand.stacked(hand.train, strategy)
 
