@@ -187,5 +187,5 @@ def _length(data: Any) -> int:
     (first, (count,)), *others = lengths.items()
     for name, (length,) in others:
         if length != count:
-            raise ValueError(f"Batches: `{first}` has {count} examples, but `{name}` has {length}.")
+            raise ValueError(f"Batches: `{first}` has {count} examples, but `{name}` has {length}; give all as many.")
     return int(count)

@@ -165,7 +165,10 @@ class Trainer:
           ValueError: a list of hyperparameters does not have one value for each member; nothing trains.
         """
         if not isinstance(ensemble, Ensemble):
-            raise TypeError(f"Trainer.init: needs an Ensemble, but got {type(ensemble).__name__}.")
+            raise TypeError(
+                f"Trainer.init: needs an Ensemble, but got {type(ensemble).__name__}; make one of models with "
+                "Ensemble.stack([...])."
+            )
         if not jax.tree.leaves(ensemble.trainable):
             raise ValueError(
                 "Trainer.init: the members have no trainable arrays, so there is nothing to train; give them nnx.Param "

@@ -75,7 +75,8 @@ def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None
     """Histograms of doubt, such as of examples in and out of the distribution, on one scale.
 
     Args:
-      groups: by name the entropies, or other scores, of examples: real (count,).
+      groups: by name the entropies, or other scores, of examples: real (count,). One that is not finite is in no
+        interval, but is an example of which the others are a share.
       bins: number of intervals.
       ax: matplotlib axes, or None for new ones.
 
