@@ -77,7 +77,8 @@ class MemberOptimizer:
             optimizer, static_args=[name for name in names if name not in self.per_member]
         )
         self._shared = shared
-        self._transform = self._inject(**shared, **{name: values[0] for name, values in self.per_member.items()})
+        # As numbers of Python, the kind that optax takes for what it keeps in the state.
+        self._transform = self._inject(**shared, **{name: values[0].item() for name, values in self.per_member.items()})
 
     def init(self, trainable: Any, size: int) -> Any:
         """The state for `size` members whose stacked parameters are `trainable`, with the last again and again."""
@@ -138,10 +139,11 @@ class Schedules:
     """
 
     def __init__(self, name: str, values: Sequence[Any]) -> None:
-        if not all(callable(x) or is_number(x) for x in values):
+        if not all(callable(x) or (is_number(x) and np.ndim(x) == 0) for x in values):
             raise TypeError(
                 f"Trainer: hyperparams[{name!r}] must have a number or a schedule for each member, but got {values!r}."
             )
+        values = [x if callable(x) else float(x) for x in values]
         self._functions = list(dict.fromkeys(values))
         self.which = np.array([self._functions.index(x) for x in values], np.int32)
         self.first = np.array([float(self._constant(x)(0)) for x in values])

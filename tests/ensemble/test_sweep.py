@@ -102,6 +102,27 @@ def test_each_member_has_its_schedule(strategy):
     )
 
 
+@pytest.mark.parametrize("values", [[0, 1], np.array([0, 1]), np.float16([0, 1]), jnp.array([0, 1], jnp.bfloat16)])
+def test_values_are_numbers_of_any_kind(values):
+    ensemble = Ensemble.create(make, 2, seed=0)
+    loss = lambda m, x, y: smoothed(m, x, y, weight=1.0)
+    trainer, expected = (
+        Trainer(loss, optax.adamw, hyperparams={"learning_rate": 0.1, "weight_decay": decays}, strategy="vmap")
+        for decays in (values, [0.0, 1.0])
+    )
+    np.testing.assert_allclose(final(trainer, ensemble)[1], final(expected, ensemble)[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, jnp.array(1), np.float32(1), np.array(1.0)])
+def test_numbers_of_any_kind_stand_among_schedules(number):
+    schedule = optax.cosine_decay_schedule(0.3, 6)
+    trainer = Trainer(
+        lambda m, x, y: smoothed(m, x, y, weight=1.0), optax.sgd, hyperparams={"learning_rate": [schedule, number]}
+    )
+    state, _ = final(trainer, Ensemble.create(make, 2, seed=0), 2)
+    np.testing.assert_allclose(state.opt_state.hyperparams["learning_rate"], [schedule(1), 1.0])
+
+
 def test_what_was_saved_goes_on_with_its_values(tmp_path, assert_same):
     options = {"hyperparams": {"learning_rate": [optax.cosine_decay_schedule(0.3, 6), 0.1], "weight": [1.0, 2.0]}}
     trainer = Trainer(smoothed, optax.sgd, **options)
@@ -186,6 +207,7 @@ class Test_refusals:
             ({"weight": [1.0, "a"]}, TypeError, "must be a number or a list with one number for each member"),
             ({"weight": 1.0, "other": 3}, ValueError, "sgd takes no hyperparameter 'other'"),
             ({"weight": 1, "learning_rate": [print, "a"]}, TypeError, "must have a number or a schedule for each"),
+            ({"weight": 1, "learning_rate": [print, np.ones(1)]}, TypeError, "must have a number or a schedule for e"),
         ],
     )
     def test_of_values(self, options, error, message):
