@@ -354,8 +354,9 @@ def _ranked(api: str, scores: Any, mode: str) -> jax.Array:
     if mode not in ("min", "max"):
         raise ValueError(f'{api}: mode must be "min" or "max", but got {mode!r}.')
     finite = jnp.isfinite(scores)
-    signed = scores.astype(jnp.result_type(scores, jnp.float32)) * (1 if mode == "min" else -1)
-    return jnp.lexsort((jnp.where(finite, signed, 0), ~finite)).astype(jnp.int32)
+    if mode == "max":  # what turns the order round, of integers without an overflow
+        scores = ~scores if jnp.issubdtype(scores.dtype, jnp.integer) else -scores
+    return jnp.lexsort((jnp.where(finite, scores, 0), ~finite)).astype(jnp.int32)
 
 
 def _checked_factors(name: str, factors: Any, values: Mapping[str, Any], schedules: Mapping[str, Any]) -> jax.Array:

@@ -58,6 +58,12 @@ def test_select_is_a_gather_in_a_program(trained, assert_same):
     assert_same(ensembles, select(state.ensemble, [4, 4]))
 
 
+@pytest.mark.parametrize("scores", [np.int32([2**24 + 1, 2**24, -(2**31)]), np.uint8([255, 254, 0])])
+def test_k_best_of_integers_is_exact(scores):
+    np.testing.assert_array_equal(k_best(scores, 3), [2, 1, 0])
+    np.testing.assert_array_equal(k_best(scores, 3, mode="max"), [0, 1, 2])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
 def test_k_best(dtype):
     scores = np.array([3, 1, 1, 2, 0], dtype)
