@@ -121,6 +121,9 @@ def vmap(
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         argument_axes = axes_per_argument("vmap", in_axes, args)
+        for model in models_of((args, kwargs)):
+            if is_members(model):
+                len(model)  # refuses an ensemble whose axis 0 is not its members
         _check_model_axes(fun, args, argument_axes)
         refuse_shared_state("vmap", fun, owner, args, kwargs)
         size = mapped_size(
@@ -189,10 +192,7 @@ def _check_model_axes(fun: Callable[..., Any], args: tuple[Any, ...], axes: tupl
         except (ValueError, TypeError, KeyError):
             continue  # refused with the structures, by `mapped_size`
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
-            if not is_members(leaf):
-                continue
-            len(leaf)  # refuses an ensemble whose axis 0 is not its members
-            if axis not in (0, None):
+            if is_members(leaf) and axis not in (0, None):
                 raise ValueError(
                     f"vmap: in_axes is {axis} for the ensemble `{leaf_name(argument_name(fun, args, i), path)}`, whose "
                     "members are its axis 0; pass 0 to map over them, or None to hand on the whole ensemble."

@@ -151,6 +151,7 @@ def square():
         lambda e: jax.tree.leaves(soup(e).kernel)[0],
         lambda e: vmap(e, None)(jnp.ones((3, 3))),
         lambda e: vmap(lambda m: m(jnp.ones(3)))(e),
+        lambda e: vmap(lambda x, *, m: m(x))(jnp.ones((3, 3)), m=e),
         lambda e: vmap(lambda m, x: m[0](x), (None, 0))(e, jnp.ones((3, 3))),
         lambda e: grad(lambda m: m(jnp.ones((3, 3))).sum())(e)["bias"],
         lambda e: Trainer(lambda m, x: m(x).sum(), optax.sgd(1.0)).init(e).step,
