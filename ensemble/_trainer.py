@@ -251,10 +251,10 @@ class Trainer:
 
         Returns:
           The state after the last step, and the history: a list of dicts, one for each recorded step and member, with
-          "step", "member", the hyperparameters that differ between members, "loss" and what else the loss reports. A
-          member that has stopped has no rows from there on. Ctrl-C ends training cleanly after the current step with
-          the same results; a second one interrupts it. With `checkpoint_dir` the history has the earlier steps of the
-          run too.
+          "step", "member", the hyperparameters that differ between members, "loss" and what else the loss reports that
+          is one number. A member that has stopped has no rows from there on. Ctrl-C ends training cleanly after the
+          current step with the same results; a second one interrupts it. With `checkpoint_dir` the history has the
+          earlier steps of the run too.
 
         Raises:
           TypeError, ValueError: as for `step`; `steps` or another count is no int or too small; a checkpoint of another

@@ -77,7 +77,7 @@ class Recorder:
 
 def is_recorded(value: Any) -> bool:
     """Whether a metric has one number for each member."""
-    return value.ndim == 1 and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
+    return getattr(value, "ndim", None) == 1 and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
 
 
 def numbers(value: Any) -> np.ndarray:

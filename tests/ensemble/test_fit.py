@@ -61,7 +61,7 @@ def test_the_history_can_be_thinned(trainer, ens, make_batches):
 
 def test_metrics_that_are_no_numbers_stay_out_of_the_history(ens, make_batches):
     def loss(model, x, y):
-        return (model(x) ** 2).mean(), {"logits": model(x), "size": x.mean()}
+        return (model(x) ** 2).mean(), {"logits": model(x), "size": x.mean(), "both": {"x": x.mean()}, "none": None}
 
     trainer = Trainer(loss, optax.sgd(0.1))
     _, history = trainer.fit(trainer.init(ens), make_batches(2), progress=False)
