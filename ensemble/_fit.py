@@ -66,8 +66,8 @@ class Callback(Protocol):
 
         Args:
           step: its number, from 1.
-          metrics: by name, for each member: shape (size,). NaN for a member that had stopped before, and for all
-            where they are of integers and somebody had: then they are float32.
+          metrics: by name, for each member: shape (size,). NaN for a member that had stopped before; where one had,
+            integers are float32.
         """
 
 
