@@ -56,15 +56,30 @@ def unwrapped(x: Any) -> Any:
     return convert() if convert else x
 
 
-def check_scored(name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True) -> tuple[Any, Any]:
+# What to do about an argument that is not of floating point, or is of one class.
+_REMEDIES = {
+    "probabilities": (
+        "hand what jax.nn.softmax gives, or one-hot predictions with .astype(float)",
+        "where p is the probability of the second of two, hand jnp.concatenate([1 - p, p], axis=-1)",
+    ),
+    "logits": (
+        "cast them with .astype(float)",
+        "where z is the one logit of a sigmoid, hand jnp.concatenate([jnp.zeros_like(z), z], axis=-1)",
+    ),
+}
+
+
+def check_scored(
+    name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True, what: str = "probabilities"
+) -> tuple[Any, Any]:
     labels = unwrapped(labels)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be an array of integers, but got {say(labels)}.")
-    probabilities = check_probabilities(name, probabilities, "(..., batch, classes)", 2, bounded=bounded)
+    probabilities = check_probabilities(name, probabilities, "(..., batch, classes)", 2, bounded=bounded, what=what)
     *_, batch, classes = jnp.shape(probabilities)
     if jnp.shape(labels) != (batch,):
         raise ValueError(
-            f"{name}: probabilities must have shape (..., batch, classes) and labels (batch,), but got "
+            f"{name}: {what} must have shape (..., batch, classes) and labels (batch,), but got "
             f"{jnp.shape(probabilities)} and {jnp.shape(labels)}."
         )
     if found := first(lambda x: (np.asarray(x) < 0) | (np.asarray(x) >= classes), labels):
@@ -77,21 +92,25 @@ def check_scored(name: str, probabilities: ArrayLike, labels: ArrayLike, *, boun
 
 
 def check_probabilities(
-    name: str, probabilities: ArrayLike, expected: str, least_ndim: int, *, bounded: bool = True
+    name: str,
+    probabilities: ArrayLike,
+    expected: str,
+    least_ndim: int,
+    *,
+    bounded: bool = True,
+    what: str = "probabilities",
 ) -> Any:
     probabilities = unwrapped(probabilities)
     if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
         raise TypeError(
-            f"{name}: probabilities must be an array of floating point, but got {say(probabilities)}; hand what "
-            "jax.nn.softmax gives, or one-hot predictions with .astype(float)."
+            f"{name}: {what} must be an array of floating point, but got {say(probabilities)}; {_REMEDIES[what][0]}."
         )
     shape = jnp.shape(probabilities)
     if len(shape) < least_ndim:
-        raise ValueError(f"{name}: probabilities must have shape {expected}, but got {shape}.")
+        raise ValueError(f"{name}: {what} must have shape {expected}, but got {shape}.")
     if shape[-1] < 2:
         raise ValueError(
-            f"{name}: probabilities must be those of at least 2 classes, but got shape {shape}; where p is the "
-            "probability of the second of two, hand jnp.concatenate([1 - p, p], axis=-1)."
+            f"{name}: {what} must be those of at least 2 classes, but got shape {shape}; {_REMEDIES[what][1]}."
         )
     if bounded and (found := first(outside, probabilities)):
         index, value = found

@@ -56,7 +56,7 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
       >>> print(f"{fit_temperature(logits, jnp.array([0, 0, 0, 1])):.3f}")  # 4 / log 3
       3.641
     """
-    logits, labels = check_scored("fit_temperature", logits, labels, bounded=False)
+    logits, labels = check_scored("fit_temperature", logits, labels, bounded=False, what="logits")
     if pooled and jnp.ndim(logits) != 3:
         raise ValueError(
             f"fit_temperature: pooled logits must have shape (members, batch, classes), but got {jnp.shape(logits)}."

@@ -94,6 +94,14 @@ class Test_temperature:
             fit_temperature(logits, labels.astype(float))
         with pytest.raises(ValueError, match=r"labels\[0\] is 7"):
             fit_temperature(logits, np.full(300, 7))
+        with pytest.raises(TypeError, match=r"logits must be an array of floating point, .*; cast them with .astype"):
+            fit_temperature(logits.astype(int), labels)
+        with pytest.raises(ValueError, match=r"logits must be those of at least 2 classes, .*; where z is the one log"):
+            fit_temperature(logits[..., :1], labels)
+        with pytest.raises(ValueError, match=r"logits must have shape \(..., batch, classes\), but got \(5,\)"):
+            fit_temperature(logits[0, 0], labels)
+        with pytest.raises(ValueError, match=r"logits must have shape \(..., batch, classes\) and labels \(batch,\)"):
+            fit_temperature(logits, labels[1:])
 
 
 class Test_sets:
