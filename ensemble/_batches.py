@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..transforms._arguments import check_count, check_key, describe
+from ..transforms._arguments import check_count, check_key, describe, is_real
 from ..transforms._model import dotted
 
 
@@ -74,7 +75,7 @@ class Batches:
         check_key("Batches", key)
         if draw not in ("all", "bootstrap", "subset"):
             raise ValueError(f'Batches: draw must be "all", "bootstrap" or "subset", but got {draw!r}.')
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not fraction > 0:
+        if not is_real(fraction) or not 0 < fraction < math.inf:
             raise ValueError(f"Batches: fraction must be a number above 0, but got {fraction!r}.")
         if fraction > 1 and draw == "subset":
             raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}.")

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..transforms._arguments import check_count, check_key, describe
+from ..transforms._arguments import check_count, check_key, describe, is_real
 from ..transforms._compat import Tracer
 from ._ensemble import Ensemble
 from ._mesh import Layout
@@ -131,7 +131,7 @@ def exploit(
     check_key("exploit", key)
     if jnp.shape(scores) != (size,):
         raise ValueError(f"exploit: scores must have shape ({size},), but got {jnp.shape(scores)}.")
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 0.5:
+    if not is_real(fraction) or not 0 < fraction <= 0.5:
         raise ValueError(f"exploit: fraction must be above 0 and at most 0.5, but got {fraction!r}.")
     if size < 2:
         raise ValueError("exploit: a population of one has nobody to copy; give an ensemble of at least 2.")

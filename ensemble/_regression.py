@@ -12,6 +12,7 @@ from jax.scipy.special import logsumexp, ndtri
 from jax.scipy.stats import norm
 from jax.typing import ArrayLike
 
+from ..transforms._arguments import is_real
 from ._probabilities import at_least_float32, check_numbers
 
 
@@ -115,7 +116,7 @@ def interval_coverage(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike, 
       >>> interval_coverage(jnp.zeros(4), jnp.ones(4), jnp.array([-1.9, 0.0, 1.9, 2.1]))
       Array(0.75, dtype=float32)
     """
-    if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
+    if not is_real(level) or not 0 < level < 1:
         raise ValueError(f"interval_coverage: level must be above 0 and below 1, but got {level!r}.")
     return _coverage(*_check("interval_coverage", mean, variance, targets), level)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ..transforms._arguments import check_count
 from ._probabilities import check_scored, prepared
 
 
@@ -119,8 +120,8 @@ def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.A
       >>> ece(jnp.array([[0.8, 0.2], [0.8, 0.2]]), jnp.array([0, 1]))
       Array(0.3, dtype=float32)
     """
-    _check_bins("ece", bins)
-    return _ece(*check_scored("ece", probabilities, labels), bins, False)
+    check_count("ece", "bins", bins)
+    return _ece(*check_scored("ece", probabilities, labels), int(bins), False)
 
 
 def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.Array:
@@ -153,13 +154,8 @@ def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15)
       >>> adaptive_ece(jnp.array([[0.8, 0.2], [0.7, 0.3]]), jnp.array([0, 1]), bins=2)
       Array(0.45, dtype=float32)
     """
-    _check_bins("adaptive_ece", bins)
-    return _ece(*check_scored("adaptive_ece", probabilities, labels), bins, True)
-
-
-def _check_bins(name: str, bins: Any) -> None:
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"{name}: bins must be a positive int, but got {bins!r}.")
+    check_count("adaptive_ece", "bins", bins)
+    return _ece(*check_scored("adaptive_ece", probabilities, labels), int(bins), True)
 
 
 # What follows the checks is compiled as one program for each score: quicker than one for each operation, and without

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..transforms._arguments import describe
+from ..transforms._arguments import describe, is_real
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
 from ..transforms._budget import check_budget
 from ..transforms._chunk import check_chunk_size
@@ -126,7 +126,7 @@ class Trainer:
             raise ValueError(
                 f'Trainer: memory_budget needs strategy="auto" or "vmap", but the strategy is {strategy!r}.'
             )
-        if isinstance(tune_seconds, bool) or not isinstance(tune_seconds, (int, float)):
+        if not is_real(tune_seconds):
             raise TypeError(f"Trainer: tune_seconds must be a number of seconds, but got {describe(tune_seconds)}.")
         if not tune_seconds >= 0:
             raise ValueError(f"Trainer: tune_seconds must be at least 0, but got {tune_seconds}.")
@@ -148,7 +148,7 @@ class Trainer:
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         self._executor = Executor(self._step, self._layout)
         cache = None if tune_cache is None else Path(tune_cache).resolve()
-        self._choice = Choice(self._executor, strategy, chunk_size, budget, tune_seconds, cache)
+        self._choice = Choice(self._executor, strategy, chunk_size, budget, float(tune_seconds), cache)
         self._split: set[Any] = set()
 
     def init(self, ensemble: Ensemble) -> TrainState:

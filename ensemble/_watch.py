@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..transforms._arguments import check_count, describe
+from ..transforms._arguments import check_count, describe, is_real
 from ._ensemble import Ensemble
 from ._mesh import everywhere
 from ._rows import alike, chosen, padded, put, take
@@ -67,7 +67,7 @@ class EarlyStopping:
             )
         check_count("EarlyStopping", "every", self.every)
         check_count("EarlyStopping", "patience", self.patience)
-        if isinstance(self.min_delta, bool) or not isinstance(self.min_delta, (int, float)):
+        if not is_real(self.min_delta):
             raise TypeError(f"EarlyStopping: min_delta must be a number, but got {describe(self.min_delta)}.")
         if not self.min_delta >= 0:
             raise ValueError(f"EarlyStopping: min_delta must be at least 0, but got {self.min_delta}.")

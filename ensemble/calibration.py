@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..transforms._arguments import is_real
 from ._probabilities import at_least_float32, check_numbers, check_probabilities, check_scored, outside, prepared
 
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
@@ -296,7 +296,7 @@ def _kth(scores: jax.Array, error: float) -> jax.Array:
 
 
 def _check_error(name: str, error: Any) -> None:
-    if isinstance(error, bool) or not isinstance(error, (int, float, np.floating)) or not 0 < error < 1:
+    if not is_real(error) or not 0 < error < 1:
         raise ValueError(f"{name}: error must be above 0 and below 1, but got {error!r}.")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import keystr
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
@@ -79,6 +80,11 @@ def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bo
         raise TypeError(f"{api}: {name} must be an int, but got {describe(value)}.")
     if value < least:
         raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a real number of Python or NumPy: no bool, and no array."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def check_key(api: str, key: Any, name: str = "key") -> None:

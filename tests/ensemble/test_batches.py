@@ -28,7 +28,9 @@ def test_shared_epochs_show_each_example_once():
         np.testing.assert_array_equal(one["y"], again["y"])
 
 
-@pytest.mark.parametrize(("draw", "fraction"), [("all", 1.0), ("bootstrap", 1.0), ("bootstrap", 1.7), ("subset", 0.6)])
+@pytest.mark.parametrize(
+    ("draw", "fraction"), [("all", 1.0), ("bootstrap", 1.0), ("bootstrap", 1.7), ("subset", np.float32(0.6))]
+)
 def test_members_have_their_own_examples_and_orders(draw, fraction):
     batches = Batches(DATA, 4, key=KEY, members=3, draw=draw, fraction=fraction, epochs=2)
     found = list(batches)
@@ -113,6 +115,7 @@ def test_members_train_on_their_own_and_go_on(tmp_path, assert_same):
         ({"draw": "subset", "members": 2, "fraction": 1.5}, ValueError, "a subset has at most all examples"),
         ({"members": 2, "fraction": 0.5}, ValueError, 'fraction=0.5 needs draw="bootstrap" or "subset"'),
         ({"fraction": 0}, ValueError, "fraction must be a number above 0, but got 0"),
+        ({"fraction": float("inf")}, ValueError, "fraction must be a number above 0, but got inf"),
         ({"data": 3}, TypeError, "data must be arrays with the examples along axis 0"),
         ({"data": {"x": np.zeros((3, 1)), "y": np.zeros(2)}}, ValueError, "`x` has 3 examples, but `y` has 2"),
     ],

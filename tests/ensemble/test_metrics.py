@@ -93,8 +93,10 @@ def test_scores_refuse_other_labels_and_shapes(score, probabilities, labels):
 
 @pytest.mark.parametrize("bins", [0, -1, 1.5, True])
 def test_ece_refuses_a_number_of_bins_that_is_none(probabilities, labels, bins):
-    with pytest.raises(ValueError, match="bins must be a positive int"):
+    with pytest.raises((TypeError, ValueError), match="bins must be (an int|at least 1), but got"):
         metrics.ece(probabilities[0], labels, bins=bins)
+    same = [score(probabilities[0], labels, bins=np.uint8(9)) for score in (metrics.ece, metrics.adaptive_ece)]
+    assert same == [score(probabilities[0], labels, bins=9) for score in (metrics.ece, metrics.adaptive_ece)]
 
 
 @pytest.mark.parametrize("bins", [1, 13, 26])

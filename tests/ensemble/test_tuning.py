@@ -217,7 +217,7 @@ class Test_a_trainer:
 
     def test_remembers_in_files(self, tmp_path, plain, cross_entropy, make_batches, measured, monkeypatch) -> None:
         batch, folder = make_batches(1)[0], tmp_path / "tuned"
-        self.train(plain, cross_entropy, batch, tune_cache=folder)
+        self.train(plain, cross_entropy, batch, tune_cache=folder, tune_seconds=np.float32(0.05))
         (file,) = folder.iterdir()
         for content, count in ((None, 1), ("{", 2), (json.dumps({"chosen": 3}), 3)):
             if content is not None:

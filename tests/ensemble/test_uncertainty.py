@@ -113,7 +113,8 @@ class Test_regression:
     def test_interval_coverage(self, level):
         low, high = scipy.stats.norm(self.MEAN, np.sqrt(self.VARIANCE)).interval(level)
         expected = ((low <= self.Y) & (high >= self.Y)).mean(axis=-1)
-        np.testing.assert_allclose(metrics.interval_coverage(*self.given(), level=level), expected, rtol=1e-6)
+        for number in (level, np.float32(level)):
+            np.testing.assert_allclose(metrics.interval_coverage(*self.given(), level=number), expected, rtol=1e-6)
         with pytest.raises(ValueError, match="level must be above 0 and below 1, but got 1"):
             metrics.interval_coverage(*self.given(), level=1)
 
@@ -198,5 +199,5 @@ class Test_adaptive_ece:
         labels = np.array([0, 0, 0, 1] * 2)
         assert float(metrics.adaptive_ece(p, labels, bins=2)) == pytest.approx(0)
         assert float(metrics.adaptive_ece(p, labels, bins=1)) == pytest.approx(float(metrics.ece(p, labels)))
-        with pytest.raises(ValueError, match="adaptive_ece: bins must be a positive int, but got 0"):
+        with pytest.raises(ValueError, match="adaptive_ece: bins must be at least 1, but got 0"):
             metrics.adaptive_ece(p, labels, bins=0)

@@ -126,7 +126,7 @@ class Test_early_stopping:
             every=1,
             patience=3,
             mode="max",
-            min_delta=0.1,
+            min_delta=np.float32(0.1),
             restore_best=False,
         )
         trainer = Trainer(loss, optax.adam(0.01))

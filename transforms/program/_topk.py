@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import describe
+from .._arguments import describe, is_real
 
 
 def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Array:
@@ -52,7 +52,7 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
         raise TypeError(f"masked_topk_mean: mask must be an array of booleans, but got {describe(mask)}.")
     if x.shape != mask.shape:
         raise ValueError(f"masked_topk_mean: x has shape {x.shape}, but mask has {mask.shape}; give one flag a value.")
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float, np.floating, np.integer)):
+    if not is_real(fraction):
         raise TypeError(f"masked_topk_mean: fraction must be a number, but got {describe(fraction)}.")
     if not 0 < fraction <= 1:
         raise ValueError(f"masked_topk_mean: fraction must be above 0 and at most 1, but got {fraction}.")
