@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ..transforms import vmap
-from ..transforms._arguments import describe
+from ..transforms._arguments import check_count, describe, is_int
 from ..transforms._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, is_model, is_module, split
@@ -135,10 +135,7 @@ class Ensemble:
 
         if not callable(make):
             raise TypeError(f"Ensemble.create: make must be a function of nnx.Rngs, but got {describe(make)}.")
-        if isinstance(size, bool) or not hasattr(type(size), "__index__"):
-            raise TypeError(f"Ensemble.create: size must be an int, but got {describe(size)}.")
-        if size < 1:
-            raise ValueError(f"Ensemble.create: size must be at least 1, but got {size}.")
+        check_count("Ensemble.create", "size", size)
         key = _key(seed, size)
         structures: list[Structure] = []
 
@@ -476,7 +473,7 @@ def _key(seed: Any, size: int) -> jax.Array:
     if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         if seed.shape in ((), (size,)):
             return seed
-    elif isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+    elif is_int(seed):
         return jax.random.key(seed)
     raise TypeError(
         f"Ensemble.create: seed must be an int, a key such as jax.random.key(0), or {size} keys, but got "

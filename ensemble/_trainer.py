@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..transforms._arguments import describe
+from ..transforms._arguments import check_count, describe
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
 from ..transforms._budget import check_budget, largest_chunk
-from ..transforms._chunk import check_chunk_size
 from ..transforms._compat import Tracer
 from ..transforms._convolutions import has_convolution
 from ..transforms._static import Static
@@ -123,7 +122,7 @@ class Trainer:
         check_in_axes("Trainer", in_axes)
         if strategy not in STRATEGIES:
             raise ValueError(f"Trainer: strategy must be one of {', '.join(STRATEGIES)}, but got {strategy!r}.")
-        check_chunk_size("Trainer", chunk_size)
+        check_count("Trainer", "chunk_size", chunk_size, optional=True)
         if chunk_size is not None and strategy not in ("auto", "vmap"):
             raise ValueError(f'Trainer: chunk_size needs strategy="vmap", but the strategy is {strategy!r}.')
         self._budget = check_budget("Trainer", memory_budget, chunk_size)

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.tree_util import keystr
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
@@ -70,12 +71,17 @@ def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, .
     return positions
 
 
+def is_int(x: Any) -> bool:
+    """Whether `x` is an int or one of NumPy's. Arrays are none, though they have `__index__`; nor is True or False."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
 def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> None:
     """Refuse what is no int, or too small a one; an optional count may be None."""
     if value is None and optional:
         return
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"{api}: {name} must be an int, but got {describe(value)}.")
+    if not is_int(value):
+        raise TypeError(f"{api}: {name} must be an int{' or None' if optional else ''}, but got {describe(value)}.")
     if value < least:
         raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")
 

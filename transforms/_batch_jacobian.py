@@ -10,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import Argnums, argument_name, check_argnums, check_callable, describe, leaf_name, wrap_like
+from ._arguments import (
+    Argnums,
+    argument_name,
+    check_argnums,
+    check_callable,
+    check_count,
+    describe,
+    leaf_name,
+    wrap_like,
+)
 from ._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ._budget import check_budget
 from ._call import Call, arrays_apart
-from ._chunk import check_chunk_size
 from ._compat import Tracer
 from ._jacobian import jacobian_of
 from ._model import is_model, owner_of
@@ -77,7 +85,7 @@ def batch_jacobian(
         raise ValueError(f'batch_jacobian: rows must be "vmap" or "independent", but got {rows!r}.')
     if check and rows != "independent":
         raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
-    check_chunk_size("batch_jacobian", chunk_size)
+    check_count("batch_jacobian", "chunk_size", chunk_size, optional=True)
     check_budget("batch_jacobian", memory_budget, chunk_size)
     owner, function = owner_of(fun)
     of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))

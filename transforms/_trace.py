@@ -13,7 +13,6 @@ import numpy as np
 from ._arguments import Argnums, check_argnums, check_callable, check_count, describe, wrap_like
 from ._budget import check_budget, largest_chunk, temporaries
 from ._call import Call
-from ._chunk import check_chunk_size
 from ._dense import by_array, checkpoint, map_slices
 from ._products import gradient_of, seed_of
 
@@ -147,7 +146,7 @@ def hutchinson_trace(
     check_callable("hutchinson_trace", fun)
     positions = check_argnums("hutchinson_trace", argnums)
     check_count("hutchinson_trace", "samples", samples, 2)
-    check_chunk_size("hutchinson_trace", chunk_size)
+    check_count("hutchinson_trace", "chunk_size", chunk_size, optional=True)
 
     def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
         if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape:
@@ -167,7 +166,7 @@ def hutchinson_trace(
             products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, signs)))
             return [total([s * p for s, p in zip(signs, products, strict=True)])]
 
-        (found,) = map_slices(sample if chunk_size is None else checkpoint(sample), samples, 0, chunk_size)
+        (found,) = map_slices(sample if chunk_size is None else checkpoint(sample), int(samples), 0, chunk_size)
         call.finish(rest)
         return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
 
@@ -198,7 +197,7 @@ def of_scalar(
     """
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
-    check_chunk_size(api, chunk_size)
+    check_count(api, "chunk_size", chunk_size, optional=True)
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import Argnums, check_argnums, check_callable, describe, wrap_like
+from .._arguments import Argnums, check_argnums, check_callable, check_count, describe, wrap_like
 from .._budget import check_budget
-from .._chunk import check_chunk_size
 from .._compat import varying, varying_axes
 from .._vmap import vmap
 from ._backward import Backward, each_gradient
@@ -83,7 +82,7 @@ def per_sample_grad(
              [42., 56.]], dtype=float32)
     """
     check = _checked("per_sample_grad", fun, argnums, batch_argnums)
-    check_chunk_size("per_sample_grad", chunk_size)
+    check_count("per_sample_grad", "chunk_size", chunk_size, optional=True)
     check_budget("per_sample_grad", memory_budget, chunk_size)
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
@@ -300,7 +299,7 @@ def clipped_grad(
     """
     check = _checked("clipped_grad", fun, argnums, batch_argnums)
     check_method("clipped_grad", method)
-    check_chunk_size("clipped_grad", microbatch_size, "microbatch_size")
+    check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
     if isinstance(l2_clip_norm, (int, float, np.number)) and not l2_clip_norm >= 0:
         raise ValueError(f"clipped_grad: l2_clip_norm must not be negative or NaN, but got {l2_clip_norm}.")
     if not normalize_by > 0:

@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import check_callable, describe, leaf_name
+from .._arguments import check_callable, check_count, describe, is_int, leaf_name
 from .._call import trainable_of
-from .._chunk import check_chunk_size
 from .._compat import Tracer
 from .._model import is_members, models_of, shared_variable, to_parts
 from ._accounting import ACCOUNTANTS, Ledger, calibrate
 from ._clipped import check_method
 from ._noise import privatizer
 from ._sampling import Batch, Batches
-from ._settings import check_count, check_extra, check_number, check_optimizer, checked_strategy
+from ._settings import check_extra, check_number, check_optimizer, checked_strategy
 from ._state import DPState
 from ._step import Step, dtype_of_sums, update
 
@@ -118,7 +117,7 @@ class DPSGD:
         check_callable("DPSGD", loss, "loss")
         check_optimizer(optimizer)
         check_method("DPSGD", method)
-        check_chunk_size("DPSGD", microbatch_size, "microbatch_size")
+        check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
         if (noise_multiplier is None) == (target_epsilon is None):
@@ -130,8 +129,8 @@ class DPSGD:
             check_number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
         if target_epsilon is not None:
             check_number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
-        check_count("num_examples", num_examples)
-        check_count("num_steps", num_steps)
+        check_count("DPSGD", "num_examples", num_examples)
+        check_count("DPSGD", "num_steps", num_steps)
         check_number(
             "expected_batch_size",
             expected_batch_size,
@@ -416,7 +415,7 @@ class DPSGD:
         """
         if isinstance(state, DPState):
             ledger, steps, members = state.ledger, int(state.step), state.members
-        elif isinstance(state, (int, np.integer)) and not isinstance(state, bool) and state >= 0 and not together:
+        elif is_int(state) and state >= 0 and not together:
             ledger, steps, members = self.ledger, int(state), None
         else:
             what = "a state" if together else "a state or a number of steps"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import describe, leaf_name
+from .._arguments import describe, is_int, leaf_name
 from ._accounting import Ledger
 
 # Where the sizes that batches are padded to stand, in standard deviations above what is expected. The first three hold
@@ -159,8 +159,8 @@ def _check_data(data: Any, num_examples: int) -> None:
 
 
 def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
-    found = tuple(sizes)
-    if not found or any(isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1 for s in found):
+    found = tuple(sizes) if isinstance(sizes, Iterable) else ()
+    if not found or not all(is_int(s) and s >= 1 for s in found):
         raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1, but got {sizes!r}.")
     if any(s % multiple for s in found):
         raise ValueError(f"DPSGD.batches: microbatch_size={multiple} must divide all sizes, but got {sizes!r}.")

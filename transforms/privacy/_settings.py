@@ -39,13 +39,6 @@ def check_number(name: str, value: Any, fits: Callable[[float], bool], what: str
         raise ValueError(f"{api}: {name} must be {what}, but got {value}.")
 
 
-def check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"DPSGD: {name} must be an int, but got {describe(value)}.")
-    if value < 1:
-        raise ValueError(f"DPSGD: {name} must be at least 1, but got {value}.")
-
-
 def checked_strategy(strategy: Any) -> tuple[float, ...]:
     if strategy is None:
         return (1.0,)

@@ -151,7 +151,7 @@ def test_sizes_can_be_computed_in_microbatches():
         Batches(np.arange(N), of, N, 50, (1, 2), 0, (7, 15), 7)
 
 
-@pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,)])
+@pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,), 8])
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(ValueError, match=r"^DPSGD.batches: sizes must be ints of at least 1, but got "):
         batches(sizes=sizes)
