@@ -13,7 +13,7 @@ import numpy as np
 from ._arguments import Argnums, check_argnums, check_callable, check_count, describe, wrap_like
 from ._budget import check_budget, largest_chunk, temporaries
 from ._call import Call
-from ._dense import by_array, checkpoint, map_slices
+from ._dense import by_array, map_slices
 from ._products import gradient_of, seed_of
 
 
@@ -166,7 +166,7 @@ def hutchinson_trace(
             products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, signs)))
             return [total([s * p for s, p in zip(signs, products, strict=True)])]
 
-        (found,) = map_slices(sample if chunk_size is None else checkpoint(sample), int(samples), 0, chunk_size)
+        (found,) = map_slices(sample, int(samples), 0, chunk_size)
         call.finish(rest)
         return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
 
@@ -236,7 +236,7 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
             def of_unit(k: Any) -> list[Any]:
                 return [entry(basis(k))]
 
-            return map_slices(of_unit if chunk_size is None else checkpoint(of_unit), size, 0, chunk_size)
+            return map_slices(of_unit, size, 0, chunk_size)
 
         found = by_array(inputs, entries, 0, chunk_size)
         return [part.astype(jnp.result_type(x)).reshape(jnp.shape(x)) for (part,), x in zip(found, inputs, strict=True)]
