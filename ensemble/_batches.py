@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..transforms._arguments import check_count, describe
+from ..transforms._keys import check_key
 from ..transforms._model import dotted
 
 
@@ -71,8 +72,7 @@ class Batches:
         self._count = _length(data)
         for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
             check_count("Batches", name, value, optional=name != "batch_size")
-        if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
-            raise TypeError(f"Batches: key must be a key such as jax.random.key(0), but got {describe(key)}.")
+        check_key("Batches", key)
         if draw not in ("all", "bootstrap", "subset"):
             raise ValueError(f'Batches: draw must be "all", "bootstrap" or "subset", but got {draw!r}.')
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not fraction > 0:

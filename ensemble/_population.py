@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from ..transforms._arguments import check_count, describe
 from ..transforms._compat import Tracer
+from ..transforms._keys import check_key
 from ._ensemble import Ensemble
 from ._mesh import Layout
 from ._scores import nll
@@ -128,8 +129,7 @@ def exploit(
     if not isinstance(state, TrainState):
         raise TypeError(f"exploit: state must be a TrainState, but got {type(state).__name__}.")
     structure, size = state._structure_and_size()
-    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
-        raise TypeError(f"exploit: key must be a key such as jax.random.key(0), but got {describe(key)}.")
+    check_key("exploit", key)
     if jnp.shape(scores) != (size,):
         raise ValueError(f"exploit: scores must have shape ({size},), but got {jnp.shape(scores)}.")
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 0.5:

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import Argnums, check_argnums, check_callable, check_count, describe, wrap_like
+from ._arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
 from ._budget import check_budget, largest_chunk, temporaries
 from ._call import Call
 from ._dense import by_array, map_slices
+from ._keys import check_key
 from ._products import gradient_of, seed_of
 
 
@@ -149,11 +150,7 @@ def hutchinson_trace(
     check_count("hutchinson_trace", "chunk_size", chunk_size, optional=True)
 
     def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
-        if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape:
-            raise TypeError(
-                f"hutchinson_trace: the first argument must be a key, such as jax.random.key(0), but got "
-                f"{describe(key)}."
-            )
+        check_key("hutchinson_trace", key, "the first argument")
         call = _prepared("hutchinson_trace", fun, positions, False, args, kwargs)
         inputs, treedef = jax.tree.flatten(call.primals)
         _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)

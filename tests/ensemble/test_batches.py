@@ -107,7 +107,7 @@ def test_members_train_on_their_own_and_go_on(tmp_path, assert_same):
         ({"batch_size": 24}, ValueError, "batch_size is 24, but there are only 23 examples to draw from"),
         ({"members": 0}, ValueError, "members must be at least 1, but got 0"),
         ({"epochs": -1}, ValueError, "epochs must be at least 1, but got -1"),
-        ({"key": 0}, TypeError, r"key must be a key such as jax.random.key\(0\), but got"),
+        ({"key": 0}, TypeError, r"key must be one key, such as jax.random.key\(0\), but got"),
         ({"draw": "some"}, ValueError, 'draw must be "all", "bootstrap" or "subset", but got \'some\''),
         ({"draw": "bootstrap"}, ValueError, "is for each member; say how many there are with members="),
         ({"draw": "subset", "members": 2, "fraction": 1.5}, ValueError, "a subset has at most all examples"),

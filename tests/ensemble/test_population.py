@@ -114,7 +114,7 @@ class Test_exploit:
             ({"scores": jnp.ones(4)}, ValueError, r"scores must have shape \(5,\), but got \(4,\)"),
             ({"fraction": 0.6}, ValueError, "fraction must be above 0 and at most 0.5, but got 0.6"),
             ({"fraction": 0}, ValueError, "fraction must be above 0 and at most 0.5, but got 0"),
-            ({"key": 3}, TypeError, "key must be a key such as"),
+            ({"key": 3}, TypeError, "key must be one key, such as"),
             ({"mode": "up"}, ValueError, 'mode must be "min" or "max", but got \'up\''),
             ({"perturb": {"momentum": (1.0,)}}, ValueError, "no hyperparameter 'momentum' of their own"),
             ({"perturb": {"weight": 1.5}}, TypeError, r"perturb\['weight'\] must be a tuple of numbers"),

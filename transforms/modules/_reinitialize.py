@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from .._arguments import describe
+from .._keys import check_key
 from .._model import dotted, is_members
 from ._kinds import check_rules, holder, rule_for
 from ._parameters import is_parameter
@@ -73,8 +74,7 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         )
     check_module("reinitialize", model)
     wanted = _checked_rules(rules)
-    if not (isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
-        raise TypeError(f"reinitialize: key must be one key, such as jax.random.key(0), but got {describe(key)}.")
+    check_key("reinitialize", key)
     named_leaves("reinitialize", model, is_parameter)  # refuses two of one name
     nodes = places(model)
     drawn: dict[str, jax.Array] = {}

@@ -17,6 +17,7 @@ import numpy as np
 from .._arguments import check_callable, check_count, describe, is_int, leaf_name
 from .._call import trainable_of
 from .._compat import Tracer
+from .._keys import check_key
 from .._model import is_members, models_of, shared_variable, to_parts
 from ._accounting import ACCOUNTANTS, Ledger, calibrate
 from ._clipped import check_method
@@ -184,11 +185,7 @@ class DPSGD:
           TypeError: `key` is none; parameters that are not of real floating point.
           ValueError: there are no parameters; modules that share a variable; method "ghost" of half precision.
         """
-        if not _is_key(key):
-            raise TypeError(
-                f"DPSGD.init: key must be one key, such as jax.random.key(0), but got {describe(key)}; noise from an "
-                "unknown source would be no protection."
-            )
+        check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
         tree = to_parts(model_or_params)
         trainable = trainable_of(tree)
@@ -449,10 +446,6 @@ class DPSGD:
                     "steps of one kind; init a new state from state.model, with another key, and add up what both "
                     "spend: DPSGD.event."
                 )
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
 
 
 def _check_trainable(trainable: Any, models: Iterable[Any]) -> None:
