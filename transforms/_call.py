@@ -101,7 +101,7 @@ class Call:
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
             if assigned:
                 self._refuse_assigned(assigned - passing_through(self._function, before)[i])
-        out, aux = self._pair(out) if self._has_aux else (out, None)
+        out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
         arrays, self._join_aux = arrays_apart(aux)
         return out, (arrays, after)
 
@@ -127,7 +127,7 @@ class Call:
                     "one for all examples; use its evaluation mode: nnx.view(model, use_running_average=True) for "
                     "BatchNorm, deterministic=True for dropout; call nnx.RNN with initial_carry=."
                 )
-        return self._pair(out) if self._has_aux else (out, None)
+        return pair_of(self._api, out) if self._has_aux else (out, None)
 
     def finish(self, rest: Any) -> Any:
         """Write what `fun` changed into the models; returns the auxiliary output."""
@@ -192,14 +192,6 @@ class Call:
 
         return jax.tree.map_with_path(check, value, primal)
 
-    def _pair(self, out: Any) -> tuple[Any, Any]:
-        if not isinstance(out, (tuple, list)) or len(out) != 2:
-            raise TypeError(
-                f"{self._api}: with has_aux=True, fun must return a pair (output, aux), but it returned "
-                f"{describe(out)}."
-            )
-        return tuple(out)
-
     def _refuse_restructured(self, model: Any, before: Parts, after: Parts) -> None:
         if after.structure != before.structure:
             path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
@@ -215,6 +207,15 @@ class Call:
                 f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep "
                 "values that fun computes in another kind of variable, such as nnx.BatchStat."
             )
+
+
+def pair_of(api: str, out: Any) -> tuple[Any, Any]:
+    """What a function with `has_aux` has returned; refuses what is no pair."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(
+            f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
+        )
+    return tuple(out)
 
 
 def arrays_apart(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
@@ -245,7 +246,7 @@ def trainable_of(tree: Any) -> Any:
 
 
 def with_trainable(tree: Any, values: Any) -> Any:
-    """The inverse of `_trainable`: `tree` with `values` in their places."""
+    """The inverse of `trainable_of`: `tree` with `values` in their places."""
 
     def put(x: Any, value: Any) -> Any:
         return Parts(x.structure, value, x.rest) if isinstance(x, Parts) else value
