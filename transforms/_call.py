@@ -209,6 +209,18 @@ class Call:
             )
 
 
+def check_output(api: str, out: Any) -> None:
+    """Refuse an output that has no derivative, or a part that has none."""
+    if not jax.tree.leaves(out):
+        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but only floating point has derivatives; "
+                "convert it, or return it beside the output with has_aux=True."
+            )
+
+
 def pair_of(api: str, out: Any) -> tuple[Any, Any]:
     """What a function with `has_aux` has returned; refuses what is no pair."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:

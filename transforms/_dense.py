@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import describe, leaf_name
-from ._call import Call
+from ._call import Call, check_output
 from ._vmap import vmap
 
 
@@ -120,17 +120,6 @@ def map_slices(
         return vmap(fun, out_axes=axis, chunk_size=chunk_size)(over)
     leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct(over.shape[1:], over.dtype))
     return [jnp.expand_dims(jnp.zeros(leaf.shape, leaf.dtype), axis).take(jnp.arange(0), axis) for leaf in leaves]
-
-
-def check_output(api: str, out: Any) -> None:
-    if not jax.tree.leaves(out):
-        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
-    for path, leaf in jax.tree.leaves_with_path(out):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise TypeError(
-                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but only floating point has derivatives; "
-                "convert it, or return it beside the output with has_aux=True."
-            )
 
 
 def check_real(api: str, out: Any) -> None:

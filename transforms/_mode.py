@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ._budget import lower_apart
-from ._call import Call
+from ._call import Call, check_output
 from ._compat import NeedsValues
-from ._dense import DENSE, by_columns, by_rows, check_output, sizes_of
+from ._dense import DENSE, by_columns, by_rows, sizes_of
 
 # Where one side is so many times as large as the other, nothing else needs to be asked.
 DECISIVE = 4
