@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
@@ -84,6 +86,15 @@ def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bo
         raise TypeError(f"{api}: {name} must be an int{' or None' if optional else ''}, but got {describe(value)}.")
     if value < least:
         raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")
+
+
+def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool], what: str) -> None:
+    """Refuse what is no number, or one that does not fit; `what` says in an error which do."""
+    scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
+    if isinstance(value, bool) or not (scalar or isinstance(value, (int, float, np.number))):
+        raise TypeError(f"{api}: {name} must be a number, but got {describe(value)}.")
+    if not fits(float(value)):
+        raise ValueError(f"{api}: {name} must be {what}, but got {value}.")
 
 
 def resolve_argnums(

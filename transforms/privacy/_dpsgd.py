@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import check_callable, check_count, describe, is_int, leaf_name
+from .._arguments import check_callable, check_count, check_number, describe, is_int, leaf_name
 from .._call import trainable_of
 from .._compat import Tracer
 from .._keys import check_key
@@ -23,7 +23,7 @@ from ._accounting import ACCOUNTANTS, Ledger, calibrate
 from ._clipped import check_method
 from ._noise import privatizer
 from ._sampling import Batch, Batches
-from ._settings import check_extra, check_number, check_optimizer, checked_strategy
+from ._settings import check_extra, check_optimizer, checked_strategy
 from ._state import DPState
 from ._step import Step, dtype_of_sums, update
 
@@ -124,15 +124,18 @@ class DPSGD:
         if (noise_multiplier is None) == (target_epsilon is None):
             given = "none of them" if noise_multiplier is None else "both"
             raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
-        check_number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
-        check_number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+        check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+        check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
         if noise_multiplier is not None:
-            check_number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
+            check_number(
+                "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
+            )
         if target_epsilon is not None:
-            check_number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
+            check_number("DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
         check_count("DPSGD", "num_examples", num_examples)
         check_count("DPSGD", "num_steps", num_steps)
         check_number(
+            "DPSGD",
             "expected_batch_size",
             expected_batch_size,
             lambda x: 0 < x <= num_examples,
@@ -325,7 +328,7 @@ class DPSGD:
 
         self._check_state("DPSGD.fit", state)
         if epsilon_budget is not None:
-            check_number("epsilon_budget", epsilon_budget, lambda x: x > 0, "positive", "DPSGD.fit")
+            check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
         return fit(
             self,
             state,
