@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arguments import describe, is_int, leaf_name
+from .._keys import is_key
 from ._accounting import Ledger
 
 # Where the sizes that batches are padded to stand, in standard deviations above what is expected. The first three hold
@@ -146,7 +147,8 @@ def _check_data(data: Any, num_examples: int) -> None:
         raise ValueError("DPSGD.batches: data holds no arrays, so there are no examples.")
     for path, leaf in leaves:
         name = leaf_name("data", path)
-        if not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.ndim or leaf.dtype.kind in "OSUMm":
+        numbers = isinstance(leaf, (jax.Array, np.ndarray)) and not is_key(leaf) and leaf.dtype.kind not in "OSUMm"
+        if not numbers or not leaf.ndim:
             raise TypeError(
                 f"DPSGD.batches: `{name}` is {describe(leaf)}, but the examples are axis 0 of NumPy or JAX arrays of "
                 "numbers."

@@ -126,6 +126,7 @@ def test_a_batch_without_examples_is_all_padding():
     ("data", "error", "message"),
     [
         ((), ValueError, "data holds no arrays, so there are no examples"),
+        ((jax.random.split(jax.random.key(0), N),), TypeError, r"`data\[0\]` is an array of .* key<fry>, but the"),
         (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, but the examples are axis 0 of NumPy or JAX"),
         ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, but the examples"),
         (np.array(["a"] * N), TypeError, r"`data\[0\]` is an array of shape \(30,\) and dtype <U1, but the examples"),
