@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import argument_name, describe, leaf_name, resolve_argnums
-from ._changes import call_with_models, changes, passing_through, update
+from ._changes import call_with_models, changes, check_structure, passing_through, update
 from ._model import (
     Parts,
     is_parts,
@@ -97,7 +97,7 @@ class Call:
         out, left = call_with_models(self._function, before)
         after = [split(model) for model in left]
         for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
-            self._refuse_restructured(left[i], then, now)
+            check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
             if assigned:
                 self._refuse_assigned(assigned - passing_through(self._function, before)[i])
@@ -191,15 +191,6 @@ class Call:
             return jnp.asarray(tangent, dtype) if weak else tangent
 
         return jax.tree.map_with_path(check, value, primal)
-
-    def _refuse_restructured(self, model: Any, before: Parts, after: Parts) -> None:
-        if after.structure != before.structure:
-            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-            raise ValueError(
-                f"{self._api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of "
-                "its variables can be carried along; do not add variables in it (such as by sow), nor change "
-                "attributes."
-            )
 
     def _refuse_assigned(self, assigned: set[str]) -> None:
         if assigned:

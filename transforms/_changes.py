@@ -37,12 +37,7 @@ def call_purely(
     changed = []
     parts = [split(model) for model in models]
     for model, before, after in zip(models, parts_of(arguments), parts, strict=True):
-        if before.structure != after.structure:
-            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-            raise ValueError(
-                f"{api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of its "
-                "variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
-            )
+        check_structure(f"{api}: fun", type(model).__name__, before, after)
     for model, after, paths in zip(models, parts, changes(function, arguments, models), strict=True):
         assigned = set(paths) & set(named_arrays(after.trainable))
         if assigned and not (may_assign and is_module(model)):
@@ -52,6 +47,16 @@ def call_purely(
             )
         changed.append({path: array for path, array in after.arrays().items() if path in paths})
     return out, changed
+
+
+def check_structure(who: str, whose: str, before: Parts, after: Parts) -> None:
+    """Refuse a call that adds or removes variables of a model, or changes its configuration."""
+    if after.structure != before.structure:
+        path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
+        raise ValueError(
+            f"{who} changes the structure of {whose} (`{path}`), but only the values of its variables can be carried "
+            "along; do not add variables in it (such as by sow), nor change attributes."
+        )
 
 
 def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> list[Parts]:
