@@ -10,14 +10,15 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+# What `jax.checkpoint` is called in a program, by version.
+REMAT = frozenset({"checkpoint", "remat2"})
 # Operations that only call a program, and where that is among their parameters.
 CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
+    **dict.fromkeys(REMAT, "jaxpr"),
 }
 
 # Operations of which each number of the result depends on the numbers at its place alone.
