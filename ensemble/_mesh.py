@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, broadcast_axes
 from ..transforms._compat import Tracer
-from ..transforms._jaxpr import CALLS, bodies
+from ..transforms._jaxpr import CALLS, bodies, called
 from ..transforms._model import dotted
 
 ENSEMBLE, DATA = "ensemble", "data"
@@ -284,8 +284,7 @@ def differs(jaxpr: Jaxpr, inputs: Sequence[bool], axis: str = DATA) -> list[bool
         if eqn.primitive.name in _AGREED and axis in _names(eqn) and eqn.params.get("axis_index_groups") is None:
             continue
         if eqn.primitive.name in CALLS:
-            body = eqn.params[CALLS[eqn.primitive.name]]
-            results = differs(getattr(body, "jaxpr", body), does, axis)
+            results = differs(called(eqn)[0], does, axis)
         else:
             # A loop or a branch: any of its results.
             results = [any(does) or _asks(eqn, axis)] * len(eqn.outvars)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._jaxpr import CALLS
+from ._jaxpr import CALLS, called
 from ._model import Parts, dotted, from_parts, is_module, models_of, named_arrays, parts_of, split, with_parts
 
 
@@ -177,8 +177,7 @@ def _sources(jaxpr: Any) -> list[int | None]:
     inputs = {id(variable): i for i, variable in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in CALLS:
-            inner = eqn.params[CALLS[eqn.primitive.name]]
-            for variable, i in zip(eqn.outvars, _sources(getattr(inner, "jaxpr", inner)), strict=True):
+            for variable, i in zip(eqn.outvars, _sources(called(eqn)[0]), strict=True):
                 if i is not None and id(eqn.invars[i]) in inputs:
                     inputs[id(variable)] = inputs[id(eqn.invars[i])]
     return [inputs.get(id(variable)) for variable in jaxpr.outvars]

@@ -76,6 +76,12 @@ def at_source(eqn: JaxprEqn) -> AbstractContextManager[None]:
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
+def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
+    """The program that one of the operations in `CALLS` calls, and its constants."""
+    body = eqn.params[CALLS[eqn.primitive.name]]
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
+
+
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an operation: what it calls, or repeats, or chooses from."""
     found = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
