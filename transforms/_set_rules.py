@@ -82,7 +82,7 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         indices = [known(value) for value in where]
         if any(index is None for index in indices):
             if name == "dynamic_update_slice":
-                update = [x for x in everything(eqn, [values[1]])] if is_set(values[1]) else []
+                update = everything(eqn, [values[1]]) if is_set(values[1]) else []
                 return [united([values[0], *update])]
             return everything(eqn, values)
         fill = {"fill_value": -1} if name == "gather" else {}
