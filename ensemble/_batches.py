@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..transforms._arguments import check_count, check_key, describe, is_real
+from ..transforms._arguments import check_count, describe, is_real
+from ..transforms._keys import check_key
 from ..transforms._model import dotted
 
 

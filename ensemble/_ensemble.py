@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ..transforms import vmap
-from ..transforms._arguments import check_count, describe
+from ..transforms._arguments import check_count, describe, is_int
 from ..transforms._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ..transforms._compat import Tracer
 from ..transforms._model import Parts, Structure, is_model, is_module, split
@@ -469,7 +469,7 @@ def _key(seed: Any, size: int) -> jax.Array:
     if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         if seed.shape in ((), (size,)):
             return seed
-    elif isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+    elif is_int(seed):
         return jax.random.key(seed)
     raise TypeError(
         f"Ensemble.create: seed must be an int, a key such as jax.random.key(0), or {size} keys, but got "

@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..transforms._arguments import check_count, check_key, describe, is_real
+from ..transforms._arguments import check_count, describe, is_real
 from ..transforms._compat import Tracer
+from ..transforms._keys import check_key
 from ._ensemble import Ensemble
 from ._mesh import Layout
 from ._rows import by_row, chosen, take

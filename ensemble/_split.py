@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes
 from ..transforms._compat import Tracer
-from ..transforms._jaxpr import CALLS, aval, bodies, evaluate, interpret
+from ..transforms._jaxpr import CALLS, aval, bodies, called, evaluate, interpret
 from ..transforms._model import dotted
 from ..transforms._model import split as split_model
 from ..transforms._static import Static
@@ -130,8 +130,7 @@ def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         if eqn.primitive.name in _AGREED and DATA in _names(eqn) and eqn.params.get("axis_index_groups") is None:
             continue
         if eqn.primitive.name in CALLS:
-            body = eqn.params[CALLS[eqn.primitive.name]]
-            results = differs(getattr(body, "jaxpr", body), does)
+            results = differs(called(eqn)[0], does)
         else:
             # A loop or a branch: any of its results.
             results = [any(does) or _asks(eqn)] * len(eqn.outvars)
@@ -171,8 +170,7 @@ def _with_fixed_numbers(fun: Any, args: tuple[Any, ...]) -> Any:
     def visit(eqn: JaxprEqn, values: list[Any]) -> Any:
         name = eqn.primitive.name
         if name in CALLS:
-            body = eqn.params[CALLS[name]]
-            return interpret(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values, visit)
+            return interpret(*called(eqn), values, visit)
         if name == "random_bits":
             kind = aval(eqn.outvars[0])
             return [jnp.full(kind.shape, jnp.iinfo(kind.dtype).max // 3, kind.dtype)]

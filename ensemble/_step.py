@@ -12,6 +12,7 @@ from jax import lax
 
 from ..transforms import value_and_grad
 from ..transforms._arguments import describe
+from ..transforms._changes import check_structure
 from ..transforms._model import Parts, Structure, named_arrays, to_pure
 from ..transforms._model import split as split_model
 from ._loss import MemberLoss
@@ -88,7 +89,7 @@ class MemberStep:
                 raise ValueError(_taken(name))
         gradients = _checked_gradients(gradients, trainable)
         after = split_model(model)
-        _check_structure(Parts(structure, trainable, rest), after)
+        _check_left(Parts(structure, trainable, rest), after)
         if split:
             # A key that is as it was is put back; one for each part of the batch it was for this step only.
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
@@ -155,12 +156,9 @@ def _checked_gradients(gradients: Any, trainable: Any) -> Any:
     return gradients
 
 
-def _check_structure(before: Parts, after: Parts) -> None:
-    if before.structure != after.structure:
-        raise ValueError(
-            f"Trainer: loss changes the structure of the model (`{before.changes(after)[0]}`), but only the values of "
-            "its variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
-        )
+def _check_left(before: Parts, after: Parts) -> None:
+    """Refuse what a loss leaves of a model, where that is no value for each of its variables."""
+    check_structure("Trainer: loss", "the model", before, after)
     then, now = before.arrays(), after.arrays()
     for path in then:
         if then[path].shape != now[path].shape or then[path].dtype != now[path].dtype:

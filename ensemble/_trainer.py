@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..transforms._arguments import describe, is_real
+from ..transforms._arguments import check_count, describe, is_real
 from ..transforms._axes import Axes, axes_per_argument, check_in_axes, mapped_size
 from ..transforms._budget import check_budget
-from ..transforms._chunk import check_chunk_size
 from ..transforms._static import Static
 from ._choice import Choice
 from ._ensemble import Ensemble
@@ -118,7 +117,7 @@ class Trainer:
         check_in_axes("Trainer", in_axes)
         if strategy not in STRATEGIES:
             raise ValueError(f"Trainer: strategy must be one of {', '.join(STRATEGIES)}, but got {strategy!r}.")
-        check_chunk_size("Trainer", chunk_size)
+        check_count("Trainer", "chunk_size", chunk_size, optional=True)
         if chunk_size is not None and strategy not in ("auto", "vmap"):
             raise ValueError(f'Trainer: chunk_size needs strategy="vmap", but the strategy is {strategy!r}.')
         budget = check_budget("Trainer", memory_budget, chunk_size)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
@@ -72,12 +73,17 @@ def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, .
     return positions
 
 
+def is_int(x: Any) -> bool:
+    """Whether `x` is an int or one of NumPy's. Arrays are none, though they have `__index__`; nor is True or False."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
 def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> None:
     """Refuse what is no int, or too small a one; an optional count may be None."""
     if value is None and optional:
         return
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"{api}: {name} must be an int, but got {describe(value)}.")
+    if not is_int(value):
+        raise TypeError(f"{api}: {name} must be an int{' or None' if optional else ''}, but got {describe(value)}.")
     if value < least:
         raise ValueError(f"{api}: {name} must be at least {least}, but got {value}.")
 
@@ -87,10 +93,13 @@ def is_real(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-def check_key(api: str, key: Any, name: str = "key") -> None:
-    """Refuse what is not one random key, such as several, or the integers of `jax.random.PRNGKey`."""
-    if not isinstance(key, jax.Array) or not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape:
-        raise TypeError(f"{api}: {name} must be one key, such as jax.random.key(0), but got {describe(key)}.")
+def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool], what: str) -> None:
+    """Refuse what is no number, or one that does not fit; `what` says in an error which do."""
+    scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
+    if not (scalar or is_real(value)):
+        raise TypeError(f"{api}: {name} must be a number, but got {describe(value)}.")
+    if not fits(float(value)):
+        raise ValueError(f"{api}: {name} must be {what}, but got {value}.")
 
 
 def resolve_argnums(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ._arguments import argument_name, describe, leaf_name
+from ._arguments import argument_name, describe, is_int, leaf_name
 
 Axes = Any  # int, None, or a nested container of them: a prefix of what it describes
 
@@ -20,7 +19,7 @@ def _is_none(x: Any) -> bool:
 
 def is_axis(x: Any) -> bool:
     """Whether `x` names an axis (or None, for no axis)."""
-    return x is None or (isinstance(x, (int, np.integer)) and not isinstance(x, bool))
+    return x is None or is_int(x)
 
 
 def check_axes(api: str, name: str, axes: Axes) -> Axes:
@@ -112,7 +111,7 @@ def mapped_size(
 
 def _size(leaf: Any, axis: int) -> int:
     """The size of `leaf` along `axis`, -1 where it has no such axis."""
-    shape = np.shape(leaf) if isinstance(leaf, (int, float, complex)) else getattr(leaf, "shape", ())
+    shape = getattr(leaf, "shape", ())
     return shape[axis] if -len(shape) <= axis < len(shape) else -1
 
 
@@ -163,18 +162,6 @@ def _raise_first_misfit(
                     f"{api}: axis {first[1]} of argument `{first[0]}` has size {first[2]}, but axis {axis} of "
                     f"argument `{leaf_path}` has size {size}; map arrays of one size{or_shared}."
                 )
-
-
-def check_axis_size(api: str, axis_size: Any) -> int | None:
-    """`axis_size` as an int; refuses what is not one."""
-    if axis_size is None:
-        return None
-    if isinstance(axis_size, bool) or not hasattr(type(axis_size), "__index__"):
-        raise TypeError(f"{api}: axis_size must be an int or None, but got {describe(axis_size)}.")
-    size = operator.index(axis_size)
-    if size < 0:
-        raise ValueError(f"{api}: axis_size must not be negative, but got {size}.")
-    return size
 
 
 def check_out_axes(api: str, out_axes: Axes, out: Any, fixed: Callable[[Any], bool]) -> None:

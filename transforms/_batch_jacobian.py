@@ -10,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import Argnums, argument_name, check_argnums, check_callable, describe, leaf_name, wrap_like
+from ._arguments import (
+    Argnums,
+    argument_name,
+    check_argnums,
+    check_callable,
+    check_count,
+    describe,
+    leaf_name,
+    wrap_like,
+)
 from ._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ._budget import check_budget
-from ._call import Call, arrays_apart
-from ._chunk import check_chunk_size
+from ._call import Call, arrays_apart, pair_of
 from ._compat import Tracer
 from ._jacobian import jacobian_of
 from ._model import is_model, owner_of
@@ -77,7 +85,7 @@ def batch_jacobian(
         raise ValueError(f'batch_jacobian: rows must be "vmap" or "independent", but got {rows!r}.')
     if check and rows != "independent":
         raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
-    check_chunk_size("batch_jacobian", chunk_size)
+    check_count("batch_jacobian", "chunk_size", chunk_size, optional=True)
     check_budget("batch_jacobian", memory_budget, chunk_size)
     owner, function = owner_of(fun)
     of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
@@ -133,8 +141,10 @@ def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Calla
     def of_one(*args: Any, owner: Any, kwargs: Any) -> Any:
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         out = function(owner, *_expand(args, axes), **kwargs)
-        _check_batch(out[0] if has_aux else out, 1)
-        return jax.tree.map(first, out)
+        out, aux = pair_of("batch_jacobian", out) if has_aux else (out, None)
+        _check_batch("output", out, 1)
+        _check_batch("aux", jax.tree.map(lambda x: x if getattr(x, "shape", ()) else None, aux), 1)
+        return jax.tree.map(first, (out, aux) if has_aux else out)
 
     def first(x: Any) -> Any:
         return jnp.asarray(x)[0] if getattr(x, "shape", ()) else x  # auxiliary outputs may be strings
@@ -142,13 +152,14 @@ def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Calla
     return of_one
 
 
-def _check_batch(out: Any, size: int) -> None:
-    """Refuse an output that does not have the samples along axis 0."""
+def _check_batch(name: str, out: Any, size: int) -> None:
+    """Refuse an output, called so in an error, that does not have the samples along axis 0."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if jnp.shape(leaf)[:1] != (size,):
             raise ValueError(
-                f"batch_jacobian: for a batch of {size}, `{leaf_name('output', path)}` is {describe(leaf)}, but the "
-                f"samples must be its axis 0, of size {size}; do not reduce over them in fun."
+                f"batch_jacobian: for a batch of {size}, `{leaf_name(name, path)}` is {describe(leaf)}, but the "
+                f"samples must be its axis 0, of size {size}; do not reduce over them in fun, nor return what they "
+                "share."
             )
 
 
@@ -203,7 +214,7 @@ def _summed(
         one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), samples)
         call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
         out = jax.eval_shape(lambda: call(*call.primals)[0])
-        _check_batch(out, size)
+        _check_batch("output", out, size)
         inputs, outputs = (
             sum(math.prod(x.shape[skip:]) for x in jax.tree.leaves(tree)) for tree, skip in ((one, 0), (out, 1))
         )
@@ -232,7 +243,7 @@ def _check_independent(
     generator = np.random.default_rng(0)
     primals = call.primals
     out, push, _ = jax.linearize(call, *primals, has_aux=True)
-    _check_batch(out, size)
+    _check_batch("output", out, size)
     directions = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), primals)
     leaf_axes = broadcast_axes(tuple(axes[i] for i in call.selected), primals)
 

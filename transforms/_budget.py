@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ._arguments import describe
+from ._arguments import describe, is_int
 from ._compat import NeedsValues, Tracer
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -30,8 +30,8 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", budget) if isinstance(budget, str) else None
     if found and found[2] in _UNITS:
         size = float(found[1]) * _UNITS[found[2]]
-    elif not isinstance(budget, bool) and hasattr(type(budget), "__index__"):
-        size = budget.__index__()
+    elif is_int(budget):
+        size = budget
     else:
         raise (ValueError if isinstance(budget, str) else TypeError)(
             f'{api}: memory_budget must be a number of bytes or a string such as "512MiB" or "2GB", but got '

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import argument_name, describe, leaf_name, resolve_argnums
-from ._changes import call_with_models, changes, passing_through, update
+from ._changes import call_with_models, changes, check_structure, passing_through, update
 from ._model import (
     Parts,
     is_parts,
@@ -97,11 +97,11 @@ class Call:
         out, left = call_with_models(self._function, before)
         after = [split(model) for model in left]
         for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
-            self._refuse_restructured(left[i], then, now)
+            check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
             if assigned:
                 self._refuse_assigned(assigned - passing_through(self._function, before)[i])
-        out, aux = self._pair(out) if self._has_aux else (out, None)
+        out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
         arrays, self._join_aux = arrays_apart(aux)
         return out, (arrays, after)
 
@@ -127,7 +127,7 @@ class Call:
                     "one for all examples; use its evaluation mode: nnx.view(model, use_running_average=True) for "
                     "BatchNorm, deterministic=True for dropout; call nnx.RNN with initial_carry=."
                 )
-        return self._pair(out) if self._has_aux else (out, None)
+        return pair_of(self._api, out) if self._has_aux else (out, None)
 
     def finish(self, rest: Any) -> Any:
         """Write what `fun` changed into the models; returns the auxiliary output."""
@@ -192,29 +192,33 @@ class Call:
 
         return jax.tree.map_with_path(check, value, primal)
 
-    def _pair(self, out: Any) -> tuple[Any, Any]:
-        if not isinstance(out, (tuple, list)) or len(out) != 2:
-            raise TypeError(
-                f"{self._api}: with has_aux=True, fun must return a pair (output, aux), but it returned "
-                f"{describe(out)}."
-            )
-        return tuple(out)
-
-    def _refuse_restructured(self, model: Any, before: Parts, after: Parts) -> None:
-        if after.structure != before.structure:
-            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-            raise ValueError(
-                f"{self._api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of "
-                "its variables can be carried along; do not add variables in it (such as by sow), nor change "
-                "attributes."
-            )
-
     def _refuse_assigned(self, assigned: set[str]) -> None:
         if assigned:
             raise ValueError(
                 f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep "
                 "values that fun computes in another kind of variable, such as nnx.BatchStat."
             )
+
+
+def check_output(api: str, out: Any) -> None:
+    """Refuse an output that has no derivative, or a part that has none."""
+    if not jax.tree.leaves(out):
+        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but only floating point has derivatives; "
+                "convert it, or return it beside the output with has_aux=True."
+            )
+
+
+def pair_of(api: str, out: Any) -> tuple[Any, Any]:
+    """What a function with `has_aux` has returned; refuses what is no pair."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(
+            f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
+        )
+    return tuple(out)
 
 
 def arrays_apart(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
@@ -245,7 +249,7 @@ def trainable_of(tree: Any) -> Any:
 
 
 def with_trainable(tree: Any, values: Any) -> Any:
-    """The inverse of `_trainable`: `tree` with `values` in their places."""
+    """The inverse of `trainable_of`: `tree` with `values` in their places."""
 
     def put(x: Any, value: Any) -> Any:
         return Parts(x.structure, value, x.rest) if isinstance(x, Parts) else value

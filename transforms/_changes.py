@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._jaxpr import CALLS
+from ._jaxpr import CALLS, called
 from ._model import Parts, dotted, from_parts, is_module, models_of, named_arrays, parts_of, split, with_parts
 
 
@@ -37,12 +37,7 @@ def call_purely(
     changed = []
     parts = [split(model) for model in models]
     for model, before, after in zip(models, parts_of(arguments), parts, strict=True):
-        if before.structure != after.structure:
-            path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-            raise ValueError(
-                f"{api}: fun changes the structure of {type(model).__name__} (`{path}`), but only the values of its "
-                "variables can be carried along; do not add variables in it (such as by sow), nor change attributes."
-            )
+        check_structure(f"{api}: fun", type(model).__name__, before, after)
     for model, after, paths in zip(models, parts, changes(function, arguments, models), strict=True):
         assigned = set(paths) & set(named_arrays(after.trainable))
         if assigned and not (may_assign and is_module(model)):
@@ -52,6 +47,16 @@ def call_purely(
             )
         changed.append({path: array for path, array in after.arrays().items() if path in paths})
     return out, changed
+
+
+def check_structure(who: str, whose: str, before: Parts, after: Parts) -> None:
+    """Refuse a call that adds or removes variables of a model, or changes its configuration."""
+    if after.structure != before.structure:
+        path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
+        raise ValueError(
+            f"{who} changes the structure of {whose} (`{path}`), but only the values of its variables can be carried "
+            "along; do not add variables in it (such as by sow), nor change attributes."
+        )
 
 
 def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> list[Parts]:
@@ -172,8 +177,7 @@ def _sources(jaxpr: Any) -> list[int | None]:
     inputs = {id(variable): i for i, variable in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in CALLS:
-            inner = eqn.params[CALLS[eqn.primitive.name]]
-            for variable, i in zip(eqn.outvars, _sources(getattr(inner, "jaxpr", inner)), strict=True):
+            for variable, i in zip(eqn.outvars, _sources(called(eqn)[0]), strict=True):
                 if i is not None and id(eqn.invars[i]) in inputs:
                     inputs[id(variable)] = inputs[id(eqn.invars[i])]
     return [inputs.get(id(variable)) for variable in jaxpr.outvars]

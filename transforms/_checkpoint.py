@@ -25,6 +25,7 @@ import numpy as np
 
 from . import _arrays
 from ._arguments import describe
+from ._keys import is_key
 from ._model import dotted
 from ._processes import Damaged, Group
 from ._whole_file import sync
@@ -255,7 +256,7 @@ def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
         array = _to_stored(leaf)
         return {i: array[i] for i in members}
     rows: dict[int, np.ndarray] = {}
-    leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf  # the shards of keys have their data's indices
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
     for shard in leaf.addressable_shards:
         if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True)):
             held = range(*shard.index[0].indices(leaf.shape[0]))
@@ -333,7 +334,7 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
         shape = leaf.shape[1:] if drop_axis else leaf.shape
         # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
         named = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}
-        data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         stored = data.shape[1:] if drop_axis else data.shape
         return {**named, "dtype": _dtype_name(leaf.dtype), "stored": list(stored), "stored_dtype": str(data.dtype)}
 
@@ -391,12 +392,8 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype)
 
 
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _to_stored(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:

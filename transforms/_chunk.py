@@ -16,16 +16,6 @@ from jax import lax
 from ._axes import Axes, broadcast_axes
 
 
-def check_chunk_size(api: str, chunk_size: Any, name: str = "chunk_size") -> None:
-    """Refuse a chunk size that is not a positive int."""
-    if chunk_size is None:
-        return
-    if isinstance(chunk_size, bool) or not hasattr(type(chunk_size), "__index__"):
-        raise TypeError(f"{api}: {name} must be a positive int or None, but got {chunk_size!r}.")
-    if chunk_size < 1:
-        raise ValueError(f"{api}: {name} must be at least 1, but got {chunk_size}; leave it out for no chunks.")
-
-
 def map_in_chunks(
     mapped: Callable[[int], Callable[..., Any]],
     args: tuple[Any, ...],

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._budget import lower_apart
-from ._call import Call
+from ._call import Call, check_output
 from ._coloring import Coloring, coloring_of, cost, symmetric_coloring_of
 from ._compat import NeedsValues
-from ._dense import check_output, check_real, checkpoint, map_slices, sizes_of
+from ._dense import check_real, map_slices, sizes_of
 from ._mode import DECISIVE, Choice, Way, choose_mode, dense_way, output_shapes, possible_modes
 from ._probe import probe
 from ._sparsity import (
@@ -231,4 +231,4 @@ def _products(
         units = [jnp.asarray(p, jnp.result_type(x)).reshape(jnp.shape(x)) for p, x in zip(parts, arrays, strict=True)]
         return [leaf.reshape(-1) for leaf in jax.tree.leaves(product(units))]
 
-    return map_slices(of_color if chunk_size is None else checkpoint(of_color), seeds, 0, chunk_size)
+    return map_slices(of_color, seeds, 0, chunk_size)

@@ -24,14 +24,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ._jaxpr import CALLS, ELEMENTWISE, at_source, aval, bodies, evaluate, interpret
+from ._jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret
 
 # A window of more positions than this stays as it is: each is one slice in the program.
 _MOST_SLICES = 64
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-_RUN_AGAIN = frozenset({"checkpoint", "remat2"})
-WITH_BODIES = frozenset({"scan", "while", "cond"}) | _RUN_AGAIN
+WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,11 +68,10 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
-    if name in CALLS and name not in _RUN_AGAIN:
+    if name in CALLS and name not in REMAT:
         # The axes stay in their order through a call: activation functions are one.
-        body = eqn.params[CALLS[name]]
         with at_source(eqn):
-            return interpret(body.jaxpr, body.consts, values, _visit)
+            return interpret(*called(eqn), values, _visit)
     if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
         eqn = with_bodies(eqn, _run)
     if name in _PRODUCTS_AND_SLICES:

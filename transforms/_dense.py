@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import describe, leaf_name
-from ._call import Call
+from ._call import Call, check_output
 from ._vmap import vmap
 
 
@@ -26,7 +26,7 @@ def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[
         def column(k: Any) -> list[Any]:
             return jax.tree.leaves(push(*jax.tree.unflatten(treedef, basis(k))))
 
-        return map_slices(column if chunk_size is None else checkpoint(column), size, -1, chunk_size)
+        return map_slices(column, size, -1, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(out)]
     parts = by_array(inputs, columns, -1, chunk_size)
@@ -51,7 +51,7 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
         def row(k: Any) -> list[Any]:
             return jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
 
-        return map_slices(row if chunk_size is None else checkpoint(row), size, axis, chunk_size)
+        return map_slices(row, size, axis, chunk_size)
 
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(call.primals)]
     return (
@@ -67,8 +67,6 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
     )
 
 
-# What is differentiated in chunks keeps nothing of one for the next.
-checkpoint = partial(jax.checkpoint, prevent_cse=False)
 DENSE = {"forward": by_columns, "reverse": by_rows}
 
 
@@ -105,10 +103,15 @@ def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
     return units
 
 
+# What is differentiated in chunks keeps nothing of one for the next.
+checkpoint = partial(jax.checkpoint, prevent_cse=False)
+
+
 def map_slices(
     fun: Callable[[Any], list[Any]], slices: int | np.ndarray | jax.Array, axis: int, chunk_size: int | None
 ) -> list[Any]:
     """`fun` of each row of `slices`, or of the numbers below it, along `axis` of its results."""
+    fun = fun if chunk_size is None else checkpoint(fun)
     size = slices if isinstance(slices, int) else len(slices)
     if size == 1:  # a gradient: mapping it costs a few operations in vain
         return [jnp.expand_dims(leaf, axis) for leaf in fun(0 if isinstance(slices, int) else slices[0])]
@@ -117,17 +120,6 @@ def map_slices(
         return vmap(fun, out_axes=axis, chunk_size=chunk_size)(over)
     leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct(over.shape[1:], over.dtype))
     return [jnp.expand_dims(jnp.zeros(leaf.shape, leaf.dtype), axis).take(jnp.arange(0), axis) for leaf in leaves]
-
-
-def check_output(api: str, out: Any) -> None:
-    if not jax.tree.leaves(out):
-        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
-    for path, leaf in jax.tree.leaves_with_path(out):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise TypeError(
-                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but only floating point has derivatives; "
-                "convert it, or return it beside the output with has_aux=True."
-            )
 
 
 def check_real(api: str, out: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._compat import Tracer, scan_counts
-from ._jaxpr import CALLS, aval, evaluate, interpret
+from ._jaxpr import CALLS, aval, called, evaluate, interpret
 from ._set_rules import sets_of_results
 from ._sets import UNKNOWN, Later, everything, is_set, known, rows_of, stacked, unit_sets, united
 
@@ -48,8 +48,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], blind: list[s
         if not any(map(_holds_tangents, eqn.outvars)):
             return [UNKNOWN] * len(eqn.outvars)
         if name in CALLS:
-            body = eqn.params[CALLS[name]]
-            found = _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values, blind)
+            found = _run(*called(eqn), values, blind)
         elif name in _LOOPS:
             found = _LOOPS[name](eqn, values, blind)
         else:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
-from ._call import Call
+from ._call import Call, check_output
 
 
 def grad(
@@ -37,8 +37,8 @@ def grad(
       Other state that `fun` changes (BatchNorm statistics, dropout keys) ends up in the module.
 
     Raises:
-      TypeError: `argnums` or `cotangent` of a wrong type; an argument that is not of floating point; an output that is
-        not a real scalar without `cotangent`.
+      TypeError: `argnums` or `cotangent` of a wrong type; an argument or an output that is not of floating point; an
+        output that is not a real scalar without `cotangent`.
       ValueError: `argnums` empty, out of range, or naming an argument twice; a `cotangent` of another structure, shape
         or dtype than the output; modules that share a variable; a module whose parameters `fun` assigns, or whose
         structure it changes.
@@ -125,11 +125,10 @@ def _value_and_grad(
 
 def seed(api: str, out: Any, cotangent: Any) -> Any:
     """The cotangent of `out`: ones for a scalar, a Python number broadcast, anything else checked against it."""
-    if not jax.tree.leaves(out):
-        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
-    if cotangent is None:
+    if cotangent is None and jax.tree.leaves(out):
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
         return scalar_seed(f"{api}: without a cotangent, fun", out, f"{cure}returns a pair (output, aux)")
+    check_output(api, out)
     if _is_number(cotangent):
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
     if _structure(cotangent) != _structure(out):
@@ -145,7 +144,7 @@ def seed(api: str, out: Any, cotangent: Any) -> Any:
         if not hasattr(seed, "dtype"):
             raise TypeError(f"{api}: the cotangent of {place} must be a number or an array, but got {describe(seed)}.")
         seed = jnp.asarray(seed)
-        if seed.shape != jnp.shape(leaf) or seed.dtype != _dtype(leaf):
+        if seed.shape != jnp.shape(leaf) or seed.dtype != jnp.result_type(leaf):
             raise ValueError(
                 f"{api}: the cotangent of {place} is {describe(seed)}, but that output is {_outline(leaf)}; give an "
                 "array of the same shape and dtype, or a Python number to broadcast."
@@ -157,7 +156,7 @@ def seed(api: str, out: Any, cotangent: Any) -> Any:
 
 def scalar_seed(who: str, out: Any, cure: str) -> Any:
     """The one that starts the transpose of a scalar; refuses other outputs."""
-    if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(_dtype(out), jnp.floating):
+    if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
         raise TypeError(f"{who} must return one real scalar, but it returned {_outline(out)}; {cure}.")
     return lax.full_like(out, 1)
 
@@ -167,13 +166,9 @@ def _is_number(x: Any) -> bool:
 
 
 def _broadcast(api: str, place: str, number: complex, leaf: Any) -> Any:
-    if isinstance(number, complex) and not jnp.issubdtype(_dtype(leaf), jnp.complexfloating):
+    if isinstance(number, complex) and not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(f"{api}: cotangent={number} is complex, but {place} is real; pass a real number.")
     return lax.full_like(leaf, number)
-
-
-def _dtype(x: Any) -> Any:
-    return jnp.result_type(x)
 
 
 def _is_leaf(out: Any) -> bool:
@@ -187,4 +182,4 @@ def _structure(tree: Any) -> Any:
 def _outline(out: Any) -> str:
     if not _is_leaf(out):
         return f"a pytree {_structure(out)}"
-    return f"an array of shape {jnp.shape(out)} and dtype {_dtype(out)}"
+    return f"an array of shape {jnp.shape(out)} and dtype {jnp.result_type(out)}"

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 import jax
 
-from ._arguments import Argnums, check_argnums, check_callable, wrap_like
+from ._arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
 from ._budget import check_budget, largest_chunk, temporaries
 from ._call import Call
-from ._chunk import check_chunk_size
 from ._compressed import sparse_way
 from ._mode import Choice, Way, choose_mode, dense_way
 from ._sparsity import check_sparsity, has_symmetric_hessian
@@ -213,7 +212,7 @@ def jacobian_of(
         raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
-    check_chunk_size(api, chunk_size)
+    check_count(api, "chunk_size", chunk_size, optional=True)
     budget = check_budget(api, memory_budget, chunk_size)
     check_sparsity(api, sparsity, check)
 

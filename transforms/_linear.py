@@ -65,7 +65,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
       arrays full of it) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
 
     Raises:
-      TypeError: an argument that is not floating point.
+      TypeError: an argument that is not floating point, or an output, when it is given a cotangent.
       ValueError: a cotangent of another structure, shape or dtype than the output.
 
     Cost:

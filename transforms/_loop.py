@@ -82,7 +82,7 @@ def run(
             except StopIteration:
                 break
             except KeyboardInterrupt:
-                if interrupt.requested:
+                if interrupt.requested or not interruptible:
                     raise
                 interrupt.requested = True
                 break

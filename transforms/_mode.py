@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ._budget import lower_apart
-from ._call import Call
+from ._call import Call, check_output
 from ._compat import NeedsValues
-from ._dense import DENSE, by_columns, by_rows, check_output, sizes_of
+from ._dense import DENSE, by_columns, by_rows, sizes_of
 
 # Where one side is so many times as large as the other, nothing else needs to be asked.
 DECISIVE = 4
@@ -81,7 +81,7 @@ def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
         # Mapped, since only then a derivative that does not exist is missed before anything is computed.
         product = jax.vmap(partial(product_in(mode, call), call.primals))
         try:
-            jax.eval_shape(product, jax.tree.map(_one_of, vectors))
+            jax.eval_shape(product, jax.tree.map(_batch_of_one, vectors))
         except NeedsValues:
             modes.append(mode)
         except _NO_DERIVATIVE as error:
@@ -126,7 +126,7 @@ def choose_mode(api: str, call: Call) -> Choice:
     return choice(mode, flops=flops, why="XLA counts fewer operations")
 
 
-def _one_of(x: Any) -> jax.ShapeDtypeStruct:
+def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *jnp.shape(x)), jnp.result_type(x))
 
 

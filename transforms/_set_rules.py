@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ._jaxpr import aval, evaluate
+from ._jaxpr import ELEMENTWISE, aval, evaluate
 from ._set_windows import convolved, scattered_from_windows, windowed
 from ._sets import PAIRS, everything, grouped, is_set, known, matrix_at, picked, places_of, stacked, united
 
@@ -26,7 +26,7 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     name = eqn.primitive.name
     if name in _MOVES:
         return _moved(eqn, values)
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return [_elementwise(eqn, values)]
     if name not in _RULES:
         return everything(eqn, values) if name in _OPAQUE else None
@@ -82,7 +82,7 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         indices = [known(value) for value in where]
         if any(index is None for index in indices):
             if name == "dynamic_update_slice":
-                update = [x for x in everything(eqn, [values[1]])] if is_set(values[1]) else []
+                update = everything(eqn, [values[1]]) if is_set(values[1]) else []
                 return [united([values[0], *update])]
             return everything(eqn, values)
         fill = {"fill_value": -1} if name == "gather" else {}
@@ -115,13 +115,6 @@ _MOVES = {
 
 
 # ---- Operations number by number
-
-_ELEMENTWISE = frozenset(
-    """
-    abs add add_any and complex conj convert_element_type cos div exp imag integer_pow log max min mul neg not or pow
-    real reduce_precision shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh xor
-    """.split()  # noqa: SIM905 (words read better)
-)
 
 
 def _spread(value: Any, x: Any, eqn: JaxprEqn) -> Any:

@@ -141,7 +141,7 @@ def asdex(api: str) -> Any:
     return asdex
 
 
-def given_pattern(api: str, sparsity: Any, nest: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Pattern:
+def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs: list[Any]) -> Pattern:
     """The pattern that a caller gave, in whichever form.
 
     Args:
@@ -151,7 +151,7 @@ def given_pattern(api: str, sparsity: Any, nest: Any, outputs: Sequence[Any], in
       outputs: the arrays of the output, or arrays' shapes.
       inputs: those of the input.
     """
-    starts = [np.cumsum([0, *(math.prod(jnp.shape(x)) for x in arrays)]).tolist() for arrays in (outputs, inputs)]
+    starts = [starts_of(arrays).tolist() for arrays in (outputs, inputs)]
     shape = starts[0][-1], starts[1][-1]
     single = len(outputs) == len(inputs) == 1
     if hasattr(sparsity, "shape") and not single:

@@ -12,7 +12,7 @@ from jax.experimental.jet import jet_rules
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
-from ._arguments import argument_name, check_callable, describe, leaf_name, wrap_like
+from ._arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
 from ._changes import call_with_models, changes
 from ._compat import NeedsValues
 from ._jaxpr import evaluate, interpret
@@ -78,10 +78,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
       Array([12., 48.], dtype=float32)
     """
     check_callable("derivative", fun)
-    if not isinstance(order, int) or isinstance(order, bool):
-        raise TypeError(f"derivative: order must be an int, but got {describe(order)}.")
-    if order < 0:
-        raise ValueError(f"derivative: order must not be negative, but got {order}; 0 gives the function itself.")
+    check_count("derivative", "order", order, 0)
     if order == 0:
         return fun
     owner, function = owner_of(fun)

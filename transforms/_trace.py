@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import Argnums, check_argnums, check_callable, check_count, check_key, wrap_like
+from ._arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
 from ._budget import check_budget, largest_chunk, temporaries
 from ._call import Call
-from ._chunk import check_chunk_size
-from ._dense import by_array, checkpoint, map_slices
+from ._dense import by_array, map_slices
+from ._keys import check_key
 from ._products import gradient_of, seed_of
 
 
@@ -147,7 +147,7 @@ def hutchinson_trace(
     check_callable("hutchinson_trace", fun)
     positions = check_argnums("hutchinson_trace", argnums)
     check_count("hutchinson_trace", "samples", samples, 2)
-    check_chunk_size("hutchinson_trace", chunk_size)
+    check_count("hutchinson_trace", "chunk_size", chunk_size, optional=True)
 
     def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
         check_key("hutchinson_trace", key, "the first argument")
@@ -163,7 +163,7 @@ def hutchinson_trace(
             products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, signs)))
             return [total([s * p for s, p in zip(signs, products, strict=True)])]
 
-        (found,) = map_slices(sample if chunk_size is None else checkpoint(sample), samples, 0, chunk_size)
+        (found,) = map_slices(sample, int(samples), 0, chunk_size)
         call.finish(rest)
         return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
 
@@ -194,7 +194,7 @@ def of_scalar(
     """
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
-    check_chunk_size(api, chunk_size)
+    check_count(api, "chunk_size", chunk_size, optional=True)
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
             def of_unit(k: Any) -> list[Any]:
                 return [entry(basis(k))]
 
-            return map_slices(of_unit if chunk_size is None else checkpoint(of_unit), size, 0, chunk_size)
+            return map_slices(of_unit, size, 0, chunk_size)
 
         found = by_array(inputs, entries, 0, chunk_size)
         return [part.astype(jnp.result_type(x)).reshape(jnp.shape(x)) for (part,), x in zip(found, inputs, strict=True)]

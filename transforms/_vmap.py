@@ -8,20 +8,19 @@ from typing import Any
 
 import jax
 
-from ._arguments import argument_name, check_callable, leaf_name, wrap_like
+from ._arguments import argument_name, check_callable, check_count, leaf_name, wrap_like
 from ._axes import (
     Axes,
     axes_per_argument,
     broadcast_axes,
     check_axes,
-    check_axis_size,
     check_in_axes,
     check_out_axes,
     mapped_size,
 )
 from ._budget import check_budget, largest_chunk, temporaries
 from ._changes import call_with_models, changes
-from ._chunk import check_chunk_size, map_in_chunks
+from ._chunk import map_in_chunks
 from ._model import (
     Parts,
     from_parts,
@@ -103,8 +102,8 @@ def vmap(
     check_callable("vmap", fun)
     in_axes = check_in_axes("vmap", in_axes)
     out_axes = check_axes("vmap", "out_axes", out_axes)
-    axis_size = check_axis_size("vmap", axis_size)
-    check_chunk_size("vmap", chunk_size)
+    check_count("vmap", "axis_size", axis_size, 0, optional=True)
+    check_count("vmap", "chunk_size", chunk_size, optional=True)
     budget = check_budget("vmap", memory_budget, chunk_size)
     if axis_name is not None and (chunk_size is not None or budget is not None):
         raise ValueError(

@@ -139,9 +139,17 @@ def test_calls_without_a_meaning_are_refused(rows: str) -> None:
         ValueError, r"for a batch of \d, `output` is an array of shape \(\) .* the samples must be its axis 0"
     ):
         batch_jacobian(jnp.mean, rows=rows)(BATCH)
+    with refused(TypeError, r"with has_aux=True, fun must return a pair \(output, aux\), but it returned an array of"):
+        batch_jacobian(jnp.sin, has_aux=True, rows=rows)(BATCH)
     with refused(TypeError, r"argument `x` is an array of .* int\d+, but only arrays of real floating point"):
         batch_jacobian(layer, rows=rows)(np.arange(6).reshape(2, 3))
     with refused(ValueError, r"argnums selects argument 2, but the call has 1 positional"):
         batch_jacobian(layer, 2, rows=rows)(BATCH)
     with refused(ValueError, r"axis 0 of argument `x` has size 5, but .* `scale` has size 2"):
         batch_jacobian(layer, rows=rows)(BATCH, W)
+
+
+def test_auxiliary_arrays_without_samples_are_not_cut() -> None:
+    """Of what does not have the sample along axis 0, all but the first row was lost."""
+    with pytest.raises(ValueError, match=r"^batch_jacobian: for a batch of 1, `aux\['w'\]` is an .*, nor return what"):
+        batch_jacobian(lambda x: (jnp.sin(x), {"w": W, "n": 3, "text": "a string"}), has_aux=True)(BATCH)

@@ -257,7 +257,7 @@ def test_tangents_in_whole_numbers_and_truth_values(mode: str, rule: Any, entrie
 
 
 def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:
-    with pytest.warns(UserWarning, match="what comes out of `erf_inv`, `fft` is taken to depend on all that goes in"):
+    with pytest.warns(UserWarning, match="what comes out of `cumprod`, `fft` is taken to depend on all that goes in"):
         jacobian(lambda x: odd(x) + jnp.fft.fft(x).real, sparsity="auto")(X)
 
 
@@ -266,4 +266,4 @@ def odd(x: Any) -> Any:
     return x
 
 
-odd.defjvp(lambda x, t: (x[0], lax.erf_inv(t[0] / 10)))
+odd.defjvp(lambda x, t: (x[0], lax.cumprod(t[0])))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from plurax.ensemble import Ensemble
-from plurax.transforms import grad, value_and_grad, vmap
+from plurax.transforms import grad, value_and_grad, vjp, vmap
 
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 BATCH = np.sin(np.arange(15.0, dtype=np.float32)).reshape(5, 3)
@@ -388,6 +388,15 @@ def test_an_output_that_is_no_real_scalar_is_refused(out: Any, shown: str) -> No
 def test_an_output_without_arrays_is_refused(out: Any, cotangent: Any) -> None:
     with pytest.raises(TypeError, match=r"^grad: fun must return a number or arrays to differentiate, but it returned"):
         grad(lambda x: out, cotangent=cotangent)(X)
+
+
+def test_an_output_of_integers_is_refused() -> None:
+    """With a number for a cotangent it was taken for one whose gradient is zero."""
+    for out, name in ((lambda x: jnp.round(x).astype(int), "output"), (lambda x: (x, x > 0), r"output\[1\]")):
+        with pytest.raises(TypeError, match=f"^grad: `{name}` is an array of .*, but only floating point has deriv"):
+            grad(out, cotangent=1.5)(X)
+        with pytest.raises(TypeError, match=f"^vjp: `{name}` is an array of .*, but only floating point has deriv"):
+            vjp(out, X)[1](1.0)
 
 
 @pytest.mark.parametrize("out", [lambda x: x[0], lambda x: (x, 1, 2), lambda x: {"a": x, "b": 1}])

@@ -378,7 +378,7 @@ def test_modules() -> None:
         (jnp.sin, 1.0, TypeError, r"^derivative: order must be an int, but got 1\.0 of type float\.$"),
         (jnp.sin, True, TypeError, r"^derivative: order must be an int, but got True of type bool\.$"),
         (jnp.sin, None, TypeError, r"^derivative: order must be an int, but got None\.$"),
-        (jnp.sin, -1, ValueError, r"^derivative: order must not be negative, but got -1; 0 gives the function itself"),
+        (jnp.sin, -1, ValueError, r"^derivative: order must be at least 0, but got -1\.$"),
     ],
 )
 def test_orders_are_refused_at_once(fun: Any, order: Any, error: type[Exception], match: str) -> None:
@@ -387,7 +387,7 @@ def test_orders_are_refused_at_once(fun: Any, order: Any, error: type[Exception]
 
 
 def test_order_zero_is_the_function() -> None:
-    assert derivative(jnp.sin, 0) is jnp.sin
+    assert derivative(jnp.sin, 0) is derivative(jnp.sin, np.int64(0)) is jnp.sin
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,12 @@ class Test_the_estimate:
         with pytest.raises(error, match=message):
             hutchinson_trace(*arguments)
 
+    def test_counts_may_be_numpys(self) -> None:
+        estimate = hutchinson_trace(mixed, np.int64(4), (0, 1), chunk_size=np.int32(3))
+        expected = hutchinson_trace(mixed, 4, (0, 1))
+        key = jax.random.key(0)
+        assert_close(estimate(key, X, TREE), expected(key, X, TREE))
+
     @pytest.mark.parametrize("key", [0, np.ones(2), jnp.ones(2, jnp.uint32), jax.random.split(jax.random.key(0))])
     def test_refuses_what_is_no_key(self, key: Any) -> None:
         with pytest.raises(TypeError, match="hutchinson_trace: the first argument must be one key, such as"):

@@ -10,24 +10,25 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+# What `jax.checkpoint` is called in a program, by version.
+REMAT = frozenset({"checkpoint", "remat2"})
 # Operations that only call a program, and where that is among their parameters.
 CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
+    **dict.fromkeys(REMAT, "jaxpr"),
 }
 
 # Operations of which each number of the result depends on the numbers at its place alone.
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
-    cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
-    logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type
+    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le
+    lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905 (words read better)
 )
 
@@ -73,6 +74,12 @@ def at_source(eqn: JaxprEqn) -> AbstractContextManager[None]:
     """Where what is computed bears the named scopes and the source line of an operation."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+
+
+def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
+    """The program that one of the operations in `CALLS` calls, and its constants."""
+    body = eqn.params[CALLS[eqn.primitive.name]]
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -14,6 +14,7 @@ from flax import nnx
 
 from .._arguments import check_callable, describe
 from .._compat import Tracer
+from .._keys import is_key
 from .._model import is_members
 from .._stacking import outline
 from ._places import check_module, named_leaves, with_leaves
@@ -172,11 +173,7 @@ def _kept(api: str, model: Any) -> list[tuple[str, Any]]:
     for name, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (int, float, complex)):
             raise TypeError(f"{api}: `{name}` holds {describe(leaf)}, which is no array; make it a plain attribute.")
-    return [(name, leaf) for name, leaf in leaves.items() if not _is_key(leaf)]
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return [(name, leaf) for name, leaf in leaves.items() if not is_key(leaf)]
 
 
 def _to_host(name: str, leaf: Any) -> np.ndarray:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._arguments import check_key, describe
+from .._arguments import describe
+from .._keys import check_key
 from .._model import dotted, is_members
 from ._kinds import check_rules, holder, rule_for
 from ._parameters import is_parameter

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .._arguments import Argnums, check_argnums, check_callable, describe, wrap_like
+from .._arguments import Argnums, check_argnums, check_callable, check_count, check_number, describe, is_int, wrap_like
 from .._budget import check_budget
-from .._chunk import check_chunk_size
-from .._compat import varying, varying_axes
+from .._compat import Tracer, varying, varying_axes
 from .._vmap import vmap
 from ._backward import Backward, each_gradient
 from ._choice import Choice, choose
@@ -83,7 +81,7 @@ def per_sample_grad(
              [42., 56.]], dtype=float32)
     """
     check = _checked("per_sample_grad", fun, argnums, batch_argnums)
-    check_chunk_size("per_sample_grad", chunk_size)
+    check_count("per_sample_grad", "chunk_size", chunk_size, optional=True)
     check_budget("per_sample_grad", memory_budget, chunk_size)
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
@@ -276,8 +274,10 @@ def clipped_grad(
 
     Raises:
       TypeError, ValueError: as for `per_sample_grad`; a negative clipping norm; `normalize_by` that is not positive; a
-        microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked; in a
-        `jax.shard_map`, a loss that combines its devices; among several devices, convolutions in `cond` or `while`.
+        `dtype` that is not of floating point; a `prng_argnum` that names no argument, one of parameters, or one of
+        examples; a microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked;
+        in a `jax.shard_map`, a loss that combines its devices; among several devices, convolutions in `cond` or
+        `while`.
 
     Cost:
       "auto": 0.8 to 1.6 times the time of `jax.grad` of the batch, and 0.1 to 2.5 times its memory (see the
@@ -300,11 +300,14 @@ def clipped_grad(
     """
     check = _checked("clipped_grad", fun, argnums, batch_argnums)
     check_method("clipped_grad", method)
-    check_chunk_size("clipped_grad", microbatch_size, "microbatch_size")
-    if isinstance(l2_clip_norm, (int, float, np.number)) and not l2_clip_norm >= 0:
-        raise ValueError(f"clipped_grad: l2_clip_norm must not be negative or NaN, but got {l2_clip_norm}.")
-    if not normalize_by > 0:
-        raise ValueError(f"clipped_grad: normalize_by must be positive, but got {normalize_by}.")
+    check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
+    if not isinstance(l2_clip_norm, Tracer):
+        check_number("clipped_grad", "l2_clip_norm", l2_clip_norm, lambda x: x >= 0, "at least 0")
+    check_number("clipped_grad", "normalize_by", normalize_by, lambda x: x > 0, "positive")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"clipped_grad: dtype must be of floating point, such as jnp.float32, but got {dtype!r}.")
+    if prng_argnum is not None and not is_int(prng_argnum):
+        raise TypeError(f"clipped_grad: prng_argnum must be an int or None, but got {describe(prng_argnum)}.")
     if pre_clipping_transform is not None and method not in ("auto", "vmap"):
         raise ValueError(
             f'clipped_grad: pre_clipping_transform needs each gradient, which method="{method}" does not compute; '

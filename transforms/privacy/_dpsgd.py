@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import check_callable, describe, leaf_name
+from .._arguments import check_callable, check_count, check_number, describe, is_int, leaf_name
 from .._call import trainable_of
-from .._chunk import check_chunk_size
 from .._compat import Tracer
+from .._keys import check_key
 from .._model import is_members, models_of, shared_variable, to_parts
 from ._accounting import ACCOUNTANTS, Ledger, calibrate
 from ._clipped import check_method
 from ._noise import privatizer
 from ._sampling import Batch, Batches
-from ._settings import check_count, check_extra, check_number, check_optimizer, checked_strategy
+from ._settings import check_extra, check_optimizer, checked_strategy
 from ._state import DPState
 from ._step import Step, dtype_of_sums, update
 
@@ -118,21 +118,24 @@ class DPSGD:
         check_callable("DPSGD", loss, "loss")
         check_optimizer(optimizer)
         check_method("DPSGD", method)
-        check_chunk_size("DPSGD", microbatch_size, "microbatch_size")
+        check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
         if (noise_multiplier is None) == (target_epsilon is None):
             given = "none of them" if noise_multiplier is None else "both"
             raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
-        check_number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
-        check_number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+        check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+        check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
         if noise_multiplier is not None:
-            check_number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
+            check_number(
+                "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
+            )
         if target_epsilon is not None:
-            check_number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
-        check_count("num_examples", num_examples)
-        check_count("num_steps", num_steps)
+            check_number("DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
+        check_count("DPSGD", "num_examples", num_examples)
+        check_count("DPSGD", "num_steps", num_steps)
         check_number(
+            "DPSGD",
             "expected_batch_size",
             expected_batch_size,
             lambda x: 0 < x <= num_examples,
@@ -185,11 +188,7 @@ class DPSGD:
           TypeError: `key` is none; parameters that are not of real floating point.
           ValueError: there are no parameters; modules that share a variable; method "ghost" of half precision.
         """
-        if not _is_key(key):
-            raise TypeError(
-                f"DPSGD.init: key must be one key, such as jax.random.key(0), but got {describe(key)}; noise from an "
-                "unknown source would be no protection."
-            )
+        check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
         tree = to_parts(model_or_params)
         trainable = trainable_of(tree)
@@ -329,7 +328,7 @@ class DPSGD:
 
         self._check_state("DPSGD.fit", state)
         if epsilon_budget is not None:
-            check_number("epsilon_budget", epsilon_budget, lambda x: x > 0, "positive", "DPSGD.fit")
+            check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
         return fit(
             self,
             state,
@@ -416,7 +415,7 @@ class DPSGD:
         """
         if isinstance(state, DPState):
             ledger, steps, members = state.ledger, int(state.step), state.members
-        elif isinstance(state, (int, np.integer)) and not isinstance(state, bool) and state >= 0 and not together:
+        elif is_int(state) and state >= 0 and not together:
             ledger, steps, members = self.ledger, int(state), None
         else:
             what = "a state" if together else "a state or a number of steps"
@@ -450,10 +449,6 @@ class DPSGD:
                     "steps of one kind; init a new state from state.model, with another key, and add up what both "
                     "spend: DPSGD.event."
                 )
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
 
 
 def _check_trainable(trainable: Any, models: Iterable[Any]) -> None:

@@ -10,6 +10,7 @@ import jax
 from .._call import with_trainable
 from .._changes import call_with_models, changes, with_changes
 from .._grad import scalar_seed
+from .._keys import is_key
 from .._model import Parts, dotted, is_module, is_parts, parts_of, split, with_parts
 
 
@@ -78,7 +79,7 @@ def _with_keys(parts: Parts, key: jax.Array) -> Parts:
     random = _random_state(parts.merge())
 
     def draw(path: Any, x: Any) -> Any:
-        if dotted(path) not in random or not _is_key(x):
+        if dotted(path) not in random or not is_key(x):
             return x
         words = jax.eval_shape(jax.random.key_data, x)
         number = sorted(random).index(dotted(path))
@@ -88,13 +89,9 @@ def _with_keys(parts: Parts, key: jax.Array) -> Parts:
     return Parts(parts.structure, parts.trainable, jax.tree.map_with_path(draw, parts.rest))
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _kept_keys(parts: Parts) -> set[str]:
     """The paths of keys that a model keeps, in variables of whatever kind."""
-    return {dotted(path) for path, x in jax.tree.leaves_with_path(parts.rest) if _is_key(x)}
+    return {dotted(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
 
 
 def _random_state(model: Any) -> set[str]:

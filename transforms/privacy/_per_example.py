@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import count_examples, describe, leaf_name, resolve_argnums
+from .._arguments import argument_name, count_examples, describe, leaf_name, resolve_argnums
 from .._call import Call, arrays_apart
 from .._compat import varying, varying_axes
 from .._grad import scalar_seed
@@ -56,16 +56,23 @@ class PerExample:
         self._batched = resolve_argnums(api, fun, tuple(batch_argnums), args, "batch_argnums")
         self.size = count_examples(api, fun, self._batched, args)
         batch = {i: args[i] for i in self._batched}
-        for path, leaf in jax.tree.leaves_with_path(kwargs):
-            if tuple(getattr(leaf, "shape", ()))[:1] != (self.size,):
-                raise ValueError(
-                    f"{api}: keyword argument `{leaf_name('', path)}` is {describe(leaf)}, but keyword arguments have "
-                    f"the {self.size} examples along axis 0; let fun close over what they share."
-                )
+        for name, value in kwargs.items():
+            for path, leaf in jax.tree.leaves_with_path(value):
+                if tuple(getattr(leaf, "shape", ()))[:1] != (self.size,):
+                    raise ValueError(
+                        f"{api}: keyword argument `{leaf_name(name, path)}` is {describe(leaf)}, but keyword arguments "
+                        f"have the {self.size} examples along axis 0; let fun close over what they share."
+                    )
         keys: Any = ()
+        self._prng: int | None = None
         if prng_argnum is not None:
-            keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[prng_argnum])
-        self._prng = prng_argnum
+            (self._prng,) = resolve_argnums(api, fun, (prng_argnum,), args, "prng_argnum")
+            if self._prng in (*self._call.selected, *self._batched):
+                raise ValueError(
+                    f"{api}: prng_argnum={prng_argnum} names `{argument_name(fun, args, self._prng)}`, which has "
+                    "parameters or examples; name the argument that is a key, or leave prng_argnum out."
+                )
+            keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[self._prng])
         self.examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
         # In a `shard_map`, the gradient of what all devices share is a sum over them, and no norm can be taken of that.
         axes = frozenset[str]().union(*map(varying_axes, [*self.parameters, *self.examples]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import describe, leaf_name
+from .._arguments import describe, is_int, leaf_name
+from .._keys import is_key
 from ._accounting import Ledger
 
 # Where the sizes that batches are padded to stand, in standard deviations above what is expected. The first three hold
@@ -146,7 +147,8 @@ def _check_data(data: Any, num_examples: int) -> None:
         raise ValueError("DPSGD.batches: data holds no arrays, so there are no examples.")
     for path, leaf in leaves:
         name = leaf_name("data", path)
-        if not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.ndim or leaf.dtype.kind in "OSUMm":
+        numbers = isinstance(leaf, (jax.Array, np.ndarray)) and not is_key(leaf) and leaf.dtype.kind not in "OSUMm"
+        if not numbers or not leaf.ndim:
             raise TypeError(
                 f"DPSGD.batches: `{name}` is {describe(leaf)}, but the examples are axis 0 of NumPy or JAX arrays of "
                 "numbers."
@@ -159,8 +161,8 @@ def _check_data(data: Any, num_examples: int) -> None:
 
 
 def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
-    found = tuple(sizes)
-    if not found or any(isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1 for s in found):
+    found = tuple(sizes) if isinstance(sizes, Iterable) else ()
+    if not found or not all(is_int(s) and s >= 1 for s in found):
         raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1, but got {sizes!r}.")
     if any(s % multiple for s in found):
         raise ValueError(f"DPSGD.batches: microbatch_size={multiple} must divide all sizes, but got {sizes!r}.")

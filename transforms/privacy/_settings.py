@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._arguments import describe
@@ -29,21 +26,6 @@ def check_optimizer(optimizer: Any) -> None:
             f"DPSGD: optimizer must be an optax GradientTransformation, such as optax.adam(1e-3) or what "
             f"optax.MultiSteps(...).gradient_transformation() gives, but got {describe(optimizer)}."
         )
-
-
-def check_number(name: str, value: Any, fits: Callable[[float], bool], what: str, api: str = "DPSGD") -> None:
-    scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
-    if isinstance(value, bool) or not (scalar or isinstance(value, (int, float, np.number))):
-        raise TypeError(f"{api}: {name} must be a number, but got {describe(value)}.")
-    if not fits(float(value)):
-        raise ValueError(f"{api}: {name} must be {what}, but got {value}.")
-
-
-def check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"DPSGD: {name} must be an int, but got {describe(value)}.")
-    if value < 1:
-        raise ValueError(f"DPSGD: {name} must be at least 1, but got {value}.")
 
 
 def checked_strategy(strategy: Any) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._compat import scan_counts
-from .._jaxpr import aval, interpret
+from .._jaxpr import REMAT, aval, interpret
 
 
 class Origin(Enum):
@@ -100,8 +100,6 @@ class Plan(NamedTuple):
         return found
 
 
-# What `jax.checkpoint` is called in a program, by version.
-REMAT = ("remat2", "checkpoint")
 # Operations that move the numbers of their operand and change none. A reshape or a transpose is told apart from others
 # of its kind by its parameters.
 _REARRANGING = frozenset(

@@ -16,8 +16,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._compat import scan_counts, varying, varying_axes
-from .._jaxpr import aval, evaluate, interpret
-from ._sites import REMAT, Plan, Site
+from .._jaxpr import REMAT, aval, evaluate, interpret
+from ._sites import Plan, Site
 
 # By the number of the first site of an operation: one array for each of its outputs that has derivatives.
 Taps = dict[int, list[Any]]
@@ -124,11 +124,8 @@ def _of_scan(eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site]
 _INNER = {"jit": _of_jit, "scan": _of_scan} | dict.fromkeys(REMAT, _of_remat)
 
 
-class _Unknown:
-    """What stands for a value that does not come from parameters and constants alone."""
-
-
-_UNKNOWN = _Unknown()
+# A value that does not come from parameters and constants alone.
+_UNKNOWN = object()
 
 
 def operands(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._compat import scan_counts
-from .._jaxpr import CALLS, aval, evaluate, interpret
+from .._jaxpr import CALLS, aval, called, evaluate, interpret
 from ._cost import flops
 from ._hlo import Program
 from ._place import Place
@@ -71,8 +71,7 @@ class Eager:
         scope = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
         source = source_of(eqn) or source
         if name in CALLS:
-            body = eqn.params[CALLS[name]]
-            return self.run(body if hasattr(body, "consts") else ClosedJaxpr(body, ()), values, scope, source)
+            return self.run(ClosedJaxpr(*called(eqn)), values, scope, source)
         if name in _LOOPS:
             return _LOOPS[name](eqn.params, values, lambda body, args: self.run(body, args, scope, source))
         begin = time.perf_counter()

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._compat import scan_counts
-from .._jaxpr import CALLS, ELEMENTWISE, aval, evaluate, interpret
+from .._jaxpr import CALLS, ELEMENTWISE, aval, called, evaluate, interpret
 from ._correspondence import correspondence
 
 # Not entered: the derivative rule would be lost.
@@ -111,9 +111,7 @@ def _visit(nodes: list[Node], scope: Any, eqn: JaxprEqn, values: list[Value]) ->
         source = source.replace(name_stack=scope + source.name_stack)
     name = eqn.primitive.name
     if name in CALLS and name not in _CLOSED:
-        body = eqn.params[CALLS[name]]
-        inner = partial(_visit, nodes, source.name_stack)
-        return interpret(getattr(body, "jaxpr", body), getattr(body, "consts", ()), values, inner, _constant)
+        return interpret(*called(eqn), values, partial(_visit, nodes, source.name_stack), _constant)
     node = Node(eqn.replace(source_info=source), list(values))
     nodes.append(node)
     static = all(x.static for x in values) and not eqn.effects

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._compat import scan_counts
-from .._jaxpr import CALLS, bodies
+from .._jaxpr import CALLS, bodies, called
 from ._scopes import scope_of
 
 Counts = Counter[tuple[str, str]]
@@ -48,8 +48,7 @@ def _inside(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int, counts: C
     """Likewise for what an operation runs; of a custom rule that is the function alone."""
     name = eqn.primitive.name
     if name in CALLS:
-        body = eqn.params[CALLS[name]]
-        body = getattr(body, "jaxpr", body)
+        body, _ = called(eqn)
         # A body that was traced with more arguments than it is called with: all are needed.
         if (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars)):
             return _count(body, wanted, scope, times, counts)

@@ -369,7 +369,6 @@ REFUSED_BY_BOTH: dict[str, Wrong] = {
     "normalize_by negative": wrong(normalize_by=-1),
     "normalize_by None": wrong(normalize_by=None),
     "microbatch_size no int": wrong(microbatch_size=2.0),
-    "prng_argnum out of range": wrong(prng_argnum=3),
     "prng_argnum no key": wrong(noisy, (PARAMS, X, 3), batch_argnums=1, prng_argnum=2),
     "prng_argnum with keys": wrong(noisy, (PARAMS, X, jax.random.split(KEY, 6)), batch_argnums=1, prng_argnum=2),
     "unknown dtype": wrong(dtype="floatish"),
@@ -418,6 +417,7 @@ REFUSED_OTHERWISE: dict[str, tuple[Wrong, type | None, type | None]] = {
     "argnums twice": (wrong(argnums=(0, 0)), TypeError, ValueError),
     "batch_argnums out of range": (wrong(batch_argnums=(1, 5)), IndexError, ValueError),
     "batch_argnums None": (wrong(batch_argnums=None), ValueError, TypeError),
+    "prng_argnum out of range": (wrong(prng_argnum=3), IndexError, ValueError),
     "a batch by keyword": (wrong(args=(PARAMS, X), kwargs={"y": Y}), IndexError, ValueError),
     "a string in the batch": (wrong(args=(PARAMS, X, "abc")), TypeError, ValueError),
     "a keyword that is no array": (
@@ -434,6 +434,7 @@ REFUSED_HERE: dict[str, Wrong] = {
     "the bound NaN": wrong(l2_clip_norm=np.nan),
     "normalize_by NaN": wrong(normalize_by=np.nan),
     "batch_argnums twice": wrong(batch_argnums=(1, 1)),
+    "a dtype of integers": wrong(dtype=jnp.int32),
     "complex parameters": wrong(lambda p, x, y: jnp.abs(jnp.sum(p * x)), (jnp.ones(4) + 1j, X, Y)),
     "padding of integers": wrong(kwargs={"is_padding_example": np.zeros(6, int)}),
 }

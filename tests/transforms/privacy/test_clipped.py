@@ -282,9 +282,14 @@ class Counting(nnx.Module):
             ValueError,
             r"argument 1 is in argnums and in batch_argnums, but parameters have no axis",
         ),
-        ({"l2_clip_norm": -1.0}, ValueError, r"l2_clip_norm must not be negative or NaN, but got -1\.0"),
-        ({"l2_clip_norm": float("nan")}, ValueError, r"l2_clip_norm must not be negative or NaN"),
+        ({"l2_clip_norm": -1.0}, ValueError, r"l2_clip_norm must be at least 0, but got -1\.0"),
+        ({"l2_clip_norm": float("nan")}, ValueError, r"l2_clip_norm must be at least 0, but got nan"),
         ({"normalize_by": 0.0}, ValueError, r"normalize_by must be positive, but got 0\.0"),
+        ({"l2_clip_norm": "1"}, TypeError, r"l2_clip_norm must be a number, but got '1' of type str"),
+        ({"l2_clip_norm": np.ones(2)}, TypeError, r"l2_clip_norm must be a number, but got an array of shape \(2,\)"),
+        ({"normalize_by": None}, TypeError, r"normalize_by must be a number, but got None"),
+        ({"dtype": jnp.int32}, TypeError, r"dtype must be of floating point, such as jnp\.float32, but got .*int32"),
+        ({"prng_argnum": (2,)}, TypeError, r"prng_argnum must be an int or None, but got \(2,\) of type tuple"),
         ({"method": "hooks"}, ValueError, r"method must be one of auto, vmap, ghost, book_keeping, but got 'hooks'"),
         ({"microbatch_size": 0}, ValueError, r"microbatch_size must be at least 1, but got 0"),
         ({"method": "ghost", "dtype": jnp.float32}, ValueError, r'method="ghost" sums in the dtype of the parameters'),
@@ -315,6 +320,15 @@ def test_calls_without_a_meaning_are_refused() -> None:
         of({"w": np.ones((4, 3), int), "b": PARAMS["b"]}, X, Y)
     with refused(TypeError, r"fun must return one real scalar, but it returned an array of shape \(1, 3\)"):
         clipped_grad(lambda p, x: x @ p["w"], l2_clip_norm=1.0)(PARAMS, X)
+    with refused(ValueError, r"prng_argnum selects argument 3, but the call has 3 positional"):
+        clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), prng_argnum=3)(PARAMS, X, Y)
+    for number, name in ((0, "params"), (1, "x"), (-1, "y")):
+        with refused(ValueError, rf"prng_argnum={number} names `{name}`, which has parameters or examples; name the"):
+            clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), prng_argnum=number)(PARAMS, X, Y)
+    with refused(
+        ValueError, r"keyword argument `y` is an array of shape \(5,\) .*, but keyword .* have the 6 examples"
+    ):
+        clipped_grad(loss, l2_clip_norm=1.0)(PARAMS, X, y=Y[:5])
     with refused(ValueError, r"microbatch_size=4 does not divide the batch of 6; pad the batch"):
         clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2), microbatch_size=4)(PARAMS, X, Y)
     with refused(

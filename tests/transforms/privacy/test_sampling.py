@@ -126,6 +126,7 @@ def test_a_batch_without_examples_is_all_padding():
     ("data", "error", "message"),
     [
         ((), ValueError, "data holds no arrays, so there are no examples"),
+        ((jax.random.split(jax.random.key(0), N),), TypeError, r"`data\[0\]` is an array of .* key<fry>, but the"),
         (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, but the examples are axis 0 of NumPy or JAX"),
         ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, but the examples"),
         (np.array(["a"] * N), TypeError, r"`data\[0\]` is an array of shape \(30,\) and dtype <U1, but the examples"),
@@ -151,7 +152,7 @@ def test_sizes_can_be_computed_in_microbatches():
         Batches(np.arange(N), of, N, 50, (1, 2), 0, (7, 15), 7)
 
 
-@pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,)])
+@pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,), 8])
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(ValueError, match=r"^DPSGD.batches: sizes must be ints of at least 1, but got "):
         batches(sizes=sizes)
