@@ -161,7 +161,7 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
         leaves, structure = jax.tree.flatten(args[i])
         expected, other = jax.tree.flatten(infos[k])
         return (
-            structure == other
+            bool(structure == other)
             and all(hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex)) for x in leaves)
             and all(np.shape(x) == info.shape for x, info in zip(leaves, expected, strict=True))
         )
