@@ -61,9 +61,9 @@ def batch_jacobian(
       `(batch, *output, *argument)`, where output and argument are those of one sample.
 
     Raises:
-      TypeError, ValueError: as for `vmap` and `jacobian`; an unknown `rows`; for "independent" an argument of
-        `argnums` that all samples share; with `check`, samples that depend on others, which are named, or arguments
-        that are traced.
+      TypeError, ValueError: as for `vmap` and `jacobian`; an unknown `rows`; an output without the samples along axis
+        0, for "vmap" also an auxiliary array; for "independent" an argument of `argnums` that all samples share; with
+        `check`, samples that depend on others, which are named, or arguments that are traced.
 
     Cost:
       "vmap": a Jacobian for each sample. "independent": one evaluation of the batch, and a derivative of it for each

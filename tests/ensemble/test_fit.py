@@ -378,7 +378,7 @@ class Test_refusals:
         ("options", "error", "match"),
         [
             ({"steps": -1}, ValueError, "steps must be at least 0, but got -1"),
-            ({"steps": 1.5}, TypeError, "steps must be an int, but got 1.5"),
+            ({"steps": 1.5}, TypeError, "steps must be an int or None, but got 1.5"),
             ({"checkpoint_every": 0, "checkpoint_dir": "x"}, ValueError, "checkpoint_every must be at least 1"),
             ({"checkpoint_every": 3}, ValueError, "checkpoint_every needs a checkpoint_dir"),
             ({"checkpoint_keep": 0}, ValueError, "checkpoint_keep must be at least 1"),

@@ -66,7 +66,9 @@ def fit(
     resumed = None if store is None else store.newest(partial(_resume, state))
     history = None
     if resumed is not None and int(resumed[0].step) >= start:
-        state, history = resumed
+        found, history = resumed
+        # One at the step of the state is of the same run, or of another: the state is what was handed in.
+        state = found if int(found.step) > start else state
         if int(state.step) > target:
             raise ValueError(
                 f"DPSGD.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than step "

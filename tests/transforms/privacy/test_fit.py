@@ -173,6 +173,12 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000009", "step_00000012"]
 
 
+def test_a_checkpoint_at_the_step_of_a_state_is_not_taken_in_its_place(tmp_path: Any, dp: DPSGD, state: Any) -> None:
+    fit(dp, state, steps=2, checkpoint_dir=tmp_path)
+    other, _ = fit(dp, dp.init(network(nnx.Rngs(5)), key=jax.random.key(5)), steps=2)
+    assert_same(fit(dp, other, steps=1, checkpoint_dir=tmp_path)[0], fit(dp, other, steps=1)[0])
+
+
 def test_a_state_is_saved_and_loaded_to_the_bit(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     after, _ = fit(dp, state, steps=3)
     dp.save(tmp_path / "a", after)
@@ -254,7 +260,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: An
             ValueError,
             "13 steps after step 0 are more than num_steps=12, for which this DPSGD was made; ask",
         ),
-        ({"steps": 1.5}, TypeError, "steps must be an int, but got 1.5 of type float."),
+        ({"steps": 1.5}, TypeError, "steps must be an int or None, but got 1.5 of type float."),
         ({"steps": -1}, ValueError, "steps must be at least 0, but got -1."),
         ({"history_every": 0}, ValueError, "history_every must be at least 1, but got 0."),
         ({"checkpoint_keep": 0}, ValueError, "checkpoint_keep must be at least 1, but got 0."),
