@@ -158,10 +158,10 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
         name = argument_name(fun, args, i)
         if not all(re.split(r"[.\[]", x, maxsplit=1)[0] == name.partition("[")[0] for x in firsts[k]):
             return False
-        leaves, structure = jax.tree.flatten(args[i])
-        expected, other = jax.tree.flatten(infos[k])
+        leaves, expected = jax.tree.leaves(args[i]), jax.tree.leaves(infos[k])
+        structure: Any = jax.tree.structure(args[i])
         return (
-            bool(structure == other)
+            structure == jax.tree.structure(infos[k])
             and all(hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex)) for x in leaves)
             and all(np.shape(x) == info.shape for x, info in zip(leaves, expected, strict=True))
         )
