@@ -280,8 +280,8 @@ def clipped_grad(
         `while`.
 
     Cost:
-      "auto": 0.8 to 1.6 times the time of `jax.grad` of the batch, and 0.1 to 2.5 times its memory (see the
-      benchmarks). "vmap": memory for batch times parameters.
+      "auto": 0.9 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
+      of the benchmarks. "vmap": memory for batch times parameters.
 
     Rounding:
       A sample is clipped by its norm and what rounding may have taken from it, so that the bound holds where large
