@@ -163,10 +163,14 @@ def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
             place = (sizes[len(sizes) // 2], cells[len(sizes) // 2]["median"])
             lift = 8 if colour == GRAY else -16
             axes[0].annotate(words, place, xytext=(0, lift), textcoords="offset points", ha="center", color=colour)
-    axes[0].set(xscale="log", yscale="log", xlabel="members", ylim=(0.5, 50))
+    axes[0].set(xscale="log", yscale="log", xlabel="members")
+    low, high = axes[0].get_ylim()
+    axes[0].set_ylim(low / 1.6, high * 1.6)  # room for the words
     axes[0].set_title("A training step: ms for each member", loc="left", fontsize=10)
     axes[0].set_xticks(sizes, [str(size) for size in sizes])
-    axes[0].set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+    ticks = [x for power in range(-3, 4) for x in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
+    ticks = [x for x in ticks if low / 1.6 <= x <= high * 1.6]
+    axes[0].set_yticks(ticks, [f"{x:g}" for x in ticks])
     axes[0].minorticks_off()
     for axis, kind in zip(axes[1:], ("MLP", "LeNet5"), strict=True):
         rows = [row for row in rows_of(tables, f"{kind}, 10 members, batch 64: what auto") if row["ms"] is not None]
