@@ -239,31 +239,32 @@ class Ensemble:
         with layout.context():
             return _call(self, list(map(layout.place_shared, arrays)), static, Static.of(in_axes), layout)
 
-    def predict(self, x: Any, *, kind: str = "classification", **kwargs: Any) -> Prediction:
+    def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode, and say how sure they are.
 
         Evaluation mode is `deterministic=True` and `use_running_average=True` in every module that has such an
         attribute.
 
         Args:
-          x: inputs, shared by all members, shape (batch, ...).
+          x: inputs, shape (batch, ...).
           kind: `"classification"` takes the members' outputs as logits (batch, classes); `"regression"` as values
             (batch, ...) or as a pair of means and variances.
-          **kwargs: handed to every member, such as `train=False` for Linen.
+          in_axes: as for a call: None shows every member the same `x`; 0 gives member i slice i of it.
+          **kwargs: handed on as by a call, such as `train=False` for Linen.
 
         Returns:
           A `Prediction`, in float32 where the outputs are of half precision.
 
         Raises:
           TypeError: logits that are not of floating point.
-          ValueError: `kind` is unknown; the outputs have another shape than it asks for; logits of fewer than 2
-            classes; a negative variance.
+          ValueError: as for a call; `kind` is unknown; the outputs have another shape than it asks for; logits of
+            fewer than 2 classes; a negative variance.
 
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
         check_kind(kind)
-        return predict(self._evaluating()(x, **kwargs), kind)
+        return predict(self._evaluating()(x, in_axes=in_axes, **kwargs), kind)
 
     def view(self, **attributes: Any) -> Ensemble:
         """Return an ensemble with static attributes of the members changed, as `nnx.view`.

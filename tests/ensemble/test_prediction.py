@@ -86,6 +86,15 @@ def test_a_module_of_ones_own_is_put_into_evaluation_mode_too():
     np.testing.assert_allclose(ens.predict(x).members[1], jax.nn.softmax(ens[1].dense(x)), rtol=1e-5)
 
 
+def test_members_may_see_inputs_of_their_own():
+    ens = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
+    xs = jnp.arange(40.0).reshape(2, 5, 4) / 10
+    expected = [jax.nn.softmax(member(x)) for member, x in zip(ens, xs, strict=True)]
+    np.testing.assert_allclose(ens.predict(xs, in_axes=0).members, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="number of members"):
+        ens.predict(xs[:1], in_axes=0)
+
+
 def test_it_works_under_jit(logits):
     prediction = jax.jit(lambda ens: ens.predict(0))(constant(logits))
     assert isinstance(prediction, Prediction)
