@@ -56,10 +56,10 @@ class Checkpoint:
         if manifest is None:
             raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
         checkpoint = cls(api, path, manifest)
-        if manifest.get("version") not in (1, _VERSION):
+        if manifest.get("version") != _VERSION:
             raise ValueError(
                 f"{api}: the checkpoint at {path} has version {manifest.get('version')}, but this library reads "
-                f"1 and {_VERSION}."
+                f"{_VERSION}."
             )
         if manifest.pop("checksum", None) != _checksum(manifest):
             raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
@@ -309,8 +309,8 @@ def _is_spread(leaf: Any) -> bool:
 
 
 def _home(manifest: Mapping[str, Any], i: int) -> str:
-    """The directory of a member's arrays; in version 1 there is one."""
-    return f"arrays/{manifest['owners'][i]}" if "owners" in manifest else "arrays"
+    """The directory of a member's arrays."""
+    return f"arrays/{manifest['owners'][i]}"
 
 
 def _name(i: int, part: str, j: int) -> str:

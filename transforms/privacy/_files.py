@@ -22,7 +22,7 @@ def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.n
     """Write a state, with its ledger and its steps, and a history beside it."""
     arrays = _arrays(state)
     parts = {_PART: jax.tree.map(lambda x: x[None], arrays)}
-    about = {"step": int(state.step), "ledger": _plain(state.ledger), "models": state.members}
+    about = {"step": int(state.step), "ledger": _plain(state.ledger)}
     write(api, path, parts, 1, outlines={_PART: outline(arrays)}, about=about, history=history)
 
 
