@@ -103,7 +103,7 @@ def enable_compile_cache(directory: str | os.PathLike[str]) -> CompileCache:
 
     A program is found by what it computes: by its operations, shapes and constants, by the versions of JAX and XLA, and
     by the device. So nothing in there is ever out of date, but every process traces and lowers each program to find it;
-    `aot` does without. Programs with callbacks (`jax.debug.print`) are never kept.
+    `aot` does without. Programs with callbacks (`jax.debug.print`) are kept as of jax 0.11 only.
 
     What is in the directory is code, and JAX runs it: use none that somebody whom you do not trust may write to. It
     grows until you delete it, which you may at any time. Of an entry that is damaged, JAX warns in each process, and

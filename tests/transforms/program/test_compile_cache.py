@@ -79,11 +79,12 @@ def test_hits_and_misses_are_counted(tmp_path):
     assert repr(cache) == f"CompileCache({str(tmp_path)!r}, hits=1, misses=2)"
 
 
-def test_what_has_a_callback_is_a_miss_each_time(tmp_path):
+def test_what_has_a_callback_calls_its_own_kept_or_not(tmp_path):
     with enable_compile_cache(tmp_path) as cache:
-        for _ in range(2):
-            jax.jit(lambda x: jax.pure_callback(np.sin, x, x))(X)
-    assert (cache.hits, cache.misses, entries(tmp_path)) == (0, 2, [])
+        for fun in (np.sin, np.cos):
+            np.testing.assert_allclose(jax.jit(lambda x, fun=fun: jax.pure_callback(fun, x, x))(X), fun(X), rtol=1e-6)
+    kept = jax.__version_info__ >= (0, 11)
+    assert (cache.hits, cache.misses, len(entries(tmp_path))) == ((1, 1, 1) if kept else (0, 2, 0))
 
 
 def test_the_settings_are_set_and_set_back(tmp_path):
