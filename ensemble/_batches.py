@@ -77,7 +77,8 @@ class Batches:
         if draw not in ("all", "bootstrap", "subset"):
             raise ValueError(f'Batches: draw must be "all", "bootstrap" or "subset", but got {draw!r}.')
         if not is_real(fraction) or not 0 < fraction < math.inf:
-            raise ValueError(f"Batches: fraction must be a number above 0, but got {fraction!r}.")
+            raise ValueError(f"Batches: fraction must be a finite number above 0, but got {fraction!r}.")
+        fraction = float(fraction)  # of NumPy's half precision, its product with the count would be rounded
         if fraction > 1 and draw == "subset":
             raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}.")
         if draw == "all" and fraction != 1:

@@ -17,7 +17,6 @@ from ..transforms._checkpoint import Checkpoint, members_of, outline, rebuild, w
 from ..transforms._model import is_model, split
 from ..transforms._processes import Group
 from ._ensemble import Ensemble
-from ._standing import Standing
 from ._state import TrainState
 
 
@@ -168,30 +167,17 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
             "with an Ensemble as like."
         )
     (trainable, rest, opt_state, standing), (structure, size) = like._rows(), like._structure_and_size()
-    likes = {"ensemble": (trainable, rest), "opt_state": opt_state}
+    likes = {"ensemble": (trainable, rest), "opt_state": opt_state, "standing": standing}
     order = {"ensemble": checkpoint.order("ensemble", _outline_members(trainable, rest), size)}
     held = checkpoint.manifest["arrays"]
-    if "standing" in held or standing.hyperparams or standing.schedules:
-        likes["standing"] = standing
     likes |= {part: tree for part, tree in more.items() if part in held}
     for part, tree in likes.items():
         if part != "ensemble":
             order[part] = checkpoint.order(part, outline(tree, drop_axis=True))
     read = _read(checkpoint, likes, order)
-    if "standing" not in read:
-        read["standing"] = _all_train(standing, checkpoint.manifest["step"], size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])
     state = TrainState._of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
     return state, {part: read[part] for part in more if part in read}
-
-
-def _all_train(like: Standing, step: int, size: int) -> Standing:
-    """The standing of members that train, for checkpoints that were written before there was one."""
-
-    def all_of(leaf: Any, value: int) -> Any:
-        return rebuild(leaf, str(leaf.dtype), dict.fromkeys(range(size), np.asarray(value, leaf.dtype)), size)
-
-    return jax.tree.map(lambda x: all_of(x, 0), like)._replace(step=all_of(like.step, step))
 
 
 def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:

@@ -20,6 +20,7 @@ from ..transforms import vmap
 from ..transforms._arguments import check_count, describe, is_int
 from ..transforms._axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ..transforms._compat import Tracer
+from ..transforms._keys import is_key
 from ..transforms._model import Parts, Structure, is_model, is_module, split
 from ..transforms._stacking import Stacking, check_leaves, strong
 from ..transforms._static import Static
@@ -27,6 +28,21 @@ from ._applied import Applied, Rule
 from ._mesh import Layout
 from ._prediction import Prediction, check_kind, predict
 from ._strategy import in_turn
+
+
+class _Ndims(tuple[int, ...]):
+    """How many axes each array has, -1 for what is none, such as an axis or a sharding: a prefix, for any ensemble."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Ndims):
+            return NotImplemented
+        return not all(ndims and -1 not in ndims for ndims in (self, other)) or tuple(self) == tuple(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return 0  # a prefix is equal to all
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,8 +73,8 @@ class Ensemble:
     structure: Structure
     trainable: Any
     rest: Any
-    # How many axes each array has. As a pytree it keeps them: where arrays have others then, somebody has sliced them.
-    _ndims: tuple[int, ...] = field(init=False)
+    # As a pytree it keeps them: where arrays have others then, somebody has sliced them.
+    _ndims: _Ndims = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ndims", self._found_ndims())
@@ -329,17 +345,20 @@ class Ensemble:
         return jax.tree.map(lambda x: x[i], self).__plurax_member__()
 
     def __repr__(self) -> str:
-        if self._found_ndims() != self._ndims or min(self._ndims, default=0) < 1:
+        if not self._is_whole() or min(self._ndims, default=0) < 1:
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
 
-    def _found_ndims(self) -> tuple[int, ...]:
-        return tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest)))
+    def _found_ndims(self) -> _Ndims:
+        return _Ndims(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest)))
+
+    def _is_whole(self) -> bool:
+        return tuple(self._found_ndims()) == tuple(self._ndims)
 
     def _check_whole(self) -> None:
         """Refuse arrays whose axis 0 is not the members."""
-        if self._found_ndims() != self._ndims:
+        if not self._is_whole():
             raise ValueError(
                 "Ensemble: its arrays have other axes than it was made with, so their axis 0 is not the members: "
                 "something that knows no members has sliced or stacked them, as jax.vmap, lax.map and lax.scan do. Map "
@@ -368,7 +387,7 @@ class Ensemble:
         stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
         # Where axis 0 has been mapped away here, it will come back.
         mapped = [of_all - here for of_all, here in zip(self._ndims, self._found_ndims(), strict=True)]
-        object.__setattr__(stacked, "_ndims", tuple(ndim + mapped[0] for ndim in stacked._ndims))
+        object.__setattr__(stacked, "_ndims", _Ndims(ndim + mapped[0] for ndim in stacked._ndims))
         return stacked
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
@@ -384,7 +403,7 @@ def _flatten(ens: Ensemble) -> tuple[Any, Any]:
     return (ens.trainable, ens.rest), (ens.structure, ens._ndims)
 
 
-def _unflatten(static: tuple[Structure, tuple[int, ...]], arrays: Iterable[Any]) -> Ensemble:
+def _unflatten(static: tuple[Structure, _Ndims], arrays: Iterable[Any]) -> Ensemble:
     ens = object.__new__(Ensemble)
     trainable, rest = arrays
     vars(ens).update(structure=static[0], trainable=trainable, rest=rest, _ndims=static[1])
@@ -467,7 +486,7 @@ def _check_any_arrays(api: str, parts: Parts) -> None:
 
 
 def _key(seed: Any, size: int) -> jax.Array:
-    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    if isinstance(seed, jax.Array) and is_key(seed):
         if seed.shape in ((), (size,)):
             return seed
     elif is_int(seed):

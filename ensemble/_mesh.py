@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ..transforms._arguments import describe
 from ..transforms._axes import Axes, broadcast_axes
 from ..transforms._compat import Tracer
+from ..transforms._keys import is_key
 from ..transforms._model import dotted
 
 ENSEMBLE, DATA = "ensemble", "data"
@@ -128,12 +129,11 @@ class Layout:
             return jax.device_put(x, sharding)
         x = x if hasattr(x, "dtype") else jnp.asarray(x)
         # Each process has the whole of it, and hands on what its own devices hold.
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        data = np.asarray(jax.random.key_data(x) if is_key else x)
+        data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
         if more:
             data = np.concatenate([data, *[data[-1:]] * more])
         held = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
-        return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key else held
+        return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key(x) else held
 
     def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> list[P]:
         """For each array of the batch, how it is split."""
@@ -251,7 +251,7 @@ def own_keys(tree: Any) -> Any:
     """
 
     def of_shard(x: Any) -> Any:
-        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.ndim:
+        if not is_key(x) or x.ndim:
             return x
         return jax.random.fold_in(x, lax.axis_index(DATA))
 

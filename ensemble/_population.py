@@ -19,7 +19,7 @@ from ._mesh import Layout
 from ._rows import by_row, chosen, take
 from ._scores import nll
 from ._standing import with_other_keys
-from ._state import TrainState
+from ._state import TrainState, check_state
 
 Members = TypeVar("Members", Ensemble, TrainState)
 
@@ -126,8 +126,7 @@ def exploit(
       >>> source  # both go on with what member 0 was
       Array([0, 0], dtype=int32)
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"exploit: state must be a TrainState, but got {type(state).__name__}.")
+    check_state("exploit", state)
     structure, size = state._structure_and_size()
     check_key("exploit", key)
     if jnp.shape(scores) != (size,):
@@ -137,7 +136,7 @@ def exploit(
     if size < 2:
         raise ValueError("exploit: a population of one has nobody to copy; give an ensemble of at least 2.")
     ranked = _ranked("exploit", scores, mode)
-    count = max(1, int(fraction * size))
+    count = max(1, int(float(fraction) * size))
     to_draw, to_renew, *to_perturb = jax.random.split(key, 2 + len(perturb or {}))
     best = ranked[jax.random.randint(to_draw, (count,), 0, count)]
     source = jnp.arange(size).at[ranked[size - count :]].set(best).astype(jnp.int32)
@@ -334,11 +333,11 @@ def _checked_indices(indices: Any, size: int) -> Any:
         raise ValueError(f"select: indices must have shape (count,), but got {indices.shape}.")
     if isinstance(indices, Tracer):
         return indices
-    known = np.asarray(indices).astype(int)  # in a narrow dtype the number of members could overflow
-    wrong = known[(known < -size) | (known >= size)]
-    if wrong.size:
+    known = np.asarray(indices)
+    wrong = [i for i in known.tolist() if not -size <= i < size]  # as Python's integers, which do not overflow
+    if wrong:
         raise IndexError(f"select: member {wrong[0]} is out of range for an ensemble of {size}.")
-    return known % size
+    return known.astype(int) % size
 
 
 def _check_real(api: str, name: str, x: Any) -> None:

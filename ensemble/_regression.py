@@ -118,7 +118,7 @@ def interval_coverage(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike, 
     """
     if not is_real(level) or not 0 < level < 1:
         raise ValueError(f"interval_coverage: level must be above 0 and below 1, but got {level!r}.")
-    return _coverage(*_check("interval_coverage", mean, variance, targets), level)
+    return _coverage(*_check("interval_coverage", mean, variance, targets), float(level))
 
 
 @jax.jit

@@ -15,6 +15,7 @@ from ..transforms._arguments import describe
 from ..transforms._axes import Axes
 from ..transforms._compat import Tracer
 from ..transforms._jaxpr import CALLS, aval, bodies, called, evaluate, interpret
+from ..transforms._keys import is_key
 from ..transforms._model import dotted
 from ..transforms._model import split as split_model
 from ..transforms._static import Static
@@ -156,7 +157,7 @@ def _first(args: Any, axes: Static) -> Any:
 def _numbers(x: jax.Array) -> np.ndarray:
     """The numbers of an array that every device has."""
     x = x if len(x.sharding.device_set) == 1 else x.addressable_shards[0].data
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def _shortly(x: np.ndarray) -> str:

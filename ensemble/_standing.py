@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..transforms._keys import is_key
+
 
 class Stop(IntEnum):
     """Why a member no longer trains."""
@@ -85,7 +87,7 @@ def with_other_keys(tree: Any, numbers: jax.Array) -> Any:
     """`tree`, stacked arrays of members, with keys into which these numbers of the members are folded."""
 
     def of_leaf(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if not is_key(x):
             return x
         fold: Any = jax.random.fold_in
         for _ in range(x.ndim - 1):

@@ -147,6 +147,7 @@ class Trainer:
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         self._executor = Executor(self._step, self._layout)
         cache = None if tune_cache is None else Path(tune_cache).resolve()
+        chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
         self._choice = Choice(self._executor, strategy, chunk_size, budget, float(tune_seconds), cache)
         self._split: set[Any] = set()
 

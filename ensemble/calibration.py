@@ -290,7 +290,7 @@ def _kth(scores: jax.Array, error: float) -> jax.Array:
     """The k-th smallest along the last axis; NaN where one is."""
     batch = scores.shape[-1]
     # One that exceeds k by no more than rounding is k.
-    k = math.ceil((batch + 1) * (1 - error) - 1e-9)
+    k = math.ceil((batch + 1) * (1 - float(error)) - 1e-9)
     found = jnp.sort(scores, axis=-1)[..., k - 1] if k <= batch else jnp.inf
     return jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, found)
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._compat import Tracer
 from ._jaxpr import aval
+from ._keys import is_key
 
 # A value that does not depend on what is asked about, and is not known.
 UNKNOWN = object()
@@ -53,7 +52,7 @@ def known(value: Any) -> np.ndarray | None:
         value = value.value()
     if value is UNKNOWN or is_set(value) or isinstance(value, Tracer):
         return None
-    if jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key):
+    if is_key(value):
         return None
     return np.asarray(value)
 

@@ -28,6 +28,12 @@ def test_shared_epochs_show_each_example_once():
         np.testing.assert_array_equal(one["y"], again["y"])
 
 
+def test_a_fraction_of_half_precision_is_of_the_exact_count():
+    drawn = Batches(np.arange(100_001), 4, key=KEY, members=1, draw="subset", fraction=np.float16(0.5)).indices
+    assert drawn is not None
+    assert drawn.shape == (1, 50_000)
+
+
 @pytest.mark.parametrize(
     ("draw", "fraction"), [("all", 1.0), ("bootstrap", 1.0), ("bootstrap", 1.7), ("subset", np.float32(0.6))]
 )
@@ -114,8 +120,8 @@ def test_members_train_on_their_own_and_go_on(tmp_path, assert_same):
         ({"draw": "bootstrap"}, ValueError, "is for each member; say how many there are with members="),
         ({"draw": "subset", "members": 2, "fraction": 1.5}, ValueError, "a subset has at most all examples"),
         ({"members": 2, "fraction": 0.5}, ValueError, 'fraction=0.5 needs draw="bootstrap" or "subset"'),
-        ({"fraction": 0}, ValueError, "fraction must be a number above 0, but got 0"),
-        ({"fraction": float("inf")}, ValueError, "fraction must be a number above 0, but got inf"),
+        ({"fraction": 0}, ValueError, "fraction must be a finite number above 0, but got 0"),
+        ({"fraction": float("inf")}, ValueError, "fraction must be a finite number above 0, but got inf"),
         ({"data": 3}, TypeError, "data must be arrays with the examples along axis 0"),
         ({"data": {"x": np.zeros((3, 1)), "y": np.zeros(2)}}, ValueError, "`x` has 3 examples, but `y` has 2"),
     ],

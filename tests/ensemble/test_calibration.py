@@ -170,6 +170,11 @@ class Test_sets:
 
 
 class Test_intervals:
+    def test_an_error_of_half_precision_is_taken_as_it_is(self):
+        y = jnp.arange(70_000.0)  # more than float16 counts
+        radii = [conformal_radius(jnp.zeros(70_000), y, error=error) for error in (np.float16(0.1), 0.0999755859375)]
+        assert float(radii[0]) == float(radii[1]) < 70_000
+
     @pytest.mark.parametrize("scaled", [False, True])
     def test_hold_the_target_as_often_as_promised(self, scaled):
         repeats, batch, new, error = 3000, 49, 20, 0.2

@@ -180,6 +180,27 @@ def test_ensembles_that_are_stacked_are_ensembles_again_where_they_are_mapped(en
     assert found[1] == 3
 
 
+def test_an_ensemble_of_axes_or_of_shardings_is_a_prefix_of_any(square):
+    """Entries for its arrays that are none."""
+    x, axes = jnp.ones((3, 3)), Ensemble(square.structure, 0, None)
+    both = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), square)
+    found = jax.vmap(lambda e: e(x), (axes,))(both)
+    np.testing.assert_allclose(found[1], 2 * found[0], rtol=1e-6)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    there = jax.jit(lambda e: e(x), in_shardings=(Ensemble(square.structure, here, None),))(square)
+    np.testing.assert_allclose(there, square(x), rtol=1e-6)
+    with pytest.raises(ValueError, match="their axis 0 is not the members"):
+        jax.vmap(lambda e: e(x), (axes,))(square)
+
+
+def test_an_ensemble_that_is_built_of_slices_is_refused_and_one_that_is_mapped_is_not(square):
+    x = jnp.ones((3, 3))
+    built = jax.vmap(lambda e: Ensemble(e.structure, e.trainable, e.rest))(square)
+    with pytest.raises(ValueError, match="their axis 0 is not the members"):
+        built(x)
+    np.testing.assert_array_equal(jax.vmap(lambda e: jax.tree.map(jnp.asarray, e))(square)(x), square(x))
+
+
 def test_an_ensemble_is_carried_through_a_loop(ens):
     def step(carried, x):
         return jax.tree.map(lambda a: 2 * a, carried), carried(x)

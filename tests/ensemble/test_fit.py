@@ -346,7 +346,7 @@ def test_the_chunk_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_
             ({"strategy": "vmap"}, ("vmap", 2)),
             ({"chunk_size": 3}, ("vmap", 3)),
             ({"strategy": "loop"}, ("loop", None)),
-            ({"chunk_size": 2}, ("vmap", 2)),
+            ({"chunk_size": np.int64(2)}, ("vmap", 2)),
         )
     ):
         trainer = Trainer(cross_entropy, optax.sgd(0.1), **options)

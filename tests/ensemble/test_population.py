@@ -152,7 +152,7 @@ class Test_exploit:
         alone = Trainer(lambda m, x: jnp.mean(m(x) ** 2), optax.sgd(0.1)).init(Ensemble.create(make, 1, seed=0))
         with pytest.raises(ValueError, match="a population of one has nobody to copy"):
             exploit(alone, jnp.ones(1), key=jax.random.key(0))
-        with pytest.raises(TypeError, match="state must be a TrainState, but got Ensemble"):
+        with pytest.raises(TypeError, match="exploit: state must be a TrainState from Trainer.init, but got Ensemble"):
             exploit(state.ensemble, jnp.ones(2), key=jax.random.key(0))
 
 
@@ -256,6 +256,7 @@ def test_indices_of_a_narrow_dtype_select_among_more_members_than_it_counts():
         ([[1]], ValueError, r"indices must have shape \(count,\), but got \(1, 1\)"),
         ([0, 5], IndexError, "member 5 is out of range for an ensemble of 5"),
         ([-6], IndexError, "member -6 is out of range for an ensemble of 5"),
+        (np.uint64([2**64 - 1]), IndexError, "member 18446744073709551615 is out of range for an ensemble of 5"),
     ],
 )
 def test_select_refuses(trained, indices, error, message):

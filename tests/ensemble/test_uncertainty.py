@@ -115,6 +115,9 @@ class Test_regression:
         expected = ((low <= self.Y) & (high >= self.Y)).mean(axis=-1)
         for number in (level, np.float32(level)):
             np.testing.assert_allclose(metrics.interval_coverage(*self.given(), level=number), expected, rtol=1e-6)
+        # Half of one and this is no number of float16.
+        half = metrics.interval_coverage(np.zeros(2), np.ones(2), np.array([0.0, 50.0]), level=np.float16(0.9995))
+        assert float(half) == 0.5
         with pytest.raises(ValueError, match="level must be above 0 and below 1, but got 1"):
             metrics.interval_coverage(*self.given(), level=1)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import define_prng_impl
 
+from .._keys import is_key
 from ._accounting import Ledger
 
 _THREEFRY = "threefry2x32"
@@ -62,7 +63,7 @@ def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
 
 def _with_impl(x: Any, one: str, other: Any) -> Any:
     """The key `x` with another implementation, if it is of this one."""
-    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or str(jax.random.key_impl(x)) != one:
+    if not is_key(x) or str(jax.random.key_impl(x)) != one:
         return x
     return jax.random.wrap_key_data(jax.random.key_data(x), impl=other)
 

@@ -21,6 +21,7 @@ from jax.tree_util import PyTreeDef
 
 from .._arguments import short
 from .._compat import Jitted, Tracer, jit_settings, node
+from .._keys import is_key
 from .._model import is_model, to_parts
 from ._environment import PACKAGES
 
@@ -110,7 +111,7 @@ def _digest(x: Any) -> str:
     if isinstance(x, jax.Array):
         if not isinstance(x, Tracer) and x.is_deleted():
             return "deleted"
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             x = jax.random.key_data(x)
     return hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
 
