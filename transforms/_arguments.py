@@ -93,13 +93,18 @@ def is_real(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool], what: str) -> None:
-    """Refuse what is no number, or one that does not fit; `what` says in an error which do."""
+def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool], what: str) -> float:
+    """The number `value`, exactly; refused if it is none or does not fit, and `what` says in the error which do.
+
+    As one of Python's, since with NumPy's half precision others would be computed in it.
+    """
     scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
     if not (scalar or is_real(value)):
         raise TypeError(f"{api}: {name} must be a number, but got {describe(value)}.")
-    if not fits(float(value)):
+    number = float(value)
+    if not fits(number):
         raise ValueError(f"{api}: {name} must be {what}, but got {value}.")
+    return number
 
 
 def resolve_argnums(

@@ -10,17 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arguments import (
-    Argnums,
-    check_argnums,
-    check_callable,
-    check_count,
-    check_number,
-    describe,
-    is_int,
-    is_real,
-    wrap_like,
-)
+from .._arguments import Argnums, check_argnums, check_callable, check_count, check_number, describe, is_int, wrap_like
 from .._budget import check_budget
 from .._compat import Tracer, varying, varying_axes
 from .._vmap import vmap
@@ -312,11 +302,8 @@ def clipped_grad(
     check_method("clipped_grad", method)
     check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
     if not isinstance(l2_clip_norm, Tracer):
-        check_number("clipped_grad", "l2_clip_norm", l2_clip_norm, lambda x: x >= 0, "at least 0")
-    check_number("clipped_grad", "normalize_by", normalize_by, lambda x: x > 0, "positive")
-    normalize_by = float(normalize_by)
-    if is_real(l2_clip_norm):
-        l2_clip_norm = float(l2_clip_norm)  # in half precision the bound would be rounded
+        l2_clip_norm = check_number("clipped_grad", "l2_clip_norm", l2_clip_norm, lambda x: x >= 0, "at least 0")
+    normalize_by = check_number("clipped_grad", "normalize_by", normalize_by, lambda x: x > 0, "positive")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"clipped_grad: dtype must be of floating point, such as jnp.float32, but got {dtype!r}.")
     if prng_argnum is not None and not is_int(prng_argnum):

@@ -124,17 +124,21 @@ class DPSGD:
         if (noise_multiplier is None) == (target_epsilon is None):
             given = "none of them" if noise_multiplier is None else "both"
             raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
-        check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
-        check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+        l2_clip_norm = check_number(
+            "DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite"
+        )
+        target_delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
         if noise_multiplier is not None:
-            check_number(
+            noise_multiplier = check_number(
                 "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
             )
         if target_epsilon is not None:
-            check_number("DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
+            target_epsilon = check_number(
+                "DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite"
+            )
         check_count("DPSGD", "num_examples", num_examples)
         check_count("DPSGD", "num_steps", num_steps)
-        check_number(
+        expected_batch_size = check_number(
             "DPSGD",
             "expected_batch_size",
             expected_batch_size,
@@ -142,7 +146,7 @@ class DPSGD:
             f"positive, and at most num_examples={num_examples}",
         )
         strategy = checked_strategy(noise_strategy)
-        probability = float(expected_batch_size) * len(strategy) / num_examples
+        probability = expected_batch_size * len(strategy) / num_examples
         if probability > 1 + 1e-9:
             raise ValueError(
                 f"DPSGD: with {len(strategy)} bands a batch has at most num_examples / {len(strategy)} = "
@@ -160,10 +164,8 @@ class DPSGD:
             rounds = math.ceil(num_steps / len(strategy))
             noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
         assert noise_multiplier is not None
-        self.ledger = Ledger(
-            float(noise_multiplier), probability, float(l2_clip_norm), float(expected_batch_size), strategy
-        )
-        self.target_delta, self.accountant = float(target_delta), accountant
+        self.ledger = Ledger(noise_multiplier, probability, l2_clip_norm, expected_batch_size, strategy)
+        self.target_delta, self.accountant = target_delta, accountant
         self.num_examples, self.num_steps = int(num_examples), int(num_steps)
         self._step = Step(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size)
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
@@ -328,7 +330,7 @@ class DPSGD:
 
         self._check_state("DPSGD.fit", state)
         if epsilon_budget is not None:
-            check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
+            epsilon_budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
         return fit(
             self,
             state,

@@ -345,7 +345,8 @@ def test_calls_without_a_meaning_are_refused() -> None:
 def test_the_sensitivity_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     of = clipped_grad(loss, l2_clip_norm=3.0, normalize_by=2.0)
     assert of.l2_norm_bound == 1.5
-    assert clipped_grad(loss, l2_clip_norm=np.float16(1), normalize_by=np.float16(3)).l2_norm_bound == 1 / 3
+    for one in (np.float16(1), np.array(1, np.float16), jnp.bfloat16(1), jnp.array(1, jnp.bfloat16)):
+        assert float(clipped_grad(loss, l2_clip_norm=one, normalize_by=np.float16(3)).l2_norm_bound) == 1 / 3
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ModuleNotFoundError, match=r"sensitivity needs dp-accounting; install .*plurax\[privacy\]"):
         of.sensitivity()

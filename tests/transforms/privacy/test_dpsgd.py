@@ -657,6 +657,11 @@ def test_a_delta_that_allows_to_publish_someone_warns() -> None:
         make(target_delta=0.1)
 
 
+def test_a_delta_of_half_precision_is_multiplied_as_it_is() -> None:
+    dp = make(target_delta=np.float16(1e-5), num_examples=70_000)  # more than float16 counts: it would warn
+    assert dp.target_delta == float(np.float16(1e-5))
+
+
 @pytest.mark.parametrize("name", ["jax_privacy", "dp_accounting"])
 def test_a_missing_extra_is_named(monkeypatch: Any, name: str) -> None:
     monkeypatch.setattr(_settings, "find_spec", lambda found: None if found == name else object())
