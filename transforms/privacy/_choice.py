@@ -19,10 +19,17 @@ from .._jaxpr import aval, bodies
 from ._program import Program
 from ._rules import norm_cost
 
+_METHODS = ("auto", "vmap", "ghost", "book_keeping")
+
 # Of a CPU; from the shapes of benchmarks/privacy.py and dense layers of 64 to 1024.
 _OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte of memory
 _SMALL, _SMALL_START, _START = 65_536, 25_000, 100_000  # bytes in the time of starting an operation on few, and on many
 _CACHE, _CACHE_OF_GRADIENTS = 16 * 2**20, 10 * 2**20
+
+
+def check_method(api: str, method: Any) -> None:
+    if method not in _METHODS:
+        raise ValueError(f"{api}: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
 
 
 class Choice(NamedTuple):

@@ -1,4 +1,4 @@
-"""Per-sample gradients: each of them, their norms, and the sum of the clipped ones."""
+"""`clipped_grad`: the sum of the clipped gradients of samples."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arguments import Argnums, check_argnums, check_callable, check_count, check_number, describe, is_int, wrap_like
-from .._budget import check_budget
+from .._arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
 from .._compat import Tracer, varying, varying_axes
-from .._vmap import vmap
-from ._backward import Backward, each_gradient
-from ._choice import Choice, choose
+from ._backward import Backward
+from ._choice import Choice, check_method, choose
 from ._gradients import ExampleGradients, Use
-from ._per_example import PerExample
-
-_METHODS = ("auto", "vmap", "ghost", "book_keeping")
+from ._per_example import PerExample, per_example
 
 
 class Aux(NamedTuple):
@@ -34,118 +30,6 @@ class Aux(NamedTuple):
     values: Any
     grad_norms: Any
     aux: Any
-
-
-def per_sample_grad(
-    fun: Callable[..., Any],
-    argnums: Argnums = 0,
-    has_aux: bool = False,
-    *,
-    batch_argnums: Argnums = 1,
-    keep_batch_dim: bool = True,
-    chunk_size: int | None = None,
-    memory_budget: int | str | None = None,
-) -> Callable[..., Any]:
-    """Gradient of a loss at each sample of a batch.
-
-    Args:
-      fun: a loss of parameters and of a batch that returns a real scalar; a function, a bound method or a module.
-      argnums: the parameters, as for `grad`: arrays, pytrees of them, or modules.
-      has_aux: whether `fun` returns `(loss, aux)`; the result is then `(gradients, aux)`.
-      batch_argnums: the arguments that have the samples along axis 0. All others are shared; keyword arguments are
-        split along axis 0 too.
-      keep_batch_dim: whether `fun` gets each sample as a batch of one (else without that axis).
-      chunk_size: how many samples to compute at a time.
-      memory_budget: as for `vmap`.
-
-    Returns:
-      A function of the same arguments that returns the gradients, like the parameters with the samples along axis 0.
-
-    Raises:
-      TypeError: `fun` returns no real scalar; parameters that are not real floating point; argnums of a wrong type.
-      ValueError: argnums empty, negative, out of range or in both places; sizes that differ; a module whose state
-        `fun` changes; options as for `vmap`, also with a convolution where there are several devices.
-
-    Cost:
-      Memory for batch times parameters, which is what it returns. For norms and clipped sums see `per_sample_norm` and
-      `clipped_grad`, which need none of it.
-
-    Source:
-      `torch.func.vmap(torch.func.grad(...))`; PyTorch's tutorial on per-sample gradients.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from plurax.transforms import per_sample_grad
-      >>> per_sample_grad(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
-      Array([[ 6., 12.],
-             [42., 56.]], dtype=float32)
-    """
-    check = _checked("per_sample_grad", fun, argnums, batch_argnums)
-    check_count("per_sample_grad", "chunk_size", chunk_size, optional=True)
-    check_budget("per_sample_grad", memory_budget, chunk_size)
-
-    def gradients(*args: Any, **kwargs: Any) -> Any:
-        of = check(has_aux, keep_batch_dim, None, args, kwargs)
-        if chunk_size is None and memory_budget is None:
-            (_, aux), leaves = each_gradient(of, of.examples)
-        elif jax.device_count() > 1 and of.program.mapped_wrongly():
-            raise ValueError(
-                "per_sample_grad: where there are several devices, XLA computes the mapped derivative of a convolution "
-                "wrongly, so it takes no chunk_size and no memory_budget then; leave them out, and split the batch."
-            )
-        else:
-            each = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
-            leaves, aux = each(of.parameters, of.examples)
-        found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
-        return (found, of.aux(aux)) if has_aux else found
-
-    return wrap_like(fun, "per_sample_grad", gradients)
-
-
-def per_sample_norm(
-    fun: Callable[..., Any],
-    argnums: Argnums = 0,
-    *,
-    batch_argnums: Argnums = 1,
-    keep_batch_dim: bool = True,
-    method: str = "auto",
-) -> Callable[..., jax.Array]:
-    """Norm of a loss's gradient at each sample of a batch.
-
-    Args:
-      fun: as for `per_sample_grad`.
-      argnums: as for `per_sample_grad`; the norm is that over all of them together.
-      batch_argnums: as for `per_sample_grad`.
-      keep_batch_dim: as for `per_sample_grad`.
-      method: as for `clipped_grad`; all but "vmap" are the same here.
-
-    Returns:
-      A function of the same arguments that returns the norms, shape (batch,), of float32 or wider.
-
-    Raises:
-      TypeError, ValueError: as for `per_sample_grad`; an unknown method.
-
-    Cost:
-      About a forward and a backward pass of the batch; no sample's gradient is held where its norm has a shorter form.
-
-    Source:
-      Goodfellow 2015, "Efficient Per-Example Gradient Computations"; Li et al. 2022, "Large Language Models Can Be
-      Strong Differentially Private Learners" (ghost clipping).
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from plurax.transforms import per_sample_norm
-      >>> per_sample_norm(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 1.0]]))
-      Array([5., 1.], dtype=float32)
-    """
-    check = _checked("per_sample_norm", fun, argnums, batch_argnums)
-    check_method("per_sample_norm", method)
-
-    def norms(*args: Any, **kwargs: Any) -> jax.Array:
-        of = check(False, keep_batch_dim, None, args, kwargs)
-        return jnp.sqrt(Backward(of, None if method == "vmap" else of.program, of.examples, method).squares)
-
-    return wrap_like(fun, "per_sample_norm", norms)
 
 
 class Report(NamedTuple):
@@ -298,7 +182,7 @@ def clipped_grad(
       >>> clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
       Array([0.6, 1.3], dtype=float32)
     """
-    check = _checked("clipped_grad", fun, argnums, batch_argnums)
+    check = per_example("clipped_grad", fun, argnums, batch_argnums)
     check_method("clipped_grad", method)
     check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
     if not isinstance(l2_clip_norm, Tracer):
@@ -457,33 +341,3 @@ def _padding(given: Any, size: int) -> jax.Array:
             "booleans."
         )
     return given
-
-
-def check_method(api: str, method: Any) -> None:
-    if method not in _METHODS:
-        raise ValueError(f"{api}: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
-
-
-def _checked(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
-    """Refuse positions that say nothing; from the rest and the arguments of a call to the loss of an example."""
-    check_callable(api, fun)
-    positions = check_argnums(api, argnums)
-    batched = check_argnums(api, batch_argnums, "batch_argnums")
-    if min(*positions, *batched) < 0:
-        raise ValueError(
-            f"{api}: argnums={argnums!r} and batch_argnums={batch_argnums!r} must not be negative; count from the "
-            "first argument."
-        )
-    both = sorted({*positions} & {*batched})
-    if both:
-        raise ValueError(
-            f"{api}: argument {both[0]} is in argnums and in batch_argnums, but parameters have no axis of examples; "
-            "name it in one of them."
-        )
-
-    def of_call(
-        has_aux: bool, keep_batch_dim: bool, prng_argnum: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PerExample:
-        return PerExample(api, fun, positions, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
-
-    return of_call

@@ -20,7 +20,7 @@ from .._compat import Tracer
 from .._keys import check_key
 from .._model import is_members, models_of, shared_variable, to_parts
 from ._accounting import ACCOUNTANTS, Ledger, calibrate
-from ._clipped import check_method
+from ._choice import check_method
 from ._noise import privatizer
 from ._sampling import Batch, Batches
 from ._settings import check_extra, check_optimizer, checked_strategy

@@ -10,11 +10,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arguments import argument_name, count_examples, describe, leaf_name, resolve_argnums
+from .._arguments import (
+    argument_name,
+    check_argnums,
+    check_callable,
+    count_examples,
+    describe,
+    leaf_name,
+    resolve_argnums,
+)
 from .._call import Call, arrays_apart
 from .._compat import varying, varying_axes
 from .._grad import scalar_seed
 from ._program import Program
+
+
+def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
+    """Refuse positions that say nothing; from the rest and the arguments of a call to the loss of an example."""
+    check_callable(api, fun)
+    positions = check_argnums(api, argnums)
+    batched = check_argnums(api, batch_argnums, "batch_argnums")
+    if min(*positions, *batched) < 0:
+        raise ValueError(
+            f"{api}: argnums={argnums!r} and batch_argnums={batch_argnums!r} must not be negative; count from the "
+            "first argument."
+        )
+    both = sorted({*positions} & {*batched})
+    if both:
+        raise ValueError(
+            f"{api}: argument {both[0]} is in argnums and in batch_argnums, but parameters have no axis of examples; "
+            "name it in one of them."
+        )
+
+    def of_call(
+        has_aux: bool, keep_batch_dim: bool, prng_argnum: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PerExample:
+        return PerExample(api, fun, positions, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
+
+    return of_call
 
 
 class PerExample:
