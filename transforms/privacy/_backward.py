@@ -8,10 +8,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._choice import Choice
 from ._gradients import ExampleGradients
 from ._per_example import PerExample
-from ._pieces import Direct, kept
-from ._program import Program
+from ._pieces import Direct
+
+
+def routes(of: PerExample, choice: Choice) -> list[Choice]:
+    """A choice, and what always works: an ordinary gradient of one example after another."""
+    one = Choice("vmap", min(choice.examples, 1), "one example at a time")
+    if choice[:2] == one[:2]:
+        return [choice]
+    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
+        inside = of.program.wrong_inside()
+        if inside:
+            why = (
+                f"among several devices, XLA computes the mapped derivative of a convolution inside of {inside} wrongly"
+            )
+            return [one._replace(why=f"{one.why}: {why}")]
+    return [choice, one]
+
+
+def first_that_traces(routes: Sequence[Choice], compute: Callable[[Choice], Any]) -> tuple[Choice, Any]:
+    """The first of some ways to compute something that JAX can trace, and what it gave.
+
+    What an operation can do is known only by asking it: it may have no rule to be mapped with, or none for a backward
+    pass of which an ordinary gradient needs no part. The last way is the gradient of one example, as `jax.grad` has it.
+    """
+    said = ""
+    for route in routes[:-1]:
+        try:
+            return route._replace(why=route.why + said), compute(route)
+        except jax.errors.JaxRuntimeError:
+            raise
+        except Exception as error:  # of any kind: a rule that is missing raises what its author thought of
+            first = f"{type(error).__name__}: {error}".splitlines()[0]
+            said = f'{said}; method="{route.method}" cannot do it ({first})'
+    return routes[-1]._replace(why=routes[-1].why + said), compute(routes[-1])
 
 
 class Backward:
@@ -19,11 +52,10 @@ class Backward:
 
     Args:
       of: the loss.
-      program: the same, traced; None to hold each example's gradient.
       examples: the examples, along axis 0 of each array.
-      method: "ghost" for a second pass that sums; anything else for one pass.
+      method: "vmap" to hold each example's gradient, "ghost" for a second pass that sums, anything else for one pass.
       spmd_axis_name: as for `jax.vmap`.
-      transform: what becomes of each example's gradients before they are clipped; only without a program.
+      transform: what becomes of each example's gradients before they are clipped; only for "vmap".
 
     Attributes:
       values: the loss of each example.
@@ -34,25 +66,22 @@ class Backward:
     def __init__(
         self,
         of: PerExample,
-        program: Program | None,
         examples: Sequence[Any],
         method: str,
         spmd_axis_name: str | None = None,
         transform: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
-        self._parameters = of.parameters
-        self._held = program is None
-        if program is None:
+        self._found = None if method == "vmap" else ExampleGradients(of.program, self._examples, spmd_axis_name)
+        if self._found is None:
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
             self.squares = _squares(self._each)
             clipped = self.squares
             if transform is not None:
-                self._each = jax.vmap(transform)(self._each)
+                self._each = _mapped(transform, self._each)
                 clipped = _squares(self._each)
             self._clipped = jnp.sqrt(clipped)
             return
-        self._found = ExampleGradients(program, self._examples, spmd_axis_name)
         self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms
         self._clipped = self._found.upper_norms(twice=method == "ghost")
 
@@ -61,22 +90,26 @@ class Backward:
         return jnp.maximum(self._clipped, float(jnp.finfo(self._clipped.dtype).tiny) ** 0.4)
 
     def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
-        """The sum over the examples of `weights` times the gradient; examples of weight zero are left out."""
-        if self._held:
+        """The sum over the examples of `weights` times the gradient, in `dtype` or wider.
+
+        Examples of weight zero are left out, whatever they hold.
+        """
+        if self._found is None:
             return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
-        if self._method != "ghost":
-            return self._found.weighted_sum(weights, dtype)
+        found = self._found
+        if self._method == "ghost":
+            # The same once more, so that nothing of the first pass is kept until the weights are known. (A second pass
+            # through the weighted losses would let examples of weight zero in: 0 * inf is NaN.)
+            found = ExampleGradients(self._of.program, self._behind(weights), self._spmd)
+        return found.weighted_sum(weights, dtype)
 
-        def weighted_loss(parameters: list[Any]) -> Any:
-            mapped = jax.vmap(self._of.loss, (None, 0), spmd_axis_name=self._spmd)
-            losses = kept(mapped(parameters, self._kept_examples(weights))[0], weights)
-            return jnp.sum(losses * weights.astype(losses.dtype))
+    def _behind(self, weights: jax.Array) -> list[Any]:
+        """The examples, in a form in which XLA does not see that they are those of the first pass.
 
-        return jax.grad(weighted_loss)(self._parameters)
-
-    def _kept_examples(self, weights: jax.Array) -> list[Any]:
-        """The examples, with those of weight zero, which may hold NaN, replaced by zeros."""
-        return [kept(x, weights) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in self._examples]
+        It would merge both passes into one. `lax.optimization_barrier` does not keep it from that on a CPU.
+        """
+        unchanged = ~(weights < 0)  # for each of them
+        return [jnp.where(unchanged.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1]) for x in self._examples]
 
 
 def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str | None = None) -> Any:
@@ -89,6 +122,13 @@ def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str |
         found = ExampleGradients(of.program, examples, spmd_axis_name)
         return (found.values, found.aux), found.each()
     return jax.vmap(each, (None, 0), spmd_axis_name=spmd_axis_name)(of.parameters, list(examples))
+
+
+def _mapped(transform: Callable[[list[Any]], Any], each: list[jax.Array]) -> Any:
+    """`transform` of each example's gradients; of one alone without an axis of examples, which it need not take."""
+    if each and len(each[0]) == 1:
+        return jax.tree.map(lambda x: x[None], transform([x[0] for x in each]))
+    return jax.vmap(transform)(each)
 
 
 def _squares(gradients: Any) -> jax.Array:

@@ -12,10 +12,11 @@ from jax import lax
 
 from .._arguments import Argnums, check_count, check_number, describe, is_int, wrap_like
 from .._compat import Tracer, varying, varying_axes
-from ._backward import Backward
+from ._backward import Backward, first_that_traces, routes
 from ._choice import Choice, check_method, choose
-from ._gradients import ExampleGradients, Use
+from ._gradients import ExampleGradients, Use, held_uses
 from ._per_example import PerExample, per_example
+from ._pieces import wide
 
 
 class Aux(NamedTuple):
@@ -143,12 +144,15 @@ def clipped_grad(
         so the method is "vmap".
       microbatch_size: how many samples to compute at a time, at most; it divides the batch.
       nan_safe: whether samples whose norm is not finite contribute zero; False lets NaN through.
-      dtype: the dtype of the sum; None for that of the parameters, which it must be for "ghost".
+      dtype: the dtype of the sum; None for that of the parameters. Gradients are added up in float32 or wider, and the
+        sum is rounded to it once, at the end. Of complex parameters it is the dtype of the real parts.
       prng_argnum: an argument that is a key, which is split, one for each sample.
       spmd_axis_name: as for `jax.vmap`.
       method: "vmap" holds each sample's gradient; "ghost" takes the norms from one backward pass and the sum from
         another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping", or on
-        one CPU one of both for some samples at a time, by what each costs as counted from shapes.
+        one CPU one of both for some samples at a time, by what each costs as counted from shapes. Where an operation
+        allows none of them (one that JAX cannot map over samples, say), `jax.grad` of one sample after another is
+        taken, and `explain` says so.
 
     Returns:
       A function of the same arguments that returns the sum, like the parameters; with `has_aux`, `return_values` or
@@ -160,8 +164,7 @@ def clipped_grad(
       TypeError, ValueError: as for `per_sample_grad`; a negative clipping norm; `normalize_by` that is not positive; a
         `dtype` that is not of floating point; a `prng_argnum` that names no argument, one of parameters, or one of
         examples; a microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked;
-        in a `jax.shard_map`, a loss that combines its devices; among several devices, convolutions in `cond` or
-        `while`.
+        in a `jax.shard_map`, a loss that combines its devices.
 
     Cost:
       "auto": 0.9 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
@@ -169,8 +172,10 @@ def clipped_grad(
 
     Rounding:
       A sample is clipped by its norm and what rounding may have taken from it, so that the bound holds where large
-      terms cancel each other too; this makes a difference only where they cancel to less than a sixth. "ghost" rounds
-      its second pass anew, for which it can answer only where parameters meet data in products and lookups.
+      terms cancel each other too; this makes a difference only where they cancel to less than a sixth. "ghost" computes
+      gradients a second time, which XLA may round differently; this is bounded where parameters meet data in products
+      and lookups. A sum of half precision is rounded at the end, by up to half a unit in the last place of each number,
+      which the sensitivity does not include: ask for dtype=jnp.float32, as `DPSGD` does, and add the noise to that.
 
     Source:
       Abadi et al. 2016, "Deep Learning with Differential Privacy"; Bu et al. 2023, "Differentially Private Optimization
@@ -197,10 +202,6 @@ def clipped_grad(
             f'clipped_grad: pre_clipping_transform needs each gradient, which method="{method}" does not compute; '
             'leave the method out, or take "vmap".'
         )
-    if dtype is not None and method == "ghost":
-        raise ValueError(
-            'clipped_grad: method="ghost" sums in the dtype of the parameters; leave dtype out, or take "book_keeping".'
-        )
     bare = not isinstance(argnums, (tuple, list))
 
     def transformed(of: PerExample) -> Callable[[list[Any]], Any] | None:
@@ -208,34 +209,42 @@ def clipped_grad(
             return None
         return lambda leaves: pre_clipping_transform(of.gradients(leaves, bare))
 
-    def chosen(of: PerExample) -> Choice:
+    def chosen(of: PerExample) -> list[Choice]:
         most = _group_size(microbatch_size, of.size)
         if pre_clipping_transform is not None:
-            return Choice("vmap", most, "pre_clipping_transform needs each gradient")
+            return routes(of, Choice("vmap", most, "pre_clipping_transform needs each gradient"))
         if of.size == 0:
-            return Choice("vmap", 0, "there are no examples")
+            return [Choice("vmap", 0, "there are no examples")]
         if method == "auto":
-            return choose(of.program, of.size, most, spmd_axis_name)
-        return Choice(method, most, f'it was asked for by method="{method}"')
+            return routes(of, choose(of.program, of.size, most, spmd_axis_name))
+        return routes(of, Choice(method, most, f'it was asked for by method="{method}"'))
 
-    def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
-        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
-        padding = _padding(is_padding_example, of.size)
-        transform, choice = transformed(of), chosen(of)
-        program = None if choice.method == "vmap" else of.program
+    def compute(of: PerExample, padding: jax.Array, choice: Choice) -> tuple[Any, Any]:
+        """The sum, divided, and what there is of each example: its loss, its norm and what the loss returns beside."""
+        transform = transformed(of)
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
-            backward = Backward(of, program, examples, choice.method, spmd_axis_name, transform)
+            backward = Backward(of, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
-            norms_to_clip = backward.norms_to_clip() * _rounding_of(of.parameters)
-            weights = _clip_weights(norms_to_clip, l2_clip_norm, rescale_to_unit_norm, nan_safe)
+            weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
         sums = jax.eval_shape(transform, of.parameters) if transform else of.parameters
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), sums)
-        total, (values, norms, aux) = _in_groups(of_some, of.examples, padding, choice.examples, start)
-        total = jax.tree.map(lambda x: x / normalize_by if normalize_by != 1.0 else x, total)
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
+        total, each = _in_groups(of_some, of.examples, padding, choice.examples, start)
+
+        def finished(x: jax.Array, like: Any) -> jax.Array:
+            asked = jnp.promote_types(dtype, jnp.complex64) if dtype and jnp.iscomplexobj(x) else dtype
+            return (x / normalize_by if normalize_by != 1.0 else x).astype(asked or like.dtype)
+
+        return jax.tree.map(finished, total, sums), each
+
+    def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
+        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
+        padding = _padding(is_padding_example, of.size)
+        _, (total, each) = first_that_traces(chosen(of), lambda choice: compute(of, padding, choice))
+        values, norms, aux = each
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
         if not (has_aux or return_values or return_grad_norms):
             return result
@@ -247,24 +256,27 @@ def clipped_grad(
 
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
         of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
-        _padding(is_padding_example, of.size)
-        choice, uses = chosen(of), []
+        padding = _padding(is_padding_example, of.size)
+        program = of.program
+        choice, _ = first_that_traces(
+            chosen(of),
+            lambda choice: jax.eval_shape(lambda padding: compute(of, padding, choice), padding),
+        )
+        uses: list[Use] = []
 
         def traced(examples: list[Any]) -> None:
-            uses.extend(ExampleGradients(of.program, examples).uses())
+            uses.extend(ExampleGradients(program, examples).uses())
 
-        jax.eval_shape(traced, of.examples)
+        if choice.method == "vmap":
+            uses = held_uses(program, f"each example's gradient is held, {choice.examples} at a time")
+        else:
+            jax.eval_shape(traced, of.examples)
         names = of.names()
-        return Report(*choice, [_said(use, names[use.parameter], choice) for use in uses])
+        return Report(*choice, [use._replace(parameter=names[use.parameter]) for use in uses])
 
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
     beside = has_aux or return_values or return_grad_norms
     return ClippedGrad(wrap_like(fun, "clipped_grad", clipped), bound, beside, explain)
-
-
-def _rounding_of(parameters: Sequence[jax.Array]) -> float:
-    """By how much gradients of half precision may grow when they are scaled: the weights are rounded, and products."""
-    return 1 + 2 * max((float(jnp.finfo(x.dtype).eps) for x in parameters if x.dtype.itemsize < 4), default=0.0)
 
 
 def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:
@@ -322,13 +334,6 @@ def _group_size(microbatch_size: int | None, size: int) -> int:
             "pass is_padding_example."
         )
     return microbatch_size
-
-
-def _said(use: Use, name: str, choice: Choice) -> Use:
-    """A use as `explain` says it."""
-    if choice.method == "vmap":
-        use = use._replace(rule="direct", why=f"each example's gradient is held, {choice.examples} at a time")
-    return use._replace(parameter=name)
 
 
 def _padding(given: Any, size: int) -> jax.Array:

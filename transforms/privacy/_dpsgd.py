@@ -25,7 +25,7 @@ from ._noise import privatizer
 from ._sampling import Batch, Batches
 from ._settings import check_extra, check_optimizer, checked_strategy
 from ._state import DPState
-from ._step import Step, dtype_of_sums, update
+from ._step import Step, update
 
 if TYPE_CHECKING:
     from .._history import History
@@ -188,18 +188,13 @@ class DPSGD:
 
         Raises:
           TypeError: `key` is none; parameters that are not of real floating point.
-          ValueError: there are no parameters; modules that share a variable; method "ghost" of half precision.
+          ValueError: there are no parameters; modules that share a variable.
         """
         check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
         tree = to_parts(model_or_params)
         trainable = trainable_of(tree)
         _check_trainable(trainable, models_of(model_or_params))
-        if self._step.method == "ghost" and dtype_of_sums(trainable) is not None:
-            raise ValueError(
-                'DPSGD.init: method="ghost" sums in the dtype of the parameters, which are of half precision; take '
-                '"auto" or "book_keeping".'
-            )
 
         def states(key: jax.Array, trainable: Any) -> tuple[Any, Any, jax.Array]:
             opt_state = self._step.optimizer.init(trainable)

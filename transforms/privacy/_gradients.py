@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr import aval
-from ._pieces import Direct, Factors, Norms, Piece, Rows, merged, widened
+from ._pieces import Direct, Factors, Norms, Piece, Rows, merged, wide, widened
 from ._program import Program
-from ._rules import has_rule, piece_at
-from ._sites import Site, apart, is_scaled
-from ._taps import operands, run_with_taps, zero_taps
+from ._rules import has_rule, pieces_at
+from ._sites import Site, apart, is_real, is_scaled
+from ._taps import operands, rearranged, run_with_taps, zero_taps
 
 # What the rounding of the terms of a sum may come to, in that of one of them.
 _ROUNDINGS = 8
@@ -82,18 +82,28 @@ class ExampleGradients:
             self._put_together(group)
 
     def _take_pieces(self, records: Any, cotangents: Any) -> dict[int, Piece]:
-        numbers = frozenset(range(len(self._sites)))
-        given = self._operands(self._parameters, numbers)
+        given = self._operands(self._parameters, frozenset(range(len(self._sites))))
         pieces: dict[int, Piece] = {}
-        for n, site in enumerate(self._sites):
-            mates = [(other, given[m]) for m, other in enumerate(self._sites) if other.tap == site.tap and m != n]
-            pieces[n] = piece_at(site, given[n], mates, records[site.tap], cotangents[site.tap], self._spmd)
+        for tap in self._plan.taps():
+            together = [n for n, site in enumerate(self._sites) if site.tap == tap]
+            sites, fixed = [self._sites[n] for n in together], [given[n] for n in together]
+            found = pieces_at(sites, fixed, records[tap], cotangents[tap], self._spmd)
+            pieces |= zip(together, found, strict=True)
         return pieces
 
     def _operands(self, parameters: Sequence[Any], wanted: frozenset[int]) -> dict[int, Any]:
         return operands(
             self._program.closed.jaxpr, self._program.closed.consts, parameters, self._plan, self._sites, wanted
         )
+
+    def _rearranged(self, wanted: Iterable[int], dtype: Any = None) -> tuple[Callable[..., Any], list[jax.Array]]:
+        """The operands of sites with a layout as a linear function of the parameters, and these, widened."""
+        closed, numbers = self._program.closed, frozenset(wanted)
+
+        def operands(parameters: list[Any]) -> dict[int, Any]:
+            return rearranged(closed.jaxpr, closed.consts, parameters, self._plan, self._sites, numbers)
+
+        return operands, [x.astype(wide(x.dtype, dtype)) for x in self._parameters]
 
     def _find_groups(self) -> list[list[int]]:
         """The sites that have parameters in common; those of single numbers are none."""
@@ -144,7 +154,7 @@ class ExampleGradients:
         # Of the norms, by their own dtype; of the sum, by that in which it is taken: most often the same.
         terms, lost = ([self._without_shared()] if self._shared else []), []
         for n in self._shared:
-            squared = sum(jnp.sum(jnp.square(x)) for x in self._direction(n).values())
+            squared = sum(jnp.sum(jnp.square(x)) for x in self._directions[n].values())
             terms.append(jnp.square(self._factor(n)) * squared)
         for group in self._groups:
             for n in group:
@@ -157,7 +167,10 @@ class ExampleGradients:
                     summed = self._norms[n].terms if piece is taken else taken.terms()
                     lost.append(_ROUNDINGS * taken.eps() * self._scaled(n, summed))
         squares = squares + _ROUNDINGS * eps * sum(terms)
-        return jnp.sqrt(jnp.maximum(squares, sum(lost)) if lost else squares)
+        norms = jnp.sqrt(jnp.maximum(squares, sum(lost)) if lost else squares)
+        factors = [piece.eps() for piece in self._pieces.values() if isinstance(piece, Factors)]
+        # A factor times the weight is rounded, and may grow: which is nothing but where it has few digits.
+        return norms * (1 + max(factors) / 2) if factors and max(factors) > eps else norms
 
     @cached_property
     def _norms(self) -> dict[int, Norms]:
@@ -186,9 +199,11 @@ class ExampleGradients:
         layout = self._sites[n].value.layout
         if layout is None or not is_scaled(layout):
             return squares
-        # Backwards, as gradients go: forwards a cast to fewer digits would come after the product.
-        (leaf,) = self._direction(n).values()
-        return squares * jnp.square(leaf).max(initial=0)  # zero where the part is not
+        (leaf,) = self._sites[n].value.leaves
+        operands, parameters = self._rearranged([n])
+        given, pull = jax.vjp(operands, parameters)
+        (factors,) = pull({n: jnp.ones_like(given[n])})
+        return squares * jnp.square(factors[leaf]).max(initial=0)  # zero where the part is not
 
     def _beside(self) -> Any:
         """What the numbers in `self._shared` add to the squared norms, with what they have in common with all else.
@@ -197,27 +212,28 @@ class ExampleGradients:
         """
         total: Any = 0.0
         factors = {n: self._factor(n) for n in self._shared}
-        directions = {n: self._direction(n) for n in self._shared}
-        for n, direction in directions.items():
-            for m, other in directions.items():
+        for n, direction in self._directions.items():
+            for m, other in self._directions.items():
                 common = direction.keys() & other.keys()
                 total += factors[n] * factors[m] * sum(jnp.vdot(direction[i], other[i]) for i in common)
-            rest = frozenset(k for k in self._pieces if k not in directions and self._leaves(k) & direction.keys())
-            chain, leaves = self._chain(direction, rest)
-            _, along = jax.jvp(
-                chain, (leaves,), ([direction[i].astype(x.dtype) for i, x in zip(direction, leaves, strict=True)],)
-            )
+            rest = [k for k in self._pieces if k not in self._directions and self._leaves(k) & direction.keys()]
+            operands, parameters = self._rearranged(rest)
+            along = operands([direction.get(i, jnp.zeros_like(x)) for i, x in enumerate(parameters)])
             inner = [self._pieces[k].inner(along[k]) for k in rest]
             inner += [Direct(self._held[i]).inner(direction[i]) for i in direction.keys() & self._held.keys()]
             total += 2 * factors[n] * sum(inner)
         return total
 
-    def _direction(self, n: int) -> dict[int, jax.Array]:
-        """The gradient of the sum of the operand of a site, for each parameter that it is computed from."""
-        chain, leaves = self._chain(self._sites[n].value.leaves, frozenset([n]))
-        operand, pull = jax.vjp(lambda leaves: chain(leaves)[n], leaves)
-        (gradients,) = pull(jnp.ones_like(operand))
-        return dict(zip(sorted(self._sites[n].value.leaves), map(widened, gradients), strict=True))
+    @cached_property
+    def _directions(self) -> dict[int, dict[int, jax.Array]]:
+        """The gradients of the numbers in `self._shared`, for each parameter that they are computed from."""
+        found = {}
+        for n in self._shared:
+            chain, leaves = self._chain(self._leaves(n), frozenset([n]))
+            operand, pull = jax.vjp(lambda leaves: chain(leaves)[n], leaves)  # noqa: B023 (used at once)
+            (gradients,) = pull(jnp.ones_like(operand))
+            found[n] = dict(zip(sorted(self._leaves(n)), map(widened, gradients), strict=True))
+        return found
 
     def _chain(self, parameters: Iterable[int], wanted: frozenset[int]) -> tuple[Callable[..., Any], list[jax.Array]]:
         """The operands of some sites as a function of some parameters, in their order, and these."""
@@ -283,23 +299,35 @@ class ExampleGradients:
 
         Args:
           weights: shape (batch,).
-          dtype: what to sum in; None for the dtype of the parameters.
+          dtype: what to sum in, if it is wider than the dtypes of the parameters, or float32.
         """
-        parameters = [x if dtype is None else x.astype(dtype) for x in self._parameters]
-        numbers = frozenset(self._pieces)
-        given, pull = jax.vjp(lambda parameters: self._operands(parameters, numbers), parameters)
-        (sums,) = pull(
-            {n: piece.weighted(weights, given[n].dtype).astype(given[n].dtype) for n, piece in self._pieces.items()}
-        )
+        numbers = self._pieces.keys() - set(self._shared)
+        operands, parameters = self._rearranged(numbers, dtype)
+        given, pull = jax.vjp(operands, parameters)
+        (sums,) = pull({n: self._pieces[n].weighted(weights, dtype).astype(given[n].dtype) for n in numbers})
+        for n in self._shared:
+            factor = Direct(self._factor(n)).weighted(weights, dtype)
+            for i, direction in self._directions[n].items():
+                sums[i] += factor * direction
         for i, gradients in self._held.items():
             sums[i] += Direct(gradients).weighted(weights, dtype)
         return sums
 
 
+def held_uses(program: Program, why: str) -> list[Use]:
+    """How each parameter's gradients are taken, where those of each example are held."""
+    return sorted(
+        Use(leaf, "direct", site.eqn.primitive.name, _where(site), why)
+        for site in program.sites
+        for leaf in site.value.leaves
+    )
+
+
 def _is_number(site: Site) -> bool:
-    """Whether the operand is a single number that is computed from parameters."""
-    one = aval(site.eqn.invars[site.operand]).size == 1 and not site.value.stacked
-    return one and site.value.layout is None
+    """Whether the operand is a single number that is computed from parameters, with one gradient but for a factor."""
+    operand = site.eqn.invars[site.operand]
+    one = aval(operand).size == 1 and is_real(operand) and not site.value.stacked
+    return one and site.value.layout is None and site.value.linear
 
 
 def _where(site: Site) -> str:

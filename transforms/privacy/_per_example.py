@@ -84,7 +84,7 @@ class PerExample:
     ) -> None:
         self._api, self._has_aux, self._keep = api, has_aux, keep_batch_dim
         self._call = Call(api, fun, argnums, has_aux, args, kwargs)
-        self._call.check_floating(complex_too=False)
+        self._call.check_floating()
         self.parameters, self._treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, self._call.primals))
         self._batched = resolve_argnums(api, fun, tuple(batch_argnums), args, "batch_argnums")
         self.size = count_examples(api, fun, self._batched, args)
@@ -106,7 +106,8 @@ class PerExample:
                     "parameters or examples; name the argument that is a key, or leave prng_argnum out."
                 )
             keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[self._prng])
-        self.examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
+        examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
+        self.examples = list(map(jnp.asarray, examples))
         # In a `shard_map`, the gradient of what all devices share is a sum over them, and no norm can be taken of that.
         axes = frozenset[str]().union(*map(varying_axes, [*self.parameters, *self.examples]))
         self.parameters = [varying(x, axes) for x in self.parameters]
@@ -136,14 +137,7 @@ class PerExample:
     @cached_property
     def program(self) -> Program:
         """The loss, traced. What it closes over belongs to the trace in which this is first asked for."""
-        found = Program(self.loss, self.parameters, self.examples)
-        inside = found.wrong_inside()
-        if inside and jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-            raise ValueError(
-                f"{self._api}: where there are several devices, XLA computes the mapped derivative of a convolution "
-                f"wrongly, and that inside of {inside} is in no other form; map over the devices with jax.shard_map."
-            )
-        return found
+        return Program(self.loss, self.parameters, self.examples)
 
     def aux(self, arrays: list[Any]) -> Any:
         """What `fun` returned beside the loss, for each example; without the axis of size 1 that `fun` got."""

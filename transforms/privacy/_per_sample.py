@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._arguments import Argnums, check_count, wrap_like
 from .._budget import check_budget
 from .._vmap import vmap
-from ._backward import Backward, each_gradient
-from ._choice import check_method
+from ._backward import Backward, each_gradient, first_that_traces, routes
+from ._choice import Choice, check_method
 from ._per_example import per_example
 
 
@@ -44,7 +45,7 @@ def per_sample_grad(
     Raises:
       TypeError: `fun` returns no real scalar; parameters that are not real floating point; argnums of a wrong type.
       ValueError: argnums empty, negative, out of range or in both places; sizes that differ; a module whose state
-        `fun` changes; options as for `vmap`, also with a convolution where there are several devices.
+        `fun` changes; options as for `vmap`.
 
     Cost:
       Memory for batch times parameters, which is what it returns. For norms and clipped sums see `per_sample_norm` and
@@ -66,16 +67,21 @@ def per_sample_grad(
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
         of = check(has_aux, keep_batch_dim, None, args, kwargs)
-        if chunk_size is None and memory_budget is None:
-            (_, aux), leaves = each_gradient(of, of.examples)
-        elif jax.device_count() > 1 and of.program.mapped_wrongly():
-            raise ValueError(
-                "per_sample_grad: where there are several devices, XLA computes the mapped derivative of a convolution "
-                "wrongly, so it takes no chunk_size and no memory_budget then; leave them out, and split the batch."
-            )
-        else:
-            each = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
-            leaves, aux = each(of.parameters, of.examples)
+        in_chunks = chunk_size is not None or memory_budget is not None
+
+        def each(route: Choice) -> tuple[Any, Any]:
+            if route.examples < of.size:
+                return lax.map(lambda one: jax.grad(of.loss, has_aux=True)(of.parameters, one), of.examples)
+            if not in_chunks:
+                (_, aux), leaves = each_gradient(of, of.examples)
+                return leaves, aux
+            some = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
+            return some(of.parameters, of.examples)
+
+        ways = routes(of, Choice("vmap", of.size, ""))
+        if in_chunks and jax.device_count() > 1 and of.program.mapped_wrongly():
+            ways = ways[-1:]
+        leaves, aux = first_that_traces(ways, each)[1]
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
 
@@ -123,6 +129,14 @@ def per_sample_norm(
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
         of = check(False, keep_batch_dim, None, args, kwargs)
-        return jnp.sqrt(Backward(of, None if method == "vmap" else of.program, of.examples, method).squares)
+        if of.size == 0:
+            return jnp.sqrt(Backward(of, of.examples, "vmap").squares)
+
+        def squares(route: Choice) -> jax.Array:
+            if route.examples == of.size:
+                return Backward(of, of.examples, route.method).squares
+            return lax.map(lambda one: Backward(of, [x[None] for x in one], route.method).squares[0], of.examples)
+
+        return jnp.sqrt(first_that_traces(routes(of, Choice(method, of.size, "")), squares)[1])
 
     return wrap_like(fun, "per_sample_norm", norms)

@@ -74,17 +74,24 @@ class Factors(NamedTuple):
 
     def terms(self) -> jax.Array:
         """The squared norms of the positions' parts of each example's gradient, summed: shape (batch,)."""
-        left, right = (jnp.square(widened(x)).sum(3) for x in (self.left, self.right))
+        left, right = (_magnitudes(widened(x)).sum(3) for x in (self.left, self.right))
         return _products(left, right)
 
     def eps(self) -> float:
         """The rounding of a term that is summed."""
-        return float(jnp.finfo(self.right.dtype).eps)
+        return float(jnp.finfo(self._summed_as()).eps)
+
+    def _summed_as(self) -> Any:
+        """The dtype of the factors of the sum: bfloat16 has the range of float32, and others of fewer digits do not."""
+        dtype = jnp.result_type(self.left, self.right)
+        return dtype if dtype == jnp.bfloat16 else wide(dtype)
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
-        """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
-        left, right = kept(self.left, weights), kept(self.right, weights)
-        right = right * weights[:, None, None, None].astype(right.dtype)
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        summed_as = self._summed_as()
+        left = kept(self.left, weights).astype(summed_as)
+        right = (widened(kept(self.right, weights)) * weights[:, None, None, None]).astype(summed_as)
+        dtype = wide(summed_as, dtype)
         (batch, _, positions, p), d = left.shape, right.shape[3]
         if batch * positions * (p - d) > p * d:  # XLA on CPU transposes the first of the two: the result is smaller
             return self.restore(_product(right, left, dtype).swapaxes(1, 2))
@@ -125,11 +132,11 @@ class Rows(NamedTuple):
 
     def terms(self) -> jax.Array:
         """The squared norms of the rows taken, summed: shape (batch,)."""
-        return jnp.square(widened(self.right)).sum((1, 2, 3))
+        return _magnitudes(widened(self.right)).sum((1, 2, 3))
 
     def eps(self) -> float:
         """The rounding of a term that is summed."""
-        return float(jnp.finfo(self.right.dtype).eps)
+        return float(jnp.finfo(wide(self.right.dtype)).eps)
 
     def cross(self, factors: Factors) -> jax.Array:
         """Twice the inner product with the gradient that `factors` has of the same table: p or d are its rows."""
@@ -140,9 +147,8 @@ class Rows(NamedTuple):
         return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
-        """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
-        right = kept(self.right, weights)
-        right = right.astype(dtype or right.dtype)
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        right = kept(self.right, weights).astype(wide(self.right.dtype, dtype))
         return self.restore(self._table(right * weights[:, None, None, None].astype(right.dtype)))
 
     def _table(self, right: jax.Array) -> jax.Array:
@@ -177,7 +183,7 @@ class Direct(NamedTuple):
 
     def squared_norm(self) -> jax.Array:
         """For each example, in float32 or wider: shape (batch,)."""
-        return jnp.square(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
+        return _magnitudes(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
 
     def norms(self) -> Norms:
         """The squared norm, twice: it is one term."""
@@ -192,11 +198,12 @@ class Direct(NamedTuple):
         return float(jnp.finfo(self.gradients.dtype).eps)
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
-        """The sum over examples of `weights` times the gradient, like the operand, in `dtype`."""
-        gradients = kept(self.gradients, weights)
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        gradients = kept(self.gradients, weights).astype(wide(self.gradients.dtype, dtype))
+        weights = weights.astype(gradients.dtype)
         if len(weights) == 1:  # which XLA would compute as a matrix product
-            return gradients[0].astype(dtype or gradients.dtype) * weights[0].astype(dtype or gradients.dtype)
-        return jnp.tensordot(weights.astype(gradients.dtype), gradients, 1, preferred_element_type=dtype)
+            return gradients[0] * weights[0]
+        return jnp.tensordot(weights, gradients, 1)
 
     def direct(self) -> jax.Array:
         """The gradient of each example: shape (batch, *operand)."""
@@ -310,4 +317,15 @@ def _turned(restore: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], x
 
 def widened(x: jax.Array) -> jax.Array:
     """`x` in float32 or wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide(x.dtype))
+
+
+def wide(dtype: Any, asked: Any = None) -> Any:
+    """The dtype that numbers of `dtype` are summed in: itself, float32 if it has fewer digits, or a wider one asked."""
+    found = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.float32)
+    return found if asked is None or jnp.dtype(asked).itemsize < 4 else jnp.promote_types(found, asked)
+
+
+def _magnitudes(x: jax.Array) -> jax.Array:
+    """The squared magnitudes."""
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)

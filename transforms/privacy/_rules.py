@@ -16,57 +16,53 @@ from ._pieces import Direct, Factors, Piece, Rows
 from ._sites import Site
 
 
-def piece_at(
-    site: Site,
-    operand: jax.Array,
-    mates: list[tuple[Site, jax.Array]],
+def pieces_at(
+    sites: list[Site],
+    operands: list[jax.Array],
     values: list[Any],
     cotangents: list[jax.Array],
     spmd_axis_name: str | None = None,
-) -> Piece:
-    """Each example's gradient of the operand of a site.
+) -> list[Piece]:
+    """Each example's gradients of the operands of an operation that come from parameters alone.
 
     Args:
-      site: the site.
-      operand: its operand, with axes for stacked loops in front.
-      mates: the other sites of its operation and their operands, likewise.
-      values: the other operands, with axes for the examples and for all loops in front; None for those that come from
-        parameters alone.
+      sites: all sites of the operation.
+      operands: their operands, with axes for stacked loops in front.
+      values: the other operands, with axes for the examples and for all loops in front; None for those of the sites.
       cotangents: of each of its outputs, likewise.
       spmd_axis_name: as for `jax.vmap`.
     """
-    rule = _RULES.get((site.eqn.primitive.name, site.operand))
-    found = rule(site, operand, values, cotangents) if rule and not mates else None
-    return found or _by_derivative(site, operand, mates, values, cotangents, spmd_axis_name)
+    if len(sites) == 1:
+        rule = _RULES.get((sites[0].eqn.primitive.name, sites[0].operand))
+        found = rule(sites[0], operands[0], values, cotangents) if rule else None
+        if found is not None:
+            return [found]
+    return _by_derivative(sites, operands, values, cotangents, spmd_axis_name)
 
 
 def _by_derivative(
-    site: Site,
-    operand: jax.Array,
-    mates: list[tuple[Site, jax.Array]],
+    sites: list[Site],
+    operands: list[jax.Array],
     values: list[Any],
     cotangents: list[jax.Array],
     spmd_axis_name: str | None,
-) -> Direct:
+) -> list[Piece]:
     """For any operation: its own derivative, for each example."""
 
-    def outputs(operand: Any, fixed: list[Any], values: list[Any]) -> list[Any]:
+    def outputs(operands: list[Any], values: list[Any]) -> list[Any]:
         filled = list(values)
-        for (mate, _), x in zip(mates, fixed, strict=True):
-            filled[mate.operand] = x
-        filled[site.operand] = operand
-        return [out for out in evaluate(site.eqn, *filled) if jnp.issubdtype(out.dtype, jnp.inexact)]
+        for site, operand in zip(sites, operands, strict=True):
+            filled[site.operand] = operand
+        return [out for out in evaluate(sites[0].eqn, *filled) if jnp.issubdtype(out.dtype, jnp.inexact)]
 
     mapped: Callable[..., Any] = outputs
-    for loop in reversed(site.loops):
-        mine, *others = (0 if loop.number in x.value.stacked else None for x in (site, *(mate for mate, _ in mates)))
-        mapped = jax.vmap(mapped, (mine, others, 0))
-    fixed = [x for _, x in mates]
+    for loop in reversed(sites[0].loops):
+        mapped = jax.vmap(mapped, ([0 if loop.number in site.value.stacked else None for site in sites], 0))
 
     def of_example(values: list[Any], cotangents: list[Any]) -> Any:
-        return jax.vjp(lambda operand: mapped(operand, fixed, values), operand)[1](cotangents)[0]
+        return jax.vjp(lambda operands: mapped(operands, values), operands)[1](cotangents)[0]
 
-    return Direct(jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(values, cotangents))
+    return [Direct(x) for x in jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(values, cotangents)]
 
 
 def _product(site: Site, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Factors:
@@ -182,7 +178,7 @@ def _gather(site: Site, operand: jax.Array, values: list[Any], cotangents: list[
     order = (0, 1, 2, *(axis + 3 for axis in places), *(axis + 3 for axis in numbers.offset_dims))
     right = cotangent.transpose(order).reshape(batch, stack, -1, d)
     index = index.reshape(batch, stack, -1)
-    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+    if params["mode"] != lax.GatherScatterMode.CLIP:  # an index out of range has no gradient, whatever was read
         inside = (index >= 0) & (index < shape[0])
         right = jnp.where(inside[..., None], right, 0)
     index = jnp.clip(index, 0, shape[0] - 1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._compat import scan_counts
-from .._jaxpr import REMAT, aval, interpret
+from .._jaxpr import REMAT, aval, bodies, evaluate, interpret
 
 
 class Origin(Enum):
@@ -32,12 +32,16 @@ class Parameters(NamedTuple):
     Attributes:
       leaves: the parameters that it is computed from.
       layout: how it is a rearrangement of them, or of a part of them, but for a factor: the operations; None where not.
+        Such an operation keeps the norm of a gradient that goes back through it, but for the factor.
       stacked: the loops around it, by number, in each turn of which it is another slice of the parameters.
+      linear: whether real gradients go back through all that it is computed by as through one linear map. A custom
+        backward rule need not be linear.
     """
 
     leaves: frozenset[int]
     layout: tuple[Any, ...] | None
     stacked: frozenset[int]
+    linear: bool
 
 
 class Loop(NamedTuple):
@@ -110,9 +114,16 @@ _REARRANGING = frozenset(
 def find_sites(closed: ClosedJaxpr, parameters: int) -> tuple[Plan, list[Site]]:
     """The sites of a program whose first `parameters` arguments are the parameters, and all others the data."""
     finder = _Finder()
-    args: list[Any] = [Parameters(frozenset([i]), (), frozenset()) for i in range(parameters)]
+    args: list[Any] = []
+    for i, var in enumerate(closed.jaxpr.invars[:parameters]):
+        args.append(Parameters(frozenset([i]), () if is_real(var) else None, frozenset(), is_real(var)))
     args += [Origin.DATA] * (len(closed.jaxpr.invars) - parameters)
     return finder.plan(closed.jaxpr, args, ()), finder.sites
+
+
+def is_real(variable: Any) -> bool:
+    """Whether a variable of a program is of real floating point."""
+    return jnp.issubdtype(aval(variable).dtype, jnp.floating)
 
 
 class _Finder:
@@ -201,7 +212,7 @@ class _Finder:
 
 def _slice_of(value: Parameters, loop: Loop) -> Parameters:
     layout = None if value.layout is None else (*value.layout, ("slice", loop.number))
-    return Parameters(value.leaves, layout, value.stacked | {loop.number})
+    return value._replace(layout=layout, stacked=value.stacked | {loop.number})
 
 
 def _known(operands: Sequence[Any]) -> Origin:
@@ -217,20 +228,53 @@ def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: i
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
     layouts = [value.layout for value in values if value.layout is not None and value.stacked == stacked]
+    linear = all(value.linear for value in values) and not _has_backward_rule(eqn)
     step: Any = None
     if len(layouts) == len(values) == 1:
         step = _moved(eqn) or _scaled(eqn, places[0]) or _part(eqn, output)
     elif len(layouts) == len(values) == len(eqn.invars) and eqn.primitive.name == "concatenate":
         distinct = sum(len(value.leaves) for value in values) == len(leaves)
         if distinct and not any(map(is_scaled, layouts)):
-            return Parameters(leaves, (("concatenate", eqn.params["dimension"], tuple(layouts)),), stacked)
-    return Parameters(leaves, None if step is None else (*layouts[0], step), stacked)
+            return Parameters(leaves, (("concatenate", eqn.params["dimension"], tuple(layouts)),), stacked, linear)
+    return Parameters(leaves, None if step is None else (*layouts[0], step), stacked, linear)
+
+
+def _has_backward_rule(eqn: JaxprEqn) -> bool:
+    """Whether there is a `jax.custom_vjp` in an operation."""
+    inside = (inner for body in bodies(eqn) for inner in body.eqns)
+    return eqn.primitive.name.startswith("custom_vjp") or any(map(_has_backward_rule, inside))
+
+
+def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:
+    """The results of an operation that a layout may have, on wider numbers than those of the program.
+
+    Args:
+      eqn: an operation on parameters and constants.
+      place: the first operand that comes from parameters.
+      values: the operands, of which those from parameters are in their wider dtype.
+
+    Returns:
+      None for any other operation.
+    """
+    if is_cast(eqn):
+        return values if is_real(eqn.outvars[0]) else None
+    if _scaled(eqn, place):
+        values[1 - place] = jnp.asarray(values[1 - place]).astype(values[place].dtype)
+    elif eqn.primitive.name == "concatenate":
+        values = [x.astype(jnp.result_type(*values)) for x in values]
+    elif not (_moved(eqn) or _part(eqn, 0)):
+        return None
+    return evaluate(eqn, *values)
 
 
 def _moved(eqn: JaxprEqn) -> Any:
-    """An operation that moves the numbers of its operand and changes none, or only their sign or dtype."""
+    """An operation that moves the numbers of its operand and changes none, or only their sign or dtype.
+
+    A cast to complex numbers is another: of a gradient that goes back through it the imaginary part is dropped.
+    """
     name = eqn.primitive.name
-    if len(eqn.invars) > 1 or not (name in _REARRANGING or _is_cast(eqn) or _is_reshape(eqn)):
+    known = name in _REARRANGING or is_cast(eqn) or _is_reshape(eqn)
+    if len(eqn.invars) > 1 or not known or not is_real(eqn.outvars[0]):
         return None
     return name, eqn.params["permutation"] if name == "transpose" else str(eqn.params)
 
@@ -280,7 +324,8 @@ def apart(one: Parameters, other: Parameters) -> bool:
     )
 
 
-def _is_cast(eqn: JaxprEqn) -> bool:
+def is_cast(eqn: JaxprEqn) -> bool:
+    """Whether an operation changes the dtype."""
     return eqn.primitive.name == "convert_element_type"
 
 

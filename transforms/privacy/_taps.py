@@ -8,7 +8,7 @@ operation, which are recorded on the way, it gives each example's gradient of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._compat import scan_counts, varying, varying_axes
 from .._jaxpr import REMAT, aval, evaluate, interpret
-from ._sites import Plan, Site
+from ._sites import Plan, Site, rearrange
 
 # By the number of the first site of an operation: one array for each of its outputs that has derivatives.
 Taps = dict[int, list[Any]]
@@ -128,6 +128,12 @@ _INNER = {"jit": _of_jit, "scan": _of_scan} | dict.fromkeys(REMAT, _of_remat)
 _UNKNOWN = object()
 
 
+class _Wide(NamedTuple):
+    """What a rearrangement of the parameters, in their wider dtype, has given."""
+
+    value: jax.Array
+
+
 def operands(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, sites: Sequence[Site], wanted: frozenset[int]
 ) -> dict[int, Any]:
@@ -144,10 +150,21 @@ def operands(
     return _operands(jaxpr, consts, args, plan, sites, wanted)[0]
 
 
+def rearranged(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, sites: Sequence[Site], wanted: frozenset[int]
+) -> dict[int, Any]:
+    """The operands of the sites `wanted`, which have a layout, of numbers that are wider than those of the program.
+
+    A linear function of `args`, in which nothing is rounded to fewer digits on the way; otherwise as `operands`.
+    """
+    found = _operands(jaxpr, consts, [_Wide(x) for x in args], plan, sites, wanted)[0]
+    return {n: x.value for n, x in found.items()}
+
+
 def _operands(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, sites: Sequence[Site], wanted: frozenset[int]
 ) -> tuple[dict[int, Any], list[Any]]:
-    """The same, and the outputs as far as they are known."""
+    """The operands of the sites, and the outputs as far as they are known."""
     found: dict[int, Any] = {}
     steps = iter(plan.steps)
 
@@ -166,7 +183,13 @@ def _operands(
         for n in step or []:
             if n in wanted:
                 found[n] = values[sites[n].operand]
-        return unknown if step or any(value is _UNKNOWN for value in values) else evaluate(eqn, *values)
+        if step or any(value is _UNKNOWN for value in values):
+            return unknown
+        places = [k for k, value in enumerate(values) if isinstance(value, _Wide)]
+        if not places:
+            return evaluate(eqn, *values)
+        moved = rearrange(eqn, places[0], [x.value if isinstance(x, _Wide) else x for x in values])
+        return unknown if moved is None else [_Wide(x) for x in moved]
 
     missing = [_UNKNOWN] * (len(jaxpr.invars) - len(args))
     outputs = interpret(jaxpr, consts, [*args, *missing], visit)
