@@ -106,9 +106,7 @@ class Plan(NamedTuple):
 
 # Operations that move the numbers of their operand and change none. A reshape or a transpose is told apart from others
 # of its kind by its parameters.
-_REARRANGING = frozenset(
-    ["copy", "expand_dims", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"]
-)
+_REARRANGING = frozenset(["copy", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"])
 
 
 def find_sites(closed: ClosedJaxpr, parameters: int) -> tuple[Plan, list[Site]]:

@@ -112,6 +112,11 @@ CASES: dict[str, Case] = {
     "one in a tuple": case(argnums=(0,)),
     "a number": case(scaled, (PARAMS, X, Y, 2.5), argnums=3, **EVERY),
     "the second one": case(data_first, ({"x": X, "rest": [Y]}, PARAMS), argnums=1, batch_argnums=0, **EVERY),
+    "complex ones": case(
+        lambda p, x, y: jnp.abs(jnp.sum(p["c"] * x) + 1j) + jnp.sum(jnp.cos(p["c"]).imag * p["r"]),
+        ({"c": jnp.exp(1j * jnp.arange(4.0)), "r": np.ones(4, np.float32)}, X, Y),
+        **EVERY,
+    ),
     "a leaf of nothing": case(args=({**PARAMS, "n": None, "e": np.ones((0, 2), np.float32)}, X, Y)),
     "parameters without data": case(lambda p, x, y: jnp.sum(p["w"]) * jnp.sum(x), **EVERY),
     "a transform": case(pre_clipping_transform=lambda g: jax.tree.map(jnp.sin, g), microbatch_size=2, **EVERY),
@@ -435,7 +440,6 @@ REFUSED_HERE: dict[str, Wrong] = {
     "normalize_by NaN": wrong(normalize_by=np.nan),
     "batch_argnums twice": wrong(batch_argnums=(1, 1)),
     "a dtype of integers": wrong(dtype=jnp.int32),
-    "complex parameters": wrong(lambda p, x, y: jnp.abs(jnp.sum(p * x)), (jnp.ones(4) + 1j, X, Y)),
     "padding of integers": wrong(kwargs={"is_padding_example": np.zeros(6, int)}),
 }
 REFUSED_THERE: dict[str, Wrong] = {

@@ -292,7 +292,6 @@ class Counting(nnx.Module):
         ({"prng_argnum": (2,)}, TypeError, r"prng_argnum must be an int or None, but got \(2,\) of type tuple"),
         ({"method": "hooks"}, ValueError, r"method must be one of auto, vmap, ghost, book_keeping, but got 'hooks'"),
         ({"microbatch_size": 0}, ValueError, r"microbatch_size must be at least 1, but got 0"),
-        ({"method": "ghost", "dtype": jnp.float32}, ValueError, r'method="ghost" sums in the dtype of the parameters'),
         (
             {"method": "ghost", "pre_clipping_transform": len},
             ValueError,

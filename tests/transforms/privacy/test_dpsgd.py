@@ -297,12 +297,20 @@ def test_half_precision_keeps_the_bound(dtype: Any, method: str) -> None:
     assert 0.95 * CLIP < max(norms) <= CLIP * (1 + 1e-6)
 
 
-def test_ghost_of_half_precision_is_refused() -> None:
+@pytest.mark.parametrize("method", ["ghost", "book_keeping"])
+def test_half_precision_is_summed_in_float32(method: str) -> None:
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
-    with pytest.raises(
-        ValueError, match=r'^DPSGD.init: method="ghost" sums in the dtype of the parameters, which are of'
-    ):
-        make(method="ghost").init(half, key=jax.random.key(0))
+    dp = make(method=method, noise_multiplier=0.0)
+    state = dp.init(half, key=jax.random.key(0))
+    after, _ = jax.jit(dp.step)(state, next(iter(dp.batches((X, Y), state))))
+    assert {x.dtype for x in jax.tree.leaves(after.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert all(bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (after.params, half)), strict=True))
+
+
+def test_complex_parameters_are_refused() -> None:
+    """Noise of a complex normal distribution has half the variance in each part."""
+    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['b'\]` is an array .* complex64, but parameters are"):
+        make().init({**PARAMS, "b": PARAMS["b"] + 0j}, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("bands", [7, 11])
