@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr import aval
-from ._pieces import Direct, Factors, Norms, Piece, Rows, merged, wide, widened
+from ._pieces import Direct, Factors, Norms, Piece, Rows, dtype_of, merged, wide, widened
 from ._program import Program
 from ._rules import has_rule, pieces_at
 from ._sites import Site, apart, is_real, is_scaled
@@ -168,9 +168,11 @@ class ExampleGradients:
                     lost.append(_ROUNDINGS * taken.eps() * self._scaled(n, summed))
         squares = squares + _ROUNDINGS * eps * sum(terms)
         norms = jnp.sqrt(jnp.maximum(squares, sum(lost)) if lost else squares)
-        factors = [piece.eps() for piece in self._pieces.values() if isinstance(piece, Factors)]
-        # A factor times the weight is rounded, and may grow: which is nothing but where it has few digits.
-        return norms * (1 + max(factors) / 2) if factors and max(factors) > eps else norms
+        # A factor of bfloat16 times the weight is rounded, and may grow. Of what is computed twice, XLA may leave out
+        # other roundings to half precision each time.
+        grown = [piece.eps() / 2 for piece in self._pieces.values() if isinstance(piece, Factors)]
+        grown += [2 * float(jnp.finfo(dtype_of(piece)).eps) for piece in self._taken.values() if twice]
+        return norms * (1 + max(grown)) if grown and max(grown) > 4 * eps else norms
 
     @cached_property
     def _norms(self) -> dict[int, Norms]:

@@ -89,7 +89,7 @@ class Factors(NamedTuple):
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
         summed_as = self._summed_as()
-        left = kept(self.left, weights).astype(summed_as)
+        left = widened(kept(self.left, weights)).astype(summed_as)
         right = (widened(kept(self.right, weights)) * weights[:, None, None, None]).astype(summed_as)
         dtype = wide(summed_as, dtype)
         (batch, _, positions, p), d = left.shape, right.shape[3]
@@ -148,7 +148,7 @@ class Rows(NamedTuple):
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
-        right = kept(self.right, weights).astype(wide(self.right.dtype, dtype))
+        right = widened(kept(self.right, weights)).astype(wide(self.right.dtype, dtype))
         return self.restore(self._table(right * weights[:, None, None, None].astype(right.dtype)))
 
     def _table(self, right: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ class Direct(NamedTuple):
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
-        gradients = kept(self.gradients, weights).astype(wide(self.gradients.dtype, dtype))
+        gradients = widened(kept(self.gradients, weights)).astype(wide(self.gradients.dtype, dtype))
         weights = weights.astype(gradients.dtype)
         if len(weights) == 1:  # which XLA would compute as a matrix product
             return gradients[0] * weights[0]
@@ -215,6 +215,11 @@ class Direct(NamedTuple):
 
 
 Piece = Factors | Rows | Direct
+
+
+def dtype_of(piece: Piece) -> Any:
+    """The dtype in which the gradients of a piece were computed."""
+    return (piece.gradients if isinstance(piece, Direct) else piece.right).dtype
 
 
 def merged(pieces: list[tuple[int, Site, Piece]]) -> dict[int, Piece] | None:
@@ -316,8 +321,15 @@ def _turned(restore: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], x
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """`x` in float32 or wider."""
-    return x.astype(wide(x.dtype))
+    """`x` in float32 or wider.
+
+    XLA leaves out a rounding to bfloat16 and back where it likes (`xla_allow_excess_precision`): of one gradient, its
+    norm and its part of a sum could then be of different numbers. It does not leave out `reduce_precision`.
+    """
+    if x.dtype.itemsize >= 4:
+        return x
+    digits = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x.astype(jnp.float32), digits.nexp, digits.nmant)
 
 
 def wide(dtype: Any, asked: Any = None) -> Any:

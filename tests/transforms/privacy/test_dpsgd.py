@@ -303,8 +303,8 @@ def test_half_precision_is_summed_in_float32(method: str) -> None:
     dp = make(method=method, noise_multiplier=0.0)
     state = dp.init(half, key=jax.random.key(0))
     after, _ = jax.jit(dp.step)(state, next(iter(dp.batches((X, Y), state))))
-    assert {x.dtype for x in jax.tree.leaves(after.params)} == {jnp.dtype(jnp.bfloat16)}
-    assert all(bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (after.params, half)), strict=True))
+    assert {x.dtype for x in jax.tree.leaves(after.model)} == {jnp.dtype(jnp.bfloat16)}
+    assert all(bool((a != b).any()) for a, b in zip(*map(jax.tree.leaves, (after.model, half)), strict=True))
 
 
 def test_complex_parameters_are_refused() -> None:

@@ -1,0 +1,196 @@
+"""Operations in which a gradient goes another way than one expects: every method gives what `jax.grad` of each does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.scipy.sparse.linalg import cg
+
+from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm
+
+METHODS = ("auto", "vmap", "ghost", "book_keeping")
+X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+Q = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+# In range, at the end, beyond both ends by little and by much.
+PLACES = np.array([[0], [2], [-1], [-4], [3], [100]])
+ZEROS = X * np.float32([[1], [0], [1], [np.nan], [np.inf]])
+
+
+def spun(x: Any) -> Any:
+    """`x` with imaginary parts."""
+    return x[0] * jnp.exp(1j * x[0])
+
+
+def square(q: Any) -> Any:
+    return q @ q.T + 3 * jnp.eye(3)
+
+
+@jax.custom_vjp
+def clipping(x: Any) -> Any:
+    return x
+
+
+clipping.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def scaled_by_one_and(params: Any, x: Any) -> Any:
+    """The normalisation of a Gemma: its scale is an operation of parameters and constants."""
+    hidden = x[0] @ params["w"]
+    hidden = hidden * lax.rsqrt(jnp.mean(hidden**2) + 1e-6) * (1 + params["scale"])
+    return jnp.sum(hidden.astype(jnp.float32) ** 2 * jnp.arange(4))
+
+
+def tied(table: Any, tokens: Any) -> Any:
+    """Tokens in, and logits of the same tokens out."""
+    hidden = table[tokens[0]].sum(0)
+    return jnp.sum(jnp.sin((table @ hidden).astype(jnp.float32)))
+
+
+def half(dtype: Any) -> Any:
+    return {"w": jnp.asarray(Q, dtype), "scale": jnp.asarray([0.1, -0.2, 0.3, 0.5], dtype)}
+
+
+def reading(mode: str) -> Any:
+    return lambda q, i: jnp.sum(q.at[i[0]].get(mode=mode, fill_value=0) * jnp.arange(1.0, 5.0))
+
+
+def reading_numbers(mode: str) -> Any:
+    return lambda q, i: jnp.sum(3 * q.at[i[0], i[0] - 1].get(mode=mode, fill_value=0))
+
+
+def writing(mode: str) -> Any:
+    return lambda q, i: jnp.sum(jnp.sin(jnp.ones((3, 4)).at[i[0]].add(q[1] * i[0, 0], mode=mode)) * q)
+
+
+OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
+    # Complex numbers on the way from real parameters.
+    "a cast": (lambda q, x: jnp.real(spun(x) @ q.astype(complex)).sum(), Q, X),
+    "a sum with 0j": (lambda q, x: jnp.imag(spun(x) @ (q + 0j)).sum(), Q, X),
+    "parts": (lambda q, x: jnp.abs(spun(x) @ lax.complex(q, 2 * q) + 1j).sum(), Q, X),
+    "a number": (lambda q, x: jnp.real(spun(x).sum() * (q[0, 0] + 1j * q[0, 1]) ** 2), Q, X),
+    "a cast of a number": (lambda q, x: jnp.real(spun(x).sum() * q[0, 0].astype(complex)), Q, X),
+    "a spectrum": (lambda q, x: jnp.abs(jnp.fft.fft(q) * spun(x)[:, None]).sum(), Q, X),
+    "complex parameters": (lambda q, x: jnp.abs(x[0] @ q + 1j).sum() + jnp.sum(q.imag), Q * (1 + 2j), X),
+    "a complex scale": (
+        lambda q, x: jnp.abs(x[0] * q["c"] + q["r"]).sum(),
+        {"c": 1 + 2j * jnp.ones(()), "r": Q[0, :3]},
+        X,
+    ),
+    # Indices out of range.
+    **{f"read, {mode}": (reading(mode), Q, PLACES) for mode in ("fill", "clip", "promise_in_bounds")},
+    **{f"read two, {mode}": (reading_numbers(mode), Q, PLACES) for mode in ("fill", "clip", "promise_in_bounds")},
+    **{f"write, {mode}": (writing(mode), Q, PLACES) for mode in ("drop", "clip", "promise_in_bounds")},
+    "one row": (lambda q, i: jnp.sum(q[i[0, 0]] * jnp.arange(1.0, 5.0)), Q, PLACES),
+    "one number": (lambda q, i: 3 * q[i[0, 0], i[0, 0]], Q, PLACES),
+    "rows of a stack": (lambda q, i: jnp.sum(jnp.stack([q, 2 * q])[:, i[0]] ** 2), Q, PLACES),
+    # Gradients that are not finite at zeros, and examples that hold such.
+    "a norm": (lambda q, x: 2 * jnp.linalg.norm(x[0] @ q), Q, ZEROS),
+    "a logarithm": (lambda q, x: jnp.log(jnp.abs(x[0] @ q)).sum(), Q, ZEROS),
+    "a quotient": (lambda q, x: (1 / (x[0] @ q)).sum(), Q, ZEROS),
+    "an overflow": (
+        lambda q, x: (1 + jnp.exp(100 * (1 - jnp.abs(x[0]).sum()))) * jnp.sin(x[0] @ q).sum(),
+        Q,
+        ZEROS,
+    ),
+    # Half precision, with operations of parameters and constants alone.
+    "a scale of float16": (scaled_by_one_and, half(jnp.float16), X.astype(np.float16)),
+    "a scale of bfloat16": (scaled_by_one_and, half(jnp.bfloat16), X.astype(jnp.bfloat16)),
+    "a table of float16": (tied, jnp.asarray(Q, jnp.float16), np.arange(30).reshape(5, 6) % 3),
+    "a cast to float16": (lambda q, x: tied(q.astype(jnp.float16), x), Q, np.arange(30).reshape(5, 6) % 3),
+    "a product summed in float32": (
+        lambda q, x: jnp.sin(jnp.dot(x[0], q, preferred_element_type=jnp.float32)).sum(),
+        jnp.asarray(Q, jnp.bfloat16),
+        X.astype(jnp.bfloat16),
+    ),
+    # Solves.
+    "solve": (lambda q, x: jnp.linalg.solve(square(q), x[0]).sum(), Q, X),
+    "solve with data": (lambda q, x: jnp.linalg.solve(square(q) + jnp.outer(x[0], x[0]), x[0]).sum(), Q, X),
+    "solve for parameters": (lambda q, x: jnp.linalg.solve(3 * jnp.eye(3) + jnp.outer(x[0], x[0]), q).sum(), Q, X),
+    "cg": (lambda q, x: cg(square(q), x[0])[0].sum(), Q, X),
+    "cg of a function": (lambda q, x: cg(lambda v: square(q) @ v, x[0])[0].sum(), Q, X),
+    "custom_linear_solve": (
+        lambda q, x: lax.custom_linear_solve(
+            lambda v: square(q) @ v, x[0], lambda _, b: jnp.linalg.solve(square(q), b), symmetric=True
+        ).sum(),
+        Q,
+        X,
+    ),
+    "custom_root": (
+        lambda q, x: lax.custom_root(
+            lambda y: y + 0.1 * jnp.tanh(q[:, :3] @ y) - x[0],
+            x[0],
+            lambda f, y: lax.fori_loop(0, 20, lambda _, y: y - f(y), y),
+            lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y),
+        ).sum(),
+        Q,
+        X,
+    ),
+    # Backward rules that are not linear: what comes back depends on how large it is.
+    "a rule of data": (lambda q, x: 7 * clipping(x[0] @ q).sum() + (x[0] @ q).sum(), Q, X),
+    "a rule of parameters": (lambda q, x: 7 * (x[0] @ clipping(q)).sum(), Q, X),
+    "a rule of a number": (lambda q, x: 7 * (x[0] * clipping(q[0, 0] + q[1, 1])).sum() + x[0] @ q[:, 0], Q, X),
+    "a rule in a loop": (
+        lambda q, x: 7 * (x[0] * lax.scan(lambda c, r: (clipping(c + r[0]), None), 0.0, q)[0]).sum(),
+        Q,
+        X,
+    ),
+}
+# Beside the rounding of half precision in each of them, in which gradients of one and of several examples differ.
+ROUGH = {name: 2e-2 for name in OPERATIONS if "float" in name}
+
+
+def magnitude(tree: Any) -> np.ndarray:
+    leaves = (np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64) for x in jax.tree.leaves(tree))
+    return np.sqrt(sum(np.square(np.abs(x)).sum() for x in leaves))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_sums_and_norms_are_those_of_one_example_at_a_time(name: str, method: str) -> None:
+    loss, params, batch = OPERATIONS[name]
+    tolerance = ROUGH.get(name, 2e-5)
+    params = jax.tree.map(jnp.asarray, params)
+    gradients = [jax.grad(loss)(params, x[None]) for x in batch]
+    norms = np.array([magnitude(g) for g in gradients])
+    finite = np.isfinite(norms)
+    bound = float(np.median(norms[finite])) or 1.0
+    widened = lambda x: np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
+    kept = [(min(1, bound / n) if n else 1.0, g) for n, g in zip(norms, gradients, strict=True) if np.isfinite(n)]
+    expected = jax.tree.map(lambda *leaves: sum(leaves), *(jax.tree.map(lambda x: w * widened(x), g) for w, g in kept))  # noqa: B023 (used at once)
+
+    options = {"l2_clip_norm": bound, "method": method, "dtype": jnp.float32}
+    call = jax.jit(clipped_grad(loss, **options, return_grad_norms=True))
+    total, aux = call(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, tolerance * bound * len(batch)), total, expected)
+    assert aux.grad_norms.dtype == jnp.float32
+    np.testing.assert_allclose(aux.grad_norms[finite], norms[finite], tolerance, tolerance)
+    assert not np.isfinite(aux.grad_norms[~finite]).any()
+    without, _ = call(params, batch, is_padding_example=np.arange(len(batch)) == 0)
+    apart = magnitude(jax.tree.map(lambda a, b: widened(a) - widened(b), total, without))
+    assert apart <= bound * (1 + 1e-6) + 1e-6 * magnitude(total)
+    np.testing.assert_allclose(
+        per_sample_norm(loss, method=method)(params, batch)[finite], norms[finite], tolerance, tolerance
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ROUGH])
+def test_gradients_are_those_of_one_example_at_a_time(name: str) -> None:
+    loss, params, batch = OPERATIONS[name]
+    params = jax.tree.map(jnp.asarray, params)
+    gradients = [jax.grad(loss)(params, x[None]) for x in batch]
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *gradients)
+    found = per_sample_grad(loss)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, expected)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_they_are_done_by_the_method_that_is_asked_for(name: str) -> None:
+    loss, params, batch = OPERATIONS[name]
+    for method in METHODS[1:]:
+        report = clipped_grad(loss, l2_clip_norm=1.0, method=method).explain(jax.tree.map(jnp.asarray, params), batch)
+        assert (report.method, report.examples) == (method, len(batch)), report.why
