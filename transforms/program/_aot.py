@@ -37,14 +37,14 @@ def aot(
 
     With `key` nothing is traced before the first result. The key is your word that the code is the same: the file is
     found by the key, the name of `fun`, and the kinds of its arguments, and nothing of the code is looked at. Your word
-    is checked later: a program that was loaded is traced and compared with the file before its second call returns, and
-    at the end of the process if there was none. If it is another one, the call raises an error with the word "stale" (at
-    the end there is a warning), the file is replaced, and further calls run the new program. So at most the first result
-    is that of old code, and you hear of it. With `verify=False` nothing is checked: change the key with all that `fun`
-    is made of, and with what it calls and closes over.
+    is checked later: a program that was loaded is traced and compared with the file before its second call returns, or
+    at the end of the process if there was none. If it is another one, the call raises an error with the word "stale"
+    (at the end there is a warning), the file is replaced, and further calls run the new program. So at most the first
+    result is that of old code, and you hear of it. With `verify=False` nothing is checked: change the key with all that
+    `fun` is made of, and with what it calls and closes over.
 
     What is compared is what `fun` is then: what it uses (global variables, attributes) must not change between its
-    first call and the second, or the end of the process. A process that is killed, or ends by `os._exit`, does not check.
+    first call and the second, or the end of the process. A process that is killed or ends by `os._exit` checks nothing.
 
     Either way what `fun` closes over is a part of the program, as it was when it was compiled. A module that `fun` is,
     or is a method of, is an argument. What is static in arguments (the configuration of a module) and what is bound by
@@ -58,9 +58,9 @@ def aot(
     program with a callback of Python) is a warning too, and runs.
 
     Such a file is code. Loading it runs what is in it (JAX reads it with pickle, and the program is machine code), and
-    the checksum guards against accidents, not against people. So a file that belongs to another user than you and root,
-    or that everybody may write, is refused; members of its group may write it, so mind who they are. It holds the arrays
-    that `fun` closes over. It may be deleted at any time.
+    the checksum guards against accidents, not against people. So a file is refused that belongs to another user than
+    you and root, or that everybody may write; members of its group may write it, so mind who they are. It holds the
+    arrays that `fun` closes over. It may be deleted at any time.
 
     Models are taken apart as everywhere here, so what `fun` changes of a module (a parameter, BatchNorm statistics) is
     changed afterwards. Under `jax.jit`, `jax.grad` or `jax.vmap`, in `jax.disable_jit` and in `jax.debug_nans`, a
@@ -89,9 +89,8 @@ def aot(
       steps and 1/7 for the gradient of a small CNN, of which the run itself is a third; without `key` 2/5 and 1/5. With
       `key` the second call, or the end of the process, traces and lowers, which is the rest of those 2/5 and 1/5. A
       later call costs some 24 to 39 µs more than under `jax.jit`, for 1 and 20 arrays, and with a module milliseconds,
-      as under `nnx.jit`: where that matters, pass what
-      `nnx.split` gives. A program that calls out of XLA, other than LAPACK, is traced at once even with `key`, since JAX
-      prepares such functions while it lowers.
+      as under `nnx.jit`: where that matters, pass what `nnx.split` gives. A program that calls out of XLA, other than
+      LAPACK, is traced at once even with `key`, since JAX prepares such functions while it lowers.
 
     Source:
       `jax.experimental.serialize_executable`; MindSpore's compile cache.

@@ -45,7 +45,7 @@ class Call:
     # XLA's CPU backend writes nothing that runs: "Function wrapped_sine not found" (jaxlib 0.10.2).
     tag: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
-    def lower(self) -> Any:
+    def lower(self) -> Lowered:
         """Trace and lower `fun`, as a function of the leaves to its result and what it changes of each model."""
         donated = self._donated(self.fun) if isinstance(self.fun, Jitted) else ()
 
@@ -56,7 +56,10 @@ class Call:
 
         program.__name__ = f"{self.name}_{self.tag}"
         # All arguments are kept, since the text of a program does not say which of them were left out.
-        return jax.jit(program, donate_argnums=donated, keep_unused=True).lower(*self.leaves)
+        traced = jax.jit(program, donate_argnums=donated, keep_unused=True).trace(*self.leaves)
+        lowered = traced.lower()
+        types = [str(x) for x in jax.tree.leaves(traced.out_info)]
+        return Lowered(lowered, lowered.as_text().replace(self.tag, ""), types)
 
     def _donated(self, jitted: Any) -> tuple[int, ...]:
         _, args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
@@ -70,10 +73,10 @@ class Call:
             )
         return tuple(i for i, info in enumerate(infos) if info.donated)
 
-    def identity(self, lower: Callable[[], Any]) -> list[Any]:
+    def identity(self, lower: Callable[[], Lowered]) -> list[Any]:
         """What tells the program from others, in every process: with a key, nothing of the code but its name."""
         if self.key is None:
-            program: Any = text_of(self, lower())
+            program: Any = lower().identity
         else:
             program = [self.key, self.name, described(self.structure), _bound(self.fun)]
         mesh = current_mesh()
@@ -96,6 +99,34 @@ class Call:
         return min(devices, key=lambda device: device.id)
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """A program that is traced and lowered, and all that tells it from others.
+
+    Attributes:
+      program: it, as JAX has it.
+      text: its text, with all constants.
+      types: the types of its results, of which the text does not say whether they are weak.
+    """
+
+    program: Any
+    text: str
+    types: list[str]
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from others, for `json`; the text does not say for which devices it is."""
+        return [digest(self.text), self.types, [device.id for device in lowered_for(self.program)]]
+
+    def is_of(self, call: Call, line: dict[str, Any]) -> bool:
+        """Whether it is the program that the `line` of a file was written for."""
+        try:
+            out = written(self.program.out_tree, nodes(call.structure))
+        except TypeError:  # which would not be in a file
+            return False
+        return [self.identity, out] == [line["identity"], line["out"]]
+
+
 def abstract(x: Any) -> Any:
     """An argument without its numbers: for an array its type, and where it is committed to."""
     if not isinstance(x, (jax.Array, np.ndarray)):
@@ -107,22 +138,6 @@ def abstract(x: Any) -> Any:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def text_of(call: Call, lowered: Any) -> list[Any]:
-    """What a lowered program computes, with all constants, and what its text does not say: where, and weak types."""
-    text = lowered.as_text().replace(call.tag, "")
-    devices = [device.id for device in lowered_for(lowered)]
-    return [digest(text), devices, [str(x) for x in jax.tree.leaves(lowered.out_info)]]
-
-
-def is_of(call: Call, lowered: Any, line: dict[str, Any]) -> bool:
-    """Whether the program in a file is the lowered one."""
-    try:
-        out = written(lowered.out_tree, nodes(call.structure))
-    except TypeError:  # which would not be in a file
-        return False
-    return [line["text"], line["out"]] == [text_of(call, lowered), out]
 
 
 def _bound(fun: Any) -> list[str]:

@@ -17,7 +17,7 @@ from .._compat import devices_of, loaded, serialized
 from .._model import Parts
 from . import _aot_file as file
 from . import _aot_waiting as waiting
-from ._aot_call import Call, digest, is_of, text_of
+from ._aot_call import Call, Lowered, digest
 from ._environment import installation, settings_of_a_process
 from ._structure import nodes, read, written
 
@@ -58,7 +58,7 @@ class Program:
             return None
         lower = functools.cache(self.call.lower)
         try:
-            stale = not is_of(self.call, lower(), self.line)
+            stale = not lower().is_of(self.call, self.line)
         except Exception as error:
             _remove(self.path)  # so that the next process sees it at its first call
             error.add_note(f"aot: fun was traced to compare it with {self.path}, which is removed.")
@@ -116,9 +116,9 @@ def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[P
     return Program(call, path, run), said + failed
 
 
-def _compiled(call: Call, lower: Callable[[], Any], path: Path, expected: dict[str, Any]) -> tuple[Any, list[str]]:
+def _compiled(call: Call, lower: Callable[[], Lowered], path: Path, expected: dict[str, Any]) -> tuple[Any, list[str]]:
     """The program compiled and written, and why that could not be."""
-    compiled = lower().compile()
+    compiled = lower().program.compile()
     try:
         file.write(path, expected | _line(call, lower(), compiled), serialized(compiled))
     except Exception as error:  # which, depends on what is in the program
@@ -131,29 +131,29 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _line(call: Call, lowered: Any, compiled: Any) -> dict[str, Any]:
+def _line(call: Call, lowered: Lowered, compiled: Any) -> dict[str, Any]:
     """What the file has to say of a program."""
     if jax.process_count() > 1:
         raise RuntimeError("the run has several processes")
     line = {
         "devices": [device.id for device in devices_of(compiled)],
-        "calls": sorted(set(re.findall(r"custom_call @([\w.$]+)", lowered.as_text())) - _READY),
+        "calls": sorted(set(re.findall(r"custom_call @([\w.$]+)", lowered.text)) - _READY),
     }
     if call.key is None:
         return line
-    return line | {"text": text_of(call, lowered), "out": written(compiled.out_tree, nodes(call.structure))}
+    return line | {"identity": lowered.identity, "out": written(compiled.out_tree, nodes(call.structure))}
 
 
-def _load(call: Call, lower: Callable[[], Any], line: dict[str, Any], payload: bytes) -> Any:
+def _load(call: Call, lower: Callable[[], Lowered], line: dict[str, Any], payload: bytes) -> Any:
     calls = line["calls"]
     if any(not name.startswith("lapack_") for name in calls):
         lower()
-        if call.key is not None and call.verify and not is_of(call, lower(), line):
+        if call.key is not None and call.verify and not lower().is_of(call, line):
             raise file.Unfit("is stale: it was compiled from other code")
     elif calls:
         _prepare_lapack(call.device)
     try:
-        out_tree = lower().out_tree if call.key is None else read(line["out"], nodes(call.structure))
+        out_tree = lower().program.out_tree if call.key is None else read(line["out"], nodes(call.structure))
         devices = {device.id: device for device in jax.devices(call.device.platform)}
         in_tree = jax.tree.structure((tuple(call.leaves), {}))
         return loaded(payload, in_tree, out_tree, [devices[i] for i in line["devices"]])
