@@ -128,11 +128,12 @@ class Lowered:
 
 
 def abstract(x: Any) -> Any:
-    """An argument without its numbers: for an array its type, and where it is committed to."""
+    """An argument without its numbers: for an array its type, and where it is committed to, in which layout."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         return x  # `jax.jit` may refuse it as a static one
     kind = jax.typeof(x)
-    sharding = x.sharding if isinstance(x, jax.Array) and x.committed else None
+    # Keys have no layout of their own.
+    sharding = getattr(x, "format", x.sharding) if isinstance(x, jax.Array) and x.committed else None
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, sharding=sharding)
 
 
@@ -155,4 +156,4 @@ def _argument(x: Any) -> str:
     if sharding is None:
         return str(jax.typeof(x))
     devices: Iterable[Any] = sharding.devices_indices_map(x.shape)
-    return f"{jax.typeof(x)} {sharding} {[device.id for device in devices]}"
+    return f"{jax.typeof(x)} {x.format} {[device.id for device in devices]}"

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -308,6 +309,18 @@ def test_one_file_for_each_kind_of_arguments(key, tmp_path):
         got, wanted = program(*args), jax.jit(lambda x, y=1.0: x + y)(*args)
         assert (got.dtype, got.weak_type, got.tolist()) == (wanted.dtype, wanted.weak_type, wanted.tolist())
     assert (fun.traces, len(list(tmp_path.iterdir()))) == (len(kinds), len(kinds))
+
+
+@pytest.mark.parametrize("key", ["1", None])
+def test_layouts_are_told_apart(key, tmp_path):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for _ in range(2):
+        for order in ((0, 1), (1, 0)):
+            program = aot(lambda x: 2.0 * x, tmp_path, key=key)
+            x = jax.device_put(X, Format(Layout(order), here))
+            for _ in range(2):
+                np.testing.assert_array_equal(program(x), 2 * X)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_keyword_arguments_are_a_kind_of_their_own(tmp_path):
