@@ -54,29 +54,30 @@ class Program:
         Returns:
           What there is to be said, where they differ.
         """
-        if self.line is None:
+        line = self.line
+        if line is None:
             return None
         lower = functools.cache(self.call.lower)
         try:
-            stale = not lower().is_of(self.call, self.line)
+            stale = not lower().is_of(self.call, line)
         except Exception as error:
             _remove(self.path)  # so that the next process sees it at its first call
             error.add_note(f"aot: fun was traced to compare it with {self.path}, which is removed.")
             raise
-        said: list[str] = []
+        outcome = "The file is gone."
         if stale and not (at_end and not self.path.exists()):
-            run, said = _compiled(self.call, lower, self.path, self.line)
-            if said:
+            run, failed = _compiled(self.call, lower, self.path, line)
+            if failed:
                 _remove(self.path)
             self._set(run)
-        self.line = None
+            outcome = " ".join(failed) or "The file is replaced."
+        self.line = None  # last, as another thread may be about to run it
         if not stale:
             return None
         return (
             f"the program of `{self.call.name}` for key {self.call.key!r} was stale: {self.path} was compiled from "
             "other code than fun is, or with other values that it closes over, and what has been returned so far is "
-            f"the result of that. {' '.join(said) or 'The file is replaced.'} Discard those results, and give new code "
-            "a new key."
+            f"the result of that. {outcome} Discard those results, and give new code a new key."
         )
 
 
