@@ -65,10 +65,16 @@ def settle(program: Program) -> None:
     """
     try:
         said = program.compare()
-    finally:
-        _waiting[:] = [found for found in _waiting if found.program is not program]
+    except Exception:  # not what interrupts it: then it still waits
+        _forget(program)
+        raise
+    _forget(program)
     if said:
         raise RuntimeError(f"aot: {said}")
+
+
+def _forget(program: Program) -> None:
+    _waiting[:] = [found for found in _waiting if found.program is not program]
 
 
 def _settle_all() -> None:

@@ -341,6 +341,23 @@ def test_what_cannot_be_traced_any_more_removes_the_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_comparison_that_is_interrupted_is_made_later(tmp_path, monkeypatch, waiting):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
+    program = aot(lambda x: 3.0 * x, tmp_path, key="1")
+    program(X)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(aot_program.Call, "lower", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program(X)
+    assert len(waiting) == 1
+    with pytest.raises(RuntimeError, match=STALE):
+        program(X)
+    assert waiting == []
+
+
 def test_a_new_program_that_cannot_be_written_takes_the_old_one_away(tmp_path):
     def called(x: Any) -> Any:
         return jax.pure_callback(lambda x: 3 * np.asarray(x), x, x)
