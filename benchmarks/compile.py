@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -83,15 +84,15 @@ WAYS: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
 
 
 def first_results(program: str, way: str, directory: str, smoke: bool) -> list[float]:
-    """Milliseconds to the first result, from when imports and arguments are there, and from there to a second."""
+    """Milliseconds to the first result, from when imports and arguments are there, from there to a second, and on."""
     fun, args = PROGRAMS[program](smoke)
     jax.block_until_ready(args)
-    start = time.perf_counter()
+    moments = [time.perf_counter()]
     called = WAYS[way](fun, directory)
-    jax.block_until_ready(called(*args))
-    first = time.perf_counter()
-    jax.block_until_ready(called(*args))
-    return [(first - start) * 1e3, (time.perf_counter() - first) * 1e3]
+    for _ in range(3):
+        jax.block_until_ready(called(*args))
+        moments.append(time.perf_counter())
+    return [(then - before) * 1e3 for before, then in pairwise(moments)]
 
 
 def in_new_process(*args: str, smoke: bool) -> list[float]:
@@ -106,15 +107,15 @@ def starts(smoke: bool, rounds: int) -> Tables:
     rows, claims = [], []
     for program in list(PROGRAMS)[: 1 if smoke else None]:
         ways = list(WAYS)[:: 3 if smoke else 1]
-        times: dict[str, dict[str, Any]] = {way: {"turns": [], "again": []} for way in ways}
+        times: dict[str, dict[str, Any]] = {way: {"turns": [], "second": [], "again": []} for way in ways}
         with tempfile.TemporaryDirectory() as directory:
             for turn in tqdm(range(-1, rounds), unit="round", leave=False):
                 # The first processes write, but for those of `jax.jit`.
                 for way in ways[1:] if turn < 0 else random.sample(ways, len(ways)):
-                    first, again = in_new_process(program, way, os.path.join(directory, way), smoke=smoke)
+                    milliseconds = in_new_process(program, way, os.path.join(directory, way), smoke=smoke)
                     if turn >= 0:
-                        times[way]["turns"].append(first)
-                        times[way]["again"].append(again)
+                        for turns, each in zip(times[way].values(), milliseconds, strict=True):
+                            turns.append(each)
         for way, found in times.items():
             found["ms"] = spread(found["turns"])
             rows.append(
@@ -123,6 +124,7 @@ def starts(smoke: bool, rounds: int) -> Tables:
                     "way": way,
                     "first result (ms)": found["ms"],
                     "times as quick as jax.jit": ratio(times, "jax.jit", way),
+                    "second (ms)": spread(found["second"]),
                     "again (ms)": spread(found["again"]),
                 }
             )

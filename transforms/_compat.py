@@ -1,10 +1,12 @@
 """The imports from JAX whose place changes between versions, and what it raises where, in one file."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, default_registry
 
@@ -14,7 +16,7 @@ __all__ = [
     "Tracer",
     "devices_of",
     "forget_cache",
-    "jit_settings",
+    "inside_a_transform",
     "loaded",
     "lowered_for",
     "node",
@@ -86,18 +88,21 @@ def devices_of(compiled: Any) -> list[Any]:
     return list(compiled.runtime_executable().local_devices())
 
 
-def jit_settings(jitted: Any) -> dict[str, Any]:
-    """What `jax.jit` was told beside the function, which it has no public name for."""
-    info: Any = getattr(jitted, "_jit_info", None)
-    if not hasattr(info, "_asdict"):
-        raise TypeError(f"the settings of jax.jit cannot be read with jax {jax.__version__}")
-    return {name: value for name, value in info._asdict().items() if not name.startswith("fun_")}
-
-
 def lowered_for(lowered: Any) -> list[Any]:
     """The devices of a lowered program, in its order: its text does not name them."""
     found = getattr(lowered._lowering, "_device_list", None)
     return devices_of(lowered.compile()) if found is None else list(found)
+
+
+def inside_a_transform() -> bool:
+    """Whether a `jax.jit`, `jax.grad`, `jax.vmap` or the like is around us, whatever our arguments are."""
+    return get_opaque_trace_state() != _outside()
+
+
+@functools.cache
+def _outside() -> Any:
+    with eval_context():
+        return get_opaque_trace_state()
 
 
 def node(kind: type, static: Any, children: Sequence[Any]) -> Any:

@@ -13,36 +13,42 @@ import numpy as np
 
 from .._arguments import argument_name, check_callable, describe, leaf_name, wrap_like
 from .._changes import update, with_changes
-from .._compat import Tracer
-from .._model import Parts, from_parts, models_of, owner_of, parts_of, refuse_shared_state, to_parts
-from ._aot_program import Call, Inside, prepare
+from .._compat import inside_a_transform
+from .._model import from_parts, models_of, owner_of, parts_of, refuse_shared_state, to_parts
+from . import _aot_waiting as waiting
+from ._aot_call import Call, abstract
+from ._aot_program import prepare
 from ._compile_cache import checked_directory
 from ._environment import current_mesh, names_of_settings
-from ._structure import nodes
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
-def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | None = None) -> Callable[..., Any]:
+def aot(
+    fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | None = None, verify: bool = True
+) -> Callable[..., Any]:
     """Compile a function once, for this process and all later ones.
 
     As `jax.jit`, but a compiled program is written to the directory `path`, from where the next process takes it. There
     is one file for each combination of shapes, dtypes, static structure, devices and settings of JAX.
 
-    With `key` nothing is traced where there is a file: it is found by the key, by `fun` and by its arguments. You
-    promise that under one key `fun` is one program, as far as it is not compared:
+    Without `key` the function is traced and lowered in every process, and the program is found by its text with all
+    constants and by its devices: it is never out of date, but slower to begin.
 
-    - compared are the code and the defaults of `fun`, what it closes over, its class where it is an object or a method,
-      what it holds where it is an object, what decorators, transforms and partials made it of, and the settings of
-      `jax.jit`; and of all values in there numbers, arrays with their dtypes, functions and classes likewise, and other
-      objects by what `copy` copies of them (so `__getstate__` may leave out what changes from run to run);
-    - not compared is what `fun` uses by a global name, such as the functions that it calls: change the key with these.
-      Functions and classes of JAX, Flax, optax, NumPy and Python count by their names, and so do imported modules;
-      what cannot be copied, such as a lock, by its type.
+    With `key` nothing is traced before the first result. The key is your word that the code is the same: the file is
+    found by the key, the name of `fun`, and the kinds of its arguments, and nothing of the code is looked at. Your word
+    is checked later: a program that was loaded is traced and compared with the file before its second call returns, or
+    at the end of the process if there was none. If it is another one, the call raises an error with the word "stale"
+    (at the end there is a warning), the file is replaced, and further calls run the new program. So at most the first
+    result is that of old code, and you hear of it. With `verify=False` nothing is checked: change the key with all that
+    `fun` is made of, and with what it calls and closes over.
 
-    Without `key` the program is traced and lowered, and found by its text with all constants and by its devices: never
-    out of date, but slower to begin. Either way what `fun` closes over is a part of the program, as it was when it was
-    compiled. A module that `fun` is, or is a method of, is an argument.
+    What is compared is what `fun` is then: what it uses (global variables, attributes) must not change between its
+    first call and the second, or the end of the process. A process that is killed or ends by `os._exit` checks nothing.
+
+    Either way what `fun` closes over is a part of the program, as it was when it was compiled. A module that `fun` is,
+    or is a method of, is an argument. What is static in arguments (the configuration of a module) and what is bound by
+    `functools.partial` tells files apart as far as its `repr` does; the rest of it is the key's word too.
 
     There is a file of its own for each kind of device and processor, and for each value of those settings of JAX that
     `jax.enable_x64`, `jax.default_matmul_precision`, `jax.default_prng_impl`, `jax.threefry_partitionable`,
@@ -52,8 +58,9 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
     program with a callback of Python) is a warning too, and runs.
 
     Such a file is code. Loading it runs what is in it (JAX reads it with pickle, and the program is machine code), and
-    the checksum guards against accidents, not against people: use no directory that somebody whom you do not trust may
-    write to. It holds the arrays that `fun` closes over. It may be deleted at any time.
+    the checksum guards against accidents, not against people. So a file is refused that belongs to another user than
+    you and root, or that everybody may write; members of its group may write it, so mind who they are. It holds the
+    arrays that `fun` closes over. It may be deleted at any time.
 
     Models are taken apart as everywhere here, so what `fun` changes of a module (a parameter, BatchNorm statistics) is
     changed afterwards. Under `jax.jit`, `jax.grad` or `jax.vmap`, in `jax.disable_jit` and in `jax.debug_nans`, a
@@ -63,25 +70,27 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
       fun: a function of arrays, numbers and modules in any pytrees, a bound method or a module. It may be under
         `jax.jit` with donated arguments, but not with static ones: bind these with `functools.partial`.
       path: the directory, made when something is written. `~` is your home.
-      key: any text, such as "loss 3". It need not name the shapes, nor what is bound by `functools.partial`.
+      key: any text, such as "loss 3". It need not name the shapes.
+      verify: whether a program that was found by its key is compared with `fun` later.
 
     Returns:
       A function of the same arguments with the same results.
 
     Raises:
       TypeError: `fun` is not callable, `path` no path, or `key` no string; in a call, an argument is neither array,
-        number nor module; with `key`, what is static in an argument or bound by a partial cannot be copied, what `fun`
-        holds is nested thousands deep, or the settings of `jax.jit` cannot be read.
+        number nor module.
       ValueError: `path` or `key` is empty, or `path` is a file; in a call, `fun` has static arguments, is under
         `jax.jit` and is given a module, or changes the structure of a module.
+      PermissionError: in a call, the file is not yours, or everybody may write it.
+      RuntimeError: in a call, what has been loaded is stale.
 
     Cost:
       Of the time that `jax.jit` takes to the first result in a new process, imports aside, 1/16 for a loop of 200
-      steps and 1/7 for the gradient of a small CNN, of which the run itself is a third; without `key` 2/5 and 1/5. A
+      steps and 1/7 for the gradient of a small CNN, of which the run itself is a third; without `key` 2/5 and 1/5. With
+      `key` the second call, or the end of the process, traces and lowers, which is the rest of those 2/5 and 1/5. A
       later call costs some 24 to 39 µs more than under `jax.jit`, for 1 and 20 arrays, and with a module milliseconds,
-      as under `nnx.jit`: where that matters, pass what
-      `nnx.split` gives. A program that calls out of XLA, other than LAPACK, is traced even with `key`, since JAX
-      prepares such functions while it lowers.
+      as under `nnx.jit`: where that matters, pass what `nnx.split` gives. A program that calls out of XLA, other than
+      LAPACK, is traced at once even with `key`, since JAX prepares such functions while it lowers.
 
     Source:
       `jax.experimental.serialize_executable`; MindSpore's compile cache.
@@ -112,9 +121,13 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
     names = names_of_settings()
     settings = attrgetter(*(name for name in names if hasattr(config, name)))
     programs: dict[Any, Any] = {}
+    structures: dict[Any, Any] = {}
     without_models = set()
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        step_by_step = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
+        if step_by_step or inside_a_transform():
+            return fun(*args, **kwargs)
         models, apart = [], None
         leaves, structure = jax.tree.flatten((owner, args, kwargs))
         if structure not in without_models:  # looking for them takes longer than all else
@@ -125,45 +138,30 @@ def aot(fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | Non
                 leaves, structure = jax.tree.flatten(apart)
             else:
                 without_models.add(structure)
-        step_by_step = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
-        kinds = None if step_by_step else _kinds(leaves)
-        if kinds is None:
-            return fun(*args, **kwargs)
-        kind = structure, kinds, settings(config)
-        found = programs.get(kind)
-        if found is None:
+        kind = structure, current_mesh(), *map(_kind, leaves), settings(config)
+        program = programs.get(kind)
+        if program is None:
             _check_leaves(fun, args, kwargs)
-            prepared = prepare(Call(fun, function, key, leaves, structure, names), directory)
-            if prepared is None:
-                return fun(*args, **kwargs)
-            program, said = prepared
+            wanted = Call(fun, function, key, verify, [abstract(x) for x in leaves], structure, names)
+            program, said = prepare(wanted, directory, structures)
             for message in said:
                 warnings.warn(f"aot: {message}", stacklevel=2)
-            returns_models = any(x.node_data() and x.node_data()[0] is Parts for x in nodes(program.out_tree))
-            programs[kind] = found = program, returns_models
-        program, returns_models = found
-        out, changed = program(*leaves)
+            programs[kind] = program
+        elif program.line is not None:
+            waiting.settle(program)
+        out, changed = program.run(*leaves)
         if any(changed):
             update("aot", models, parts_of(apart), with_changes(parts_of(apart), changed))
-        return from_parts(out) if returns_models else out
+        return from_parts(out) if program.returns_models else out
 
-    return wrap_like(fun, "aot", call, lambda fun: aot(fun, path, key=key))
-
-
-def _kinds(leaves: list[Any]) -> tuple[Any, ...] | None:
-    """What a program depends on of its arguments, and the mesh around; None under a transform."""
-    try:
-        return current_mesh(), *map(_kind, leaves)
-    except (Inside, ValueError):  # the latter for a mesh, under `jax.jit`
-        return None
+    return wrap_like(fun, "aot", call, lambda fun: aot(fun, path, key=key, verify=verify))
 
 
 def _kind(x: Any) -> Any:
+    """What a program depends on of an argument; None where that is none."""
     try:
         return (x.aval, x.sharding) if x.committed else x.aval
     except (AttributeError, TypeError):
-        if isinstance(x, Tracer):
-            raise Inside from None
         return jax.typeof(x) if isinstance(x, _ARRAYS) else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 # Those whose version is compared.
-PACKAGES = ("plurax", "jax", "jaxlib", "flax", "optax", "numpy")
+_PACKAGES = ("plurax", "jax", "jaxlib", "flax", "optax", "numpy")
 # Settings of JAX that differ from call to call, by its context managers: there is a program for each value.
 _OF_A_CALL = (
     "jax_enable_x64",
@@ -61,7 +61,7 @@ def current_mesh() -> Any:
 
 def installation(device: Any) -> dict[str, str]:
     """What has to be the same for a program that was compiled for `device` to run there, by what to call it."""
-    found = {name: _version(name) for name in PACKAGES}
+    found = {name: _version(name) for name in _PACKAGES}
     found["Python"] = ".".join(platform.python_version_tuple()[:2])
     found["backend"] = f"{device.platform} {device.client.platform_version}"
     found["device"] = device.device_kind

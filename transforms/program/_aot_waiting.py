@@ -1,0 +1,106 @@
+"""Programs that have run without being traced, because of a key, and wait to be compared with their functions.
+
+Each is compared before the next call that would use its file, and the others at the end of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ._environment import current_mesh
+
+if TYPE_CHECKING:
+    from ._aot_program import Program
+
+
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A program, and where it was wanted: in which process, with which settings and which mesh around."""
+
+    program: Program
+    process: int
+    settings: dict[str, Any]
+    mesh: Any
+
+
+_waiting: list[_Waiting] = []
+
+
+def add(program: Program) -> None:
+    """Have `program` compared, at the end of the process if not before."""
+    values = jax.config.values
+    settings = {name: values[name] for name in program.call.names}
+    _waiting.append(_Waiting(program, os.getpid(), settings, current_mesh()))
+    # What is registered last runs first: before JAX puts anything away that it has made so far.
+    atexit.unregister(_settle_all)
+    atexit.register(_settle_all)
+
+
+def settle_those_of(path: Path) -> None:
+    """Compare the programs of a file that wait; as `settle`."""
+    for found in list(_waiting):
+        if found.program.path == path:
+            settle(found.program)
+
+
+def settle(program: Program) -> None:
+    """Compare a program that waits.
+
+    Raises:
+      RuntimeError: it is stale. From now on it is what its function is.
+    """
+    try:
+        said = program.compare()
+    except Exception:  # not what interrupts it: then it still waits
+        _forget(program)
+        raise
+    _forget(program)
+    if said:
+        raise RuntimeError(f"aot: {said}")
+
+
+def _forget(program: Program) -> None:
+    _waiting[:] = [found for found in _waiting if found.program is not program]
+
+
+def _settle_all() -> None:
+    said = []
+    for found in list(_waiting):
+        if found.process != os.getpid():  # this is a fork of it, without the threads of JAX
+            continue
+        try:
+            with _settings_of(found):
+                said.append(found.program.compare(at_end=True))
+        except Exception as error:
+            said.append(
+                f"whether {found.program.path} is stale is not known, since fun cannot be traced at the end of the "
+                f"process ({type(error).__name__}: {error}); the file is removed."
+            )
+    _waiting.clear()
+    for message in filter(None, said):
+        warnings.warn(f"aot: {message}", stacklevel=1)
+
+
+@contextmanager
+def _settings_of(found: _Waiting) -> Iterator[None]:
+    """Set what was set where a program was wanted, for the end of the process: nothing sets it back."""
+    values = jax.config.values
+    for name, value in found.settings.items():
+        if values[name] != value:
+            jax.config.update(name, value)
+    with nullcontext() if found.mesh == current_mesh() else jax.set_mesh(found.mesh or _NO_MESH):
+        yield
