@@ -27,6 +27,7 @@ from ._compat import Tracer
 from ._jacobian import jacobian_of
 from ._model import is_model, owner_of
 from ._vmap import vmap
+from ._weak import weak_like
 
 
 def batch_jacobian(
@@ -211,7 +212,7 @@ def _summed(
             )
             for i in selected
         )
-        one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), samples)
+        one = jax.tree.map(lambda x: weak_like(jnp.zeros(x.shape[1:], x.dtype), x), samples)
         call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
         out = jax.eval_shape(lambda: call(*call.primals)[0])
         _check_batch("output", out, size)

@@ -33,6 +33,7 @@ def jacfwd(
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    holomorphic: bool = False,
 ) -> Callable[..., Any]:
     """Jacobian of `fun` column by column, in forward mode.
 
@@ -71,7 +72,7 @@ def jacfwd(
       (Array([[3., 0.],
              [0., 3.]], dtype=float32), Array([1., 2.], dtype=float32))
     """
-    return jacobian_of("jacfwd", fun, argnums, has_aux, "forward", chunk_size, memory_budget)
+    return jacobian_of("jacfwd", fun, argnums, has_aux, "forward", chunk_size, memory_budget, holomorphic=holomorphic)
 
 
 def jacrev(
@@ -81,6 +82,8 @@ def jacrev(
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Jacobian of `fun` row by row, in reverse mode.
 
@@ -112,7 +115,8 @@ def jacrev(
       Array([[2., 0.],
              [0., 4.]], dtype=float32)
     """
-    return jacobian_of("jacrev", fun, argnums, has_aux, "reverse", chunk_size, memory_budget)
+    kinds: Any = {"holomorphic": holomorphic, "allow_int": allow_int}
+    return jacobian_of("jacrev", fun, argnums, has_aux, "reverse", chunk_size, memory_budget, **kinds)
 
 
 def jacobian(
@@ -125,6 +129,8 @@ def jacobian(
     memory_budget: int | str | None = None,
     sparsity: Any = None,
     check: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Jacobian:
     """Jacobian of `fun`, the cheaper way.
 
@@ -185,9 +191,8 @@ def jacobian(
       >>> differences(jnp.arange(1.0, 10.0))
       BCOO(float32[8, 9], nse=16)
     """
-    return jacobian_of(
-        "jacobian", fun, argnums, has_aux, mode, chunk_size, memory_budget, sparsity=sparsity, check=check
-    )
+    options: Any = {"sparsity": sparsity, "check": check, "holomorphic": holomorphic, "allow_int": allow_int}
+    return jacobian_of("jacobian", fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
 
 def jacobian_of(
@@ -202,11 +207,15 @@ def jacobian_of(
     inner: str | None = None,
     sparsity: Any = None,
     check: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    origin: tuple[Any, Any] | None = None,
 ) -> Any:
     """`jacobian` for any transform, which `api` names in errors.
 
     In reverse mode the axes of the output come before axis `row_axis` of each argument. With `inner` it is the Jacobian
-    of the Jacobian that this mode gives.
+    of the Jacobian that this mode gives. If `fun` is made anew for each call, `origin` is the function, and anything
+    else, that it is made of.
     """
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
@@ -215,11 +224,21 @@ def jacobian_of(
     check_count(api, "chunk_size", chunk_size, optional=True)
     budget = check_budget(api, memory_budget, chunk_size)
     check_sparsity(api, sparsity, check)
+    if sparsity is not None and (holomorphic or allow_int):
+        raise ValueError(
+            f"{api}: sparsity takes real arguments only, without holomorphic and allow_int; leave it out for a dense "
+            "array."
+        )
+    if allow_int and mode == "forward":
+        raise ValueError(f'{api}: allow_int=True needs reverse mode; take mode="reverse" or "auto".')
+    complex_too = mode != "forward" and inner is None and sparsity is None
 
     def prepare(args: Any, kwargs: Any, inner: str | None = inner, inner_chunk: int | None = None) -> Call:
-        differentiated = fun if inner is None else jacobian_of(api, fun, argnums, has_aux, inner, inner_chunk)
-        call = Call(api, differentiated, positions, has_aux, args, kwargs)
-        call.check_floating(complex_too=False)
+        differentiated = fun
+        if inner is not None:
+            differentiated = jacobian_of(api, fun, argnums, has_aux, inner, inner_chunk, holomorphic=holomorphic)
+        call = Call(api, differentiated, positions, has_aux, args, kwargs, holomorphic=holomorphic)
+        call.check_floating(complex_too=complex_too, allow_int=allow_int)
         return call
 
     def nest(call: Call, out: Any, blocks: list[list[Any]]) -> Any:
@@ -239,7 +258,7 @@ def jacobian_of(
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         call, chunk = prepare(args, kwargs), chunk_size
-        way = dense_way(api, call, mode, row_axis) if sparsity is None else sparse_of(call, args, kwargs)[0]
+        way = dense_way(api, call, mode, row_axis, origin) if sparsity is None else sparse_of(call, args, kwargs)[0]
         if budget is not None:
             inner_size = 1 if inner is None else dense_way(api, prepare(args, kwargs, None), inner).slices()
 
@@ -257,9 +276,9 @@ def jacobian_of(
         return (result, aux) if has_aux else result
 
     def again(fun: Callable[..., Any]) -> Any:
-        return jacobian_of(
-            api, fun, argnums, has_aux, mode, chunk_size, memory_budget, row_axis, inner, sparsity, check
-        )
+        options: Any = {"row_axis": row_axis, "inner": inner, "sparsity": sparsity, "check": check}
+        options |= {"holomorphic": holomorphic, "allow_int": allow_int}
+        return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
     wrapped: Any = wrap_like(fun, api, of_arguments, again)
     if api in ("jacobian", "hessian"):

@@ -16,6 +16,7 @@ from ._call import Call
 from ._dense import by_array, map_slices
 from ._keys import check_key
 from ._products import gradient_of, seed_of
+from ._weak import weak_like
 
 
 def hessian_diagonal(
@@ -236,7 +237,10 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
             return map_slices(of_unit, size, 0, chunk_size)
 
         found = by_array(inputs, entries, 0, chunk_size)
-        return [part.astype(jnp.result_type(x)).reshape(jnp.shape(x)) for (part,), x in zip(found, inputs, strict=True)]
+        return [
+            weak_like(part.astype(jnp.result_type(x)).reshape(jnp.shape(x)), x)
+            for (part,), x in zip(found, inputs, strict=True)
+        ]
 
     def along(unit: list[Any]) -> jax.Array:
         """The second derivative along a line: forward over forward mode, without what leads back to the inputs."""
@@ -267,4 +271,4 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
 def total(parts: list[jax.Array]) -> jax.Array:
     """The sum of all numbers of some arrays."""
-    return jnp.stack([part.sum() for part in parts]).sum() if parts else jnp.zeros(())
+    return weak_like(jnp.stack([part.sum() for part in parts]).sum(), *parts) if parts else jnp.zeros(())
