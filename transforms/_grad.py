@@ -38,6 +38,11 @@ def grad(
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(gradient, aux)`.
       cotangent: what multiplies the output's derivative from the left. None needs a scalar output. A Python number
         stands for an array full of it, for each output. Arrays match the output in structure, shape and dtype.
+      holomorphic: whether `fun` is a holomorphic function, as for `jax.grad`: its arguments and its output are complex,
+        and so is the derivative. That it is one is not checked. Without it, complex arguments of a real function give
+        the complex gradient that `jax.grad` gives.
+      allow_int: whether `argnums` may name arguments of integers and booleans, as for `jax.grad`: their gradients are
+        of dtype `jax.dtypes.float0`, since there are none.
 
     Returns:
       A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the arguments
@@ -45,8 +50,9 @@ def grad(
       Other state that `fun` changes (BatchNorm statistics, dropout keys) ends up in the module.
 
     Raises:
-      TypeError: `argnums` or `cotangent` of a wrong type; an argument or an output that is not of floating point; an
-        output that is not a real scalar without `cotangent`.
+      TypeError: `argnums` or `cotangent` of a wrong type; an argument or an output that is not of floating point (with
+        `holomorphic` complex); an output that is not a real scalar (with `holomorphic` a complex one) without
+        `cotangent`.
       ValueError: `argnums` empty, out of range, or naming an argument twice; a `cotangent` of another structure, shape
         or dtype than the output; modules that share a variable; a module whose parameters `fun` assigns, or whose
         structure it changes.
@@ -93,6 +99,8 @@ def value_and_grad(
       argnums: as for `grad`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `((output, aux), gradient)`.
       cotangent: as for `grad`.
+      holomorphic: as for `grad`.
+      allow_int: as for `grad`.
 
     Returns:
       A function of the same arguments that returns the value and the gradient.

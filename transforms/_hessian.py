@@ -38,6 +38,7 @@ def hessian(
         is too much, the inner one in chunks for each.
       sparsity: as for `jacobian`, where a pattern is one of the Hessian.
       check: as for `jacobian`.
+      holomorphic: as for `jacfwd`, and as for `jax.hessian`; not together with `sparsity`.
 
     Returns:
       A function of the same arguments that returns the Hessian, nested as the Jacobian of a Jacobian: with arrays of

@@ -68,9 +68,12 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns:
       The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, for
       arrays full of it) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
+      The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it. As in JAX, integers
+      and booleans among primals and outputs have gradients and cotangents of dtype `jax.dtypes.float0`.
 
     Raises:
-      TypeError: an argument that is not floating point, or an output, when it is given a cotangent.
+      TypeError: an argument that is made of something else than arrays and numbers; a number as the cotangent of
+        integers.
       ValueError: a cotangent of another structure, shape or dtype than the output.
 
     Cost:
@@ -106,7 +109,7 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
     Returns:
       The output, and a function that takes a tangent for each primal and returns that of the output; with `has_aux`
-      the auxiliary output too.
+      the auxiliary output too. The function is a pytree, as that of `vjp`.
 
     Raises:
       TypeError, ValueError: as for `jvp`.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
-from ._budget import check_budget, largest_chunk, temporaries
+from ._budget import check_budget, chunk_within
 from ._call import Call
 from ._dense import by_array, map_slices
 from ._keys import check_key
@@ -34,7 +34,7 @@ def hessian_diagonal(
       argnums: as for `jacfwd`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(diagonal, aux)`.
       chunk_size: how many entries to compute at a time; None computes all at once.
-      memory_budget: as for `jacfwd`.
+      memory_budget: as for `jacfwd`, with its warning.
 
     Returns:
       A function of the same arguments that returns the second derivative by each number of the argument: its structure,
@@ -206,7 +206,7 @@ def of_scalar(
         chunk = chunk_size
         if budget is not None:
             size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
-            chunk = largest_chunk(api, lambda k: temporaries(partial(compute, call, k)), size, budget)
+            chunk = chunk_within(api, partial(compute, call), size, budget)
         result = result_of(call, compute(call, chunk))
         aux = whole.finish(rest)
         return (result, aux) if has_aux else result

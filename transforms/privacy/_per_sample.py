@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._arguments import Argnums, check_count, wrap_like
 from .._budget import check_budget
-from .._vmap import vmap
+from .._vmap import vmap_of
 from ._backward import Backward, each_gradient
 from ._choice import check_method
 from ._per_example import per_example
@@ -36,7 +36,7 @@ def per_sample_grad(
         split along axis 0 too.
       keep_batch_dim: whether `fun` gets each sample as a batch of one (else without that axis).
       chunk_size: how many samples to compute at a time.
-      memory_budget: as for `vmap`.
+      memory_budget: as for `vmap`, with its warning.
 
     Returns:
       A function of the same arguments that returns the gradients, like the parameters with the samples along axis 0.
@@ -74,7 +74,8 @@ def per_sample_grad(
                 "wrongly, so it takes no chunk_size and no memory_budget then; leave them out, and split the batch."
             )
         else:
-            each = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
+            limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+            each = vmap_of("per_sample_grad", jax.grad(of.loss, has_aux=True), (None, 0), **limits)
             leaves, aux = each(of.parameters, of.examples)
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
