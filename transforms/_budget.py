@@ -123,9 +123,8 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
     if around:
         warnings.warn(
             f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
-            f"{in_words(needs[chunk])}, with {chunk} of {size} slices at a time), but the {around[0]} around it may need "
-            "more; give the outermost transform the budget, or compile the whole and read its "
-            "memory_analysis().",
+            f"{in_words(needs[chunk])}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "
+            "need more; give the outermost transform the budget, or compile the whole and read its memory_analysis().",
             stacklevel=_level_of_the_user(),
         )
     return chunk

@@ -129,7 +129,8 @@ def check_real(api: str, out: Any) -> None:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
                 f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but reverse mode takes real outputs only; "
-                "use jacfwd for real arguments, return its real and imaginary parts, or pass holomorphic=True where fun is holomorphic."
+                "use jacfwd for real arguments, return its real and imaginary parts, or pass holomorphic=True if fun "
+                "is holomorphic."
             )
 
 

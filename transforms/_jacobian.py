@@ -176,9 +176,9 @@ def jacobian(
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[sparse]'`.
 
     Warns:
-      UserWarning: as for `jacfwd`; of a primitive that the message names nothing is known (a Fourier transform, a linear solve), so that
-        what comes out of it is taken to depend on all that goes in; or `fun` branches on values, and every entry is
-        computed and kept.
+      UserWarning: as for `jacfwd`; of a primitive that the message names nothing is known (a Fourier transform, a
+        linear solve), so that what comes out of it is taken to depend on all that goes in; or `fun` branches on values,
+        and every entry is computed and kept.
 
     Cost:
       As the better one of `jacfwd` and `jacrev`. Where inputs and outputs are alike in number, both are lowered once

@@ -68,8 +68,8 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns:
       The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, for
       arrays full of it) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
-      The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it. As in JAX, integers
-      and booleans among primals and outputs have gradients and cotangents of dtype `jax.dtypes.float0`.
+      The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it. As in JAX,
+      integers and booleans among primals and outputs have gradients and cotangents of dtype `jax.dtypes.float0`.
 
     Raises:
       TypeError: an argument that is made of something else than arrays and numbers; a number as the cotangent of

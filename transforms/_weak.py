@@ -25,9 +25,9 @@ def weak_like(x: Any, *like: Any) -> Any:
 
 
 def weak_zero(dtype: Any) -> Any:
-    """Return the zero of this dtype that a Python number makes; None if none does."""
-    number = _ZEROS.get(jnp.dtype(dtype).kind)
-    zero = None if number is None else jnp.asarray(number)
+    """Return the weakly typed zero of this dtype that Python's numbers or comparisons of them make, or None."""
+    kind = jnp.dtype(dtype).kind
+    zero = jnp.asarray(0) > 0 if kind == "b" else jnp.asarray(_ZEROS[kind]) if kind in _ZEROS else None
     return None if zero is None or zero.dtype != dtype else zero
 
 
