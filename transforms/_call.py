@@ -79,7 +79,8 @@ class Call:
 
     def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
         """Refuse primals that cannot be differentiated; integers and booleans only without `allow_int`."""
-        kind, name = (jnp.inexact, "floating point") if complex_too else (jnp.floating, "real floating point")
+        kind: Any = jnp.inexact if complex_too else jnp.floating
+        name = "floating point" if complex_too else "real floating point"
         if self.holomorphic:
             kind, name = jnp.complexfloating, "complex floating point, with holomorphic=True,"
         constant = (jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else ()

@@ -51,7 +51,7 @@ def remembered(fun: Any, arguments: Any, options: Hashable, decide: Callable[[],
     return found
 
 
-def _reference(fun: Any) -> Hashable:
+def _reference(fun: Any) -> Any:
     """Return a key that is that of no other function, and does not keep this one alive."""
     if is_model(fun):
         return type(fun)  # its structure is among the arguments

@@ -374,7 +374,12 @@ def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A number for each program that is lowered to be counted."""
     found: list[Any] = []
     lower = modes.lower_apart
-    monkeypatch.setattr(modes, "lower_apart", lambda fun: (found.append(1), lower(fun))[1])
+
+    def counted(fun: Any) -> Any:
+        found.append(1)
+        return lower(fun)
+
+    monkeypatch.setattr(modes, "lower_apart", counted)
     return found
 
 
