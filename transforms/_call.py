@@ -93,7 +93,7 @@ class Call:
                     split_up = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
                     cure = "give its real and imaginary parts, as arguments of their own" if split_up else "convert it"
                     if split_up and self.holomorphic is False:
-                        cure += ", pass holomorphic=True where fun is holomorphic"
+                        cure += ", pass holomorphic=True if fun is holomorphic"
                     raise TypeError(
                         f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
                         f"of {name} can be differentiated; {cure}, or leave it out of argnums."

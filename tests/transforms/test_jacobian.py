@@ -267,7 +267,7 @@ def assign(model: Any, x: Any) -> Any:
     [
         (jnp.sin, (3,), {}, TypeError, r"argument `x` is 3 of type int, but only arrays of (real )?floating point"),
         (tree, (X, Point(np.arange(2), 1.0)), {"argnums": 1}, TypeError, r"argument `point\.x` is an array .* int64"),
-        (lambda z: z, (1j,), {}, TypeError, r".*1j.* of type .*omplex, .* pass holomorphic=True where fun is"),
+        (lambda z: z, (1j,), {}, TypeError, r".*1j.* of type .*omplex, .* pass holomorphic=True if fun is"),
         (
             lambda z: z,
             (1.0,),
