@@ -41,8 +41,8 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
         size = budget
     else:
         raise (ValueError if isinstance(budget, str) else TypeError)(
-            f'{api}: memory_budget must be a number of bytes (10**9, "1e9") or a string such as "512MiB" '
-            f'(1024**2 bytes each) or "2GB" (1000**3), but got {describe(budget)}.'
+            f'{api}: memory_budget must be a number of bytes or a string such as "512MiB" (1024**2 bytes '
+            f'each), "2GB" (1000**3) or "1e9", but got {describe(budget)}.'
         )
     if not 1 <= size < math.inf:
         raise ValueError(f"{api}: memory_budget must be at least one byte, and finite, but got {budget!r}.")

@@ -261,7 +261,7 @@ def test_an_impossible_budget_names_the_least_need(call: Any, probes: list[int])
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"memory_budget": "12 parsecs"}, ValueError, r'such as "512MiB" .* or "2GB" .*, but got \'12 parsecs'),
+        ({"memory_budget": "12 parsecs"}, ValueError, r'such as "512MiB" .*, "2GB" .* or "1e9", but got \'12 parsecs'),
         ({"memory_budget": "12 bytes"}, ValueError, r"memory_budget must be a number of bytes .* but got '12 bytes'"),
         ({"memory_budget": "512M"}, ValueError, r"memory_budget must be a number of bytes .* but got '512M'"),
         ({"memory_budget": "1e"}, ValueError, r"memory_budget must be a number of bytes .* but got '1e'"),
