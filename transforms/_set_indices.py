@@ -33,22 +33,30 @@ PLACED = frozenset(
 
 
 def keeps_apart(eqn: JaxprEqn) -> bool:
-    """Whether each number of a result is an index, made of single numbers of the operands, at places that are known."""
+    """Whether each number of a result is an index, made of single numbers of the operands, at places that are known.
+
+    A choice is as good: it is known where all that can be chosen is the same, as where JAX maps a branch.
+    """
     name = eqn.primitive.name
     whole = all(jnp.issubdtype(aval(x).dtype, np.integer) or aval(x).dtype == bool for x in eqn.outvars)
-    return whole and (name in PLACED or name in ELEMENTWISE)
+    return name == "select_n" or (whole and (name in PLACED or name in ELEMENTWISE))
 
 
 def partly_computed(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """What such an operation gives, and which numbers of it are known."""
+    """What such an operation gives, as far as it is known."""
     parts = [partly_known(value, x) for value, x in zip(values, eqn.invars, strict=True)]
     numbers = evaluate(eqn, *(jnp.asarray(part.numbers) for part in parts))
     if eqn.primitive.name in PLACED:
         sure = evaluate(eqn, *(jnp.asarray(part.sure, np.int32) for part in parts))
     else:
         shape = aval(eqn.outvars[0]).shape
-        sure = [np.logical_and.reduce([np.broadcast_to(part.sure, shape) for part in parts])]
-    return [Partly(np.asarray(x), np.asarray(y, bool)) for x, y in zip(numbers, sure, strict=True)]
+        all_sure = [np.broadcast_to(part.sure, shape) for part in parts]
+        if eqn.primitive.name == "select_n":
+            first, *others = (part.numbers for part in parts[1:])
+            all_sure[0] = all_sure[0] | np.logical_and.reduce([first == other for other in others])
+        sure = [np.logical_and.reduce(all_sure)]
+    found = [Partly(np.asarray(x), np.asarray(y, bool)) for x, y in zip(numbers, sure, strict=True)]
+    return [part.numbers if part.sure.all() else part for part in found]
 
 
 def gathered(eqn: JaxprEqn, values: list[Any]) -> Any:
@@ -67,8 +75,6 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
     operand, indices, updates = values
     if is_set(indices):
         return None
-    if not is_set(updates):
-        return operand
     shape, params = aval(eqn.invars[0]).shape, eqn.params
     numbers = params["dimension_numbers"]
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -76,6 +82,7 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
     sizes = [1 if i in single else next(windows) for i in range(len(shape))]
     axes = numbers.scatter_dims_to_operand_dims
     where, cells = _cells(partly_known(indices, eqn.invars[1]), axes, sizes, shape)
+    last = len(np.unique(cells)) == cells.size and eqn.primitive.name == "scatter" and params["update_jaxpr"] is None
     # From each number of the updates to where it is put: the gather of which this is the transpose.
     transposed = lax.GatherDimensionNumbers(
         offset_dims=numbers.update_window_dims,
@@ -84,6 +91,10 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
         operand_batching_dims=numbers.operand_batching_dims,
         start_indices_batching_dims=numbers.scatter_indices_batching_dims,
     )
+    if last and is_set(operand):
+        # Indices that were promised to be within bounds, and are not, put nothing anywhere.
+        clip = params["mode"] == lax.GatherScatterMode.CLIP
+        operand = _replaced(operand, _gather(cells, where, transposed, sizes, params["mode"] if clip else "fill"))
     return _put(operand, updates, _gather(cells, where, transposed, sizes, params["mode"]), cells)
 
 
@@ -102,10 +113,8 @@ def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
     starts, cells = _starts(eqn, values, 2, aval(eqn.invars[1]).shape)
     places = _slice(cells, starts, aval(eqn.invars[1]).shape)
     if is_set(operand) and len(np.unique(cells)) == cells.size:
-        kept = np.arange(cells.size)
-        kept[places.ravel()] = -1
-        operand = picked(operand, kept)
-    return _put(operand, update, places, cells) if is_set(update) else operand
+        operand = _replaced(operand, places)
+    return _put(operand, update, places, cells)
 
 
 def _cells(where: Partly, axes: Any, sizes: Any, shape: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -136,7 +145,16 @@ def _slice(cells: np.ndarray, starts: list[np.ndarray], sizes: Any) -> np.ndarra
         return np.asarray(lax.dynamic_slice(jnp.asarray(cells, np.int32), starts, sizes))
 
 
+def _replaced(operand: Any, places: np.ndarray) -> Any:
+    """What is there, but at these places."""
+    kept = np.arange(operand.shape[0])
+    kept[places[places >= 0]] = -1
+    return picked(operand, kept)
+
+
 def _put(operand: Any, updates: Any, to: np.ndarray, cells: np.ndarray) -> Any:
+    if not is_set(updates):
+        return operand
     to = to.ravel()
     found = np.flatnonzero(to >= 0)
     sums = matrix_at(to[found], found, (math.prod(cells.shape), len(to))) @ updates
