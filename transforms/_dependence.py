@@ -19,8 +19,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ._compat import Tracer, scan_counts
 from ._jaxpr import CALLS, aval, called, evaluate, interpret
 from ._set_batches import program_of, sets_by_batches
+from ._set_devices import crosses, on_devices
 from ._set_indices import keeps_apart, partly_computed
-from ._set_rules import sets_of_results
+from ._set_rules import SAME, sets_of_results
 from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets, united
 
 # Loops of so many turns are gone through one by one, with what is known in each; of longer ones the body just once.
@@ -43,30 +44,35 @@ def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tupl
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], blind: list[str]) -> list[Any]:
-    def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        name = eqn.primitive.name
-        if not any(map(is_set, values)):
-            return _constant(eqn, values)
-        if not any(map(_holds_tangents, eqn.outvars)):
-            return [UNKNOWN] * len(eqn.outvars)
-        if name in CALLS:
-            found = _run(*called(eqn), values, blind)
-        elif name in _LOOPS:
-            found = _LOOPS[name](eqn, values, blind)
-        elif (ruled := sets_of_results(eqn, values)) is not None:
-            found = ruled
-        elif (program := program_of(eqn)) is not None:
-            found = _run(program.jaxpr, program.consts, values, blind)
-        else:
-            found, whole = sets_by_batches(eqn, values)
-            if not whole:
-                blind.append(name)
-        return [
-            value if not is_set(value) or (value.nnz and _holds_tangents(x)) else UNKNOWN
-            for value, x in zip(found, eqn.outvars, strict=True)
-        ]
+    return interpret(jaxpr, consts, args, lambda eqn, values: _visit(eqn, values, blind))
 
-    return interpret(jaxpr, consts, args, visit)
+
+def _visit(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
+    name = eqn.primitive.name
+    if not any(map(is_set, values)):
+        return _constant(eqn, values)
+    if not any(map(_holds_tangents, eqn.outvars)):
+        return [UNKNOWN] * len(eqn.outvars)
+    if name == "shard_map":
+        found = on_devices(eqn, values, lambda eqn, values: _visit(eqn, values, blind), blind)
+    elif crosses(eqn):
+        raise NotImplementedError(f"`{name}` lets devices exchange numbers")
+    elif name in CALLS:
+        found = _run(*called(eqn), values, blind)
+    elif name in _LOOPS:
+        found = _LOOPS[name](eqn, values, blind)
+    elif (ruled := sets_of_results(eqn, values)) is not None:
+        found = ruled
+    elif (program := program_of(eqn)) is not None:
+        found = _run(program.jaxpr, program.consts, values, blind)
+    else:
+        found, whole = sets_by_batches(eqn, values)
+        if not whole:
+            blind.append(name)
+    return [
+        value if not is_set(value) or (value.nnz and _holds_tangents(x)) else UNKNOWN
+        for value, x in zip(found, eqn.outvars, strict=True)
+    ]
 
 
 def _holds_tangents(x: Any) -> bool:
@@ -81,6 +87,8 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """What an operation gives that nothing asked about goes into: known as far as its operands are."""
     nothing = [UNKNOWN] * len(eqn.outvars)
     values = [UNKNOWN if isinstance(value, Tracer) else value for value in values]
+    if eqn.primitive.name in SAME:
+        return values[: len(eqn.outvars)]
     unsure = any(value is UNKNOWN for value in values)
     if unsure and eqn.primitive.name in CALLS:
         return _run(*called(eqn), values, [])
