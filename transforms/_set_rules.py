@@ -25,7 +25,7 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
       values: for each of its operands sets, for one of them at least, or what is known of it.
     """
     name = eqn.primitive.name
-    if name in SAME:
+    if name in SAME or name in _RESHAPED:
         return values[: len(eqn.outvars)]
     if name in _MOVES:
         return _moved(eqn, values)
@@ -96,15 +96,16 @@ def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
     return out
 
 
-# In these the numbers stay as they are, and in order.
+# In these the numbers, and the shape, stay as they are.
 SAME = frozenset(
     """
-    copy copy_p device_put dce_sink expand_dims layout_constraint mesh_cast name optimization_barrier pcast pin pvary
-    preduced reduced_vary_cast_p reshard sharding_constraint squeeze tie unpin vary_unreduced_cast_p
-    with_memory_space_constraint
+    copy copy_p device_put dce_sink layout_constraint mesh_cast name optimization_barrier pcast pin pvary preduced
+    reduced_vary_cast_p reshard sharding_constraint tie unpin vary_unreduced_cast_p with_memory_space_constraint
     """.split()  # noqa: SIM905 (words read better)
 )
-_MOVES = (PLACED - SAME) | {"select_n"}
+# In these the numbers stay in order.
+_RESHAPED = frozenset({"expand_dims", "squeeze"})
+_MOVES = (PLACED - SAME - _RESHAPED) | {"select_n"}
 
 
 # ---- Operations number by number

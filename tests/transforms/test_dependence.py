@@ -292,7 +292,8 @@ CELLS: dict[str, tuple[Any, int]] = {
     "update anywhere": (lambda x: lax.dynamic_update_slice(jnp.zeros(6), x[:2] ** 2, (jnp.argmax(x),)), 12),
     "between": (lambda x: jnp.interp(x[:3], jnp.arange(6.0), x), 18),
     "segments": (lambda x: jax.ops.segment_sum(x, np.array([0, 0, 1, 1, 2, 2]), num_segments=3) ** 2, 6),
-    "on a device": (lambda x: sum(jax.device_put((x, x**2))), 6),
+    "known in another shape": (lambda x: x * jnp.squeeze(jnp.expand_dims(MASK[:, None] * 1.0, 1)[:, 0], 1), 3),
+    "on a device": (lambda x: jax.device_put(x) + jax.device_put(x**2), 6),
     "constrained": (lambda x: lax.with_sharding_constraint(x**2, SingleDeviceSharding(jax.devices()[0])) * 2, 6),
     "BCOO": (lambda x: BCOO @ x, 16),
     "BCOO from the right": (lambda x: x.reshape(1, 6) @ BCOO, 16),
@@ -447,6 +448,7 @@ def test_programs_of_programs(steps: list[tuple[str, str]], mode: str) -> None:
     # Of these a step is differentiated the other way inside.
     assume(not any(name in FORWARD and wrap in ("gradient", "with a rule backwards") for name, wrap in steps))
     assume(not any(name in REVERSE and wrap == "with a rule" for name, wrap in steps))
+    assume(("BCOO of data", "mapped along columns") not in steps)  # JAX maps such a matrix along its first axis only
 
     def step(name: str, wrap: str) -> Any:
         return WRAPS[wrap](lambda x: tail(STEPS[name](x), x))
