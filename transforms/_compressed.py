@@ -16,7 +16,7 @@ from ._budget import lower_apart
 from ._call import Call, check_output
 from ._coloring import Coloring, coloring_of, cost, symmetric_coloring_of
 from ._compat import NeedsValues
-from ._dense import check_real, map_slices, sizes_of
+from ._dense import check_real, cut_as, map_slices, sizes_of, whole
 from ._mode import DECISIVE, Choice, Way, choose_mode, dense_way, output_shapes, possible_modes
 from ._probe import probe
 from ._sparsity import (
@@ -144,9 +144,9 @@ def _of_dense(
     for j, i, _, (rows, cols) in blocks_of(pattern, outputs, inputs):
         array = dense[j][i]
         if len(rows) == array.size:
-            entries[j].append(array.reshape(-1))
+            entries[j].append(whole(array).reshape(-1))
         else:
-            matrix = array.reshape(jnp.size(outputs[j]), jnp.size(inputs[i]))
+            matrix = whole(array).reshape(jnp.size(outputs[j]), jnp.size(inputs[i]))
             entries[j].append(matrix.at[rows, cols].get(mode="promise_in_bounds"))
     return out, entries, rest
 
@@ -228,7 +228,10 @@ def _products(
     def of_color(seed: Any) -> list[Any]:
         ones = seed if known else colors == seed
         parts = [ones[start : start + jnp.size(x)] for start, x in zip(starts, arrays, strict=False)]
-        units = [jnp.asarray(p, jnp.result_type(x)).reshape(jnp.shape(x)) for p, x in zip(parts, arrays, strict=True)]
-        return [leaf.reshape(-1) for leaf in jax.tree.leaves(product(units))]
+        units = [
+            cut_as(jnp.asarray(p, jnp.result_type(x)).reshape(jnp.shape(x)), x)
+            for p, x in zip(parts, arrays, strict=True)
+        ]
+        return [whole(leaf).reshape(-1) for leaf in jax.tree.leaves(product(units))]
 
     return map_slices(of_color, seeds, 0, chunk_size)

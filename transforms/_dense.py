@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ._arguments import describe, leaf_name
 from ._call import Call, check_complex, check_output
@@ -97,12 +98,24 @@ def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
     for i, array in enumerate(arrays):
         shape, dtype = jnp.shape(array), jnp.result_type(array)
         if i not in which:
-            units.append(jnp.zeros(shape, dtype))
+            units.append(cut_as(jnp.zeros(shape, dtype), array))
             continue
         size = math.prod(shape)
-        units.append((jnp.arange(start, start + size) == k).astype(dtype).reshape(shape))
+        units.append(cut_as((jnp.arange(start, start + size) == k).astype(dtype).reshape(shape), array))
         start += size
     return units
+
+
+def cut_as(x: Any, other: Any) -> Any:
+    """Return an array cut over the devices as another one is, where the mesh has explicit axes."""
+    sharding = jax.typeof(other).sharding
+    return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
+
+
+def whole(x: Any) -> Any:
+    """Return an array that is cut over explicit axes of a mesh as one that is not."""
+    sharding = jax.typeof(x).sharding
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
 
 # What is differentiated in chunks keeps nothing of one for the next.

@@ -18,8 +18,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._compat import Tracer, scan_counts
 from ._jaxpr import CALLS, aval, called, evaluate, interpret
-from ._set_rules import sets_of_results
-from ._sets import UNKNOWN, Later, everything, is_set, known, rows_of, stacked, unit_sets, united
+from ._set_batches import program_of, sets_by_batches
+from ._set_devices import crosses, on_devices
+from ._set_indices import keeps_apart, partly_computed
+from ._set_rules import SAME, sets_of_results
+from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets, united
 
 # Loops of so many turns are gone through one by one, with what is known in each; of longer ones the body just once.
 _TURNS = 32
@@ -41,27 +44,35 @@ def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tupl
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], blind: list[str]) -> list[Any]:
-    def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        if not any(map(is_set, values)):
-            return _constant(eqn, values)
-        name = eqn.primitive.name
-        if not any(map(_holds_tangents, eqn.outvars)):
-            return [UNKNOWN] * len(eqn.outvars)
-        if name in CALLS:
-            found = _run(*called(eqn), values, blind)
-        elif name in _LOOPS:
-            found = _LOOPS[name](eqn, values, blind)
-        else:
-            ruled = sets_of_results(eqn, values)
-            if ruled is None:
-                blind.append(name)
-            found = everything(eqn, values) if ruled is None else ruled
-        return [
-            value if not is_set(value) or (value.nnz and _holds_tangents(x)) else UNKNOWN
-            for value, x in zip(found, eqn.outvars, strict=True)
-        ]
+    return interpret(jaxpr, consts, args, lambda eqn, values: _visit(eqn, values, blind))
 
-    return interpret(jaxpr, consts, args, visit)
+
+def _visit(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
+    name = eqn.primitive.name
+    if not any(map(is_set, values)):
+        return _constant(eqn, values)
+    if not any(map(_holds_tangents, eqn.outvars)):
+        return [UNKNOWN] * len(eqn.outvars)
+    if name == "shard_map":
+        found = on_devices(eqn, values, lambda eqn, values: _visit(eqn, values, blind), blind)
+    elif crosses(eqn):
+        raise NotImplementedError(f"`{name}` lets devices exchange numbers")
+    elif name in CALLS:
+        found = _run(*called(eqn), values, blind)
+    elif name in _LOOPS:
+        found = _LOOPS[name](eqn, values, blind)
+    elif (ruled := sets_of_results(eqn, values)) is not None:
+        found = ruled
+    elif (program := program_of(eqn)) is not None:
+        found = _run(program.jaxpr, program.consts, values, blind)
+    else:
+        found, whole = sets_by_batches(eqn, values)
+        if not whole:
+            blind.append(name)
+    return [
+        value if not is_set(value) or (value.nnz and _holds_tangents(x)) else UNKNOWN
+        for value, x in zip(found, eqn.outvars, strict=True)
+    ]
 
 
 def _holds_tangents(x: Any) -> bool:
@@ -73,20 +84,28 @@ def _holds_tangents(x: Any) -> bool:
 
 
 def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """What an operation gives that nothing asked about goes into: known if all operands are."""
-    if eqn.effects or any(value is UNKNOWN or isinstance(value, Tracer) for value in values):
-        return [UNKNOWN] * len(eqn.outvars)
+    """What an operation gives that nothing asked about goes into: known as far as its operands are."""
+    nothing = [UNKNOWN] * len(eqn.outvars)
+    values = [UNKNOWN if isinstance(value, Tracer) else value for value in values]
+    if eqn.primitive.name in SAME:
+        return values[: len(eqn.outvars)]
+    unsure = any(value is UNKNOWN for value in values)
+    if unsure and eqn.primitive.name in CALLS:
+        return _run(*called(eqn), values, [])
+    if eqn.effects or (unsure and not (keeps_apart(eqn) and any(value is not UNKNOWN for value in values))):
+        return nothing
 
     @cache
     def compute() -> list[Any]:
         operands = [value.value() if isinstance(value, Later) else value for value in values]
-        if any(operand is UNKNOWN for operand in operands):
-            return [UNKNOWN] * len(eqn.outvars)
+        some = any(operand is UNKNOWN or isinstance(operand, Partly) for operand in operands)
+        if some and not keeps_apart(eqn):
+            return nothing
         try:
             with jax.ensure_compile_time_eval():
-                return evaluate(eqn, *operands)
+                return partly_computed(eqn, operands) if some else evaluate(eqn, *operands)
         except Exception:  # such as the index along an axis that is mapped around all of this
-            return [UNKNOWN] * len(eqn.outvars)
+            return nothing
 
     def number(i: int) -> Later:
         return Later(lambda: compute()[i])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ._budget import lower_apart
 from ._call import Call, check_output
@@ -142,7 +143,11 @@ def _decide(api: str, call: Call) -> Choice:
 
 
 def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((1, *jnp.shape(x)), jnp.result_type(x))
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    cut, sharding = getattr(kind.sharding, "spec", ()), None
+    if any(cut):  # over explicit axes of a mesh
+        sharding = NamedSharding(kind.sharding.mesh, PartitionSpec(None, *cut))
+    return jax.ShapeDtypeStruct((1, *kind.shape), kind.dtype, sharding=sharding)
 
 
 def _is_complex(out: Any) -> bool:

@@ -12,26 +12,31 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._jaxpr import ELEMENTWISE, aval, evaluate
+from ._set_indices import PLACED, gathered, scattered, sliced, updated
 from ._set_windows import convolved, scattered_from_windows, windowed
-from ._sets import PAIRS, everything, grouped, is_set, known, matrix_at, picked, places_of, stacked, united
+from ._sets import PAIRS, grouped, is_set, known, matrix_at, mixed, picked, places_of, stacked, united
 
 
 def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """The sets of an operation's results, None if it has no rule.
+    """The sets of an operation's results, None if it has no rule for operands of this kind.
 
     Args:
       eqn: the operation.
       values: for each of its operands sets, for one of them at least, or what is known of it.
     """
     name = eqn.primitive.name
+    if name in SAME or name in _RESHAPED:
+        return values[: len(eqn.outvars)]
     if name in _MOVES:
         return _moved(eqn, values)
     if name in ELEMENTWISE:
         return [_elementwise(eqn, values)]
+    if name in _LINES or name in _SUMS:
+        return _mixed_along(eqn, values)
     if name not in _RULES:
-        return everything(eqn, values) if name in _OPAQUE else None
+        return None
     found = _RULES[name](eqn, values)
-    return everything(eqn, values) if found is None else [found]
+    return None if found is None else [found]
 
 
 # ---- Operations by which each number is one of an operand, or a constant
@@ -40,8 +45,6 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Does to the places of the operands' numbers what the operation does to the numbers."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _KEPT and (name != "reshape" or params["dimensions"] is None):
-        return values[: len(eqn.outvars)]
     ends = np.cumsum([0, *(value.shape[0] if is_set(value) else 0 for value in values)])
     places: list[Any] = [
         places_of(x) + ends[i] if is_set(value) else None
@@ -50,7 +53,7 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     none = [np.full(aval(x).shape, -1) if place is None else place for x, place in zip(eqn.invars, places, strict=True)]
     first = none[0]
     if name == "reshape":
-        out = [first.transpose(params["dimensions"])]
+        out = [first if params["dimensions"] is None else first.transpose(params["dimensions"])]
     elif name == "transpose":
         out = [first.transpose(params["permutation"])]
     elif name == "broadcast_in_dim":
@@ -74,21 +77,9 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
             return [united([_spread(value, x, eqn) for value, x in zip(values[1:], eqn.invars[1:], strict=True)])]
         shape = aval(eqn.outvars[0]).shape
         out = [np.choose(np.broadcast_to(which, shape).astype(int), none[1:])]
-    elif name in ("stack", "unstack", "tile"):
+    else:  # stack, unstack, tile
         with jax.ensure_compile_time_eval():
             out = [np.asarray(x) for x in evaluate(eqn, *(jnp.asarray(x, np.int32) for x in none))]
-    else:  # with indices
-        where = values[2:] if name == "dynamic_update_slice" else values[1:]
-        indices = [known(value) for value in where]
-        if any(index is None for index in indices):
-            if name == "dynamic_update_slice":
-                update = everything(eqn, [values[1]]) if is_set(values[1]) else []
-                return [united([values[0], *update])]
-            return everything(eqn, values)
-        fill = {"fill_value": -1} if name == "gather" else {}
-        with jax.ensure_compile_time_eval():
-            moved = [jnp.asarray(x, np.int32) for x in none[: len(values) - len(where)]]
-            out = [np.asarray(eqn.primitive.bind(*moved, *indices, **{**eqn.params, **fill}))]
     table = stacked([value for value in values if is_set(value)])
     return [picked(table, x) for x in out]
 
@@ -105,13 +96,16 @@ def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
     return out
 
 
+# In these the numbers, and the shape, stay as they are.
+SAME = frozenset(
+    """
+    copy copy_p device_put dce_sink layout_constraint mesh_cast name optimization_barrier pcast pin pvary preduced
+    reduced_vary_cast_p reshard sharding_constraint tie unpin vary_unreduced_cast_p with_memory_space_constraint
+    """.split()  # noqa: SIM905 (words read better)
+)
 # In these the numbers stay in order.
-_KEPT = {"reshape", "squeeze", "expand_dims", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"}
-_MOVES = {
-    *_KEPT,
-    *("transpose", "broadcast_in_dim", "slice", "rev", "concatenate", "split", "pad", "select_n"),
-    *("stack", "unstack", "tile", "gather", "dynamic_slice", "dynamic_update_slice"),
-}
+_RESHAPED = frozenset({"expand_dims", "squeeze"})
+_MOVES = (PLACED - SAME - _RESHAPED) | {"select_n"}
 
 
 # ---- Operations number by number
@@ -134,41 +128,50 @@ def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _bits(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Bits as another dtype; of another width, numbers are cut or put together."""
-    return values[0] if aval(eqn.invars[0]).shape == aval(eqn.outvars[0]).shape else None
+    """Bits as another dtype; of another width, numbers are cut or put together along a last axis."""
+    axes = range(min(aval(eqn.invars[0]).ndim, aval(eqn.outvars[0]).ndim))
+    return mixed(eqn, values, [axes], [axes])[0]
 
 
 # ---- Sums
 
 
-def _reduced(eqn: JaxprEqn, values: list[Any]) -> Any:
-    shape = aval(eqn.invars[0]).shape
-    axes = set(eqn.params["axes"])
-    thin = [1 if i in axes else n for i, n in enumerate(shape)]
-    size = math.prod(thin)
-    return grouped(values[0], np.broadcast_to(np.arange(size).reshape(thin), shape).ravel(), size)
+def _mixed_along(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """Everything along some axes of the first operand, which the results have too or which they lack."""
+    name, ndim = eqn.primitive.name, aval(eqn.invars[0]).ndim
+    summed = eqn.params[_SUMS.get(name) or _LINES[name]]
+    summed = {axis % ndim for axis in (summed if name in _SUMS else (summed,))}
+    rest = [i for i in range(ndim) if i not in summed]
+    operands = [rest if aval(x).ndim == ndim else None for x in eqn.invars]  # without axes: where a sum starts
+    return mixed(eqn, values, operands, [range(len(rest)) if name in _SUMS else rest] * len(eqn.outvars))
 
 
 def _cumulated(eqn: JaxprEqn, values: list[Any]) -> Any:
-    axis, places = eqn.params["axis"], places_of(eqn.invars[0])
+    return cumulated(values[0], aval(eqn.invars[0]).shape, eqn.params["axis"], eqn.params["reverse"])
+
+
+def cumulated(value: Any, shape: tuple[int, ...], axis: int, reverse: bool) -> Any:
+    """Along an axis all up to each number, or all from it on."""
+    places = np.arange(math.prod(shape)).reshape(shape)
     lines = np.moveaxis(places, axis, -1).reshape(-1, places.shape[axis])
     count, length = lines.shape
     if count * length * (length + 1) // 2 > PAIRS:
         line = np.empty(places.size, int)
         line[lines] = np.arange(count)[:, None]
-        return grouped(values[0], line, count)[line]
+        return grouped(value, line, count)[line]
     after, before = np.tril_indices(length)
-    if eqn.params["reverse"]:
+    if reverse:
         after, before = before, after
-    return matrix_at(lines[:, after], lines[:, before], (places.size, places.size)) @ values[0]
+    return matrix_at(lines[:, after], lines[:, before], (places.size, places.size)) @ value
 
 
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """A matrix product: over all that is summed over, but for what meets a known zero."""
-    if all(map(is_set, values)):
-        return None
+    return united([_product_of(eqn, values, side) for side in (0, 1) if is_set(values[side])])
+
+
+def _product_of(eqn: JaxprEqn, values: list[Any], side: int) -> Any:
+    """One side of a matrix product: over all that is summed over, but for what meets a known zero."""
     (contract, batch) = eqn.params["dimension_numbers"]
-    side = 0 if is_set(values[0]) else 1
 
     def ordered(array: np.ndarray, k: int) -> np.ndarray:
         """With three axes: batch, free, contracted."""
@@ -195,42 +198,68 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     return sums[np.broadcast_to(numbers[:, :, None] if side == 0 else numbers[:, None, :], shape).ravel()]
 
 
-def _scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """What is there, and all that is put there."""
-    operand, indices, updates = values
-    if not is_set(updates):
-        return operand
-    where = known(indices)
-    out, given = aval(eqn.outvars[0]).shape, aval(eqn.invars[2])
-    if where is None:
-        return united([operand, *everything(eqn, [updates])])
-    if math.prod(out) >= 2**24:  # float32 counts up to there
-        return None
-
-    def put(x: jax.Array) -> jax.Array:
-        params = {key: eqn.params[key] for key in ("dimension_numbers", "mode")}
-        return jax.lax.scatter_add(jnp.zeros(out, np.float32), jnp.asarray(where), x, **params)
-
-    with jax.ensure_compile_time_eval():
-        places = jnp.arange(1.0, math.prod(out) + 1, dtype=np.float32).reshape(out)
-        (to,) = jax.linear_transpose(put, jax.ShapeDtypeStruct(given.shape, np.float32))(places)
-    to = np.asarray(to).ravel().astype(int) - 1
-    found = np.flatnonzero(to >= 0)
-    return united([operand, matrix_at(to[found], found, (math.prod(out), len(to))) @ updates])
+def _ragged_product(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """A product whose rows are in groups, each with a matrix of its own; which group a row is in is not asked."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    contract, batch = numbers.dot_dimension_numbers
+    groups: tuple[Any, Any] = ((), numbers.rhs_group_dimensions)
+    out = range(aval(eqn.outvars[0]).ndim)
+    free = [
+        [i for i in range(aval(x).ndim) if i not in (*contract[k], *batch[k], *groups[k])]
+        for k, x in enumerate(eqn.invars[:2])
+    ]
+    first = len(out) - len(batch[0]) - len(free[0]) - len(free[1])  # behind the groups, if there is one result for each
+    shared = out[first : first + len(batch[0])]
+    axes = (out[first + len(shared) : len(out) - len(free[1])], out[len(out) - len(free[1]) :])
+    found = []
+    for k in (0, 1):
+        if is_set(values[k]):
+            alone = [value if i == k else None for i, value in enumerate(values)]
+            operands = [[*batch[k], *free[k]]] * len(values)
+            found += mixed(eqn, alone, operands, [[*shared, *axes[k]]])
+    return None if any(map(is_set, values[2:])) else united(found)
 
 
+def _triangular_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Each number of a solution is made of those of its right-hand side up to it, or from it on, and of the matrix."""
+    params, shape = eqn.params, aval(eqn.invars[1]).shape
+    found = mixed(eqn, [values[0], None], [range(len(shape) - 2)] * 2, [range(len(shape) - 2)])
+    if is_set(values[1]):
+        axis = len(shape) - (2 if params["left_side"] else 1)
+        forward = params["lower"] ^ bool(params["transpose_a"]) ^ (not params["left_side"])
+        found.append(cumulated(values[1], shape, axis, not forward))
+    return united(found)
+
+
+def _tridiagonal_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Each number of a solution is made of its right-hand side, which is a column, and of the matrix."""
+    ndim = aval(eqn.outvars[0]).ndim
+    batch = range(ndim - 2)
+    columns = [*batch, ndim - 1]
+    matrix = mixed(eqn, [*values[:3], None], [batch] * 4, [batch])
+    return united([*matrix, *mixed(eqn, [None] * 3 + values[3:], [columns] * 4, [columns])])
+
+
+# Of these, which bear the axis, or the axes, along which they go as a parameter, each number depends on all along them;
+# the first have the axes in their results too.
+_LINES = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
+_SUMS = {
+    **dict.fromkeys(["reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "argmax", "argmin"], "axes"),
+    **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),
+    "reduce": "dimensions",
+}
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Any]] = {
-    "reduce_sum": _reduced,
-    "cumsum": _cumulated,
+    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _cumulated),
     "bitcast_convert_type": _bits,
     "dot_general": _product,
+    "ragged_dot_general": _ragged_product,
+    "triangular_solve": _triangular_solution,
+    "tridiagonal_solve": _tridiagonal_solution,
     "conv_general_dilated": convolved,
-    "reduce_window_sum": windowed,
-    "select_and_gather_add": windowed,
+    **dict.fromkeys(["reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add"], windowed),
     "select_and_scatter_add": scattered_from_windows,
-    "scatter": _scattered,
-    "scatter-add": _scattered,
+    "gather": gathered,
+    **dict.fromkeys(["scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"], scattered),
+    "dynamic_slice": sliced,
+    "dynamic_update_slice": updated,
 }
-
-# Operations that are known to mix everything, or of which nobody knows what comes from where.
-_OPAQUE = {"sort"}

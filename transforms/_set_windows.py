@@ -10,13 +10,18 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._jaxpr import aval
-from ._sets import PAIRS, is_set, known, matrix_at, places_of
+from ._sets import PAIRS, is_set, known, matrix_at, mixed, places_of, united
 
 
 def convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """A convolution: over the kernel's places and what goes into its channels, but for what meets a known zero."""
-    if is_set(values[1]):
-        return None
+    """A convolution: what goes over, and for each channel that comes out the kernel that is its own."""
+    numbers = eqn.params["dimension_numbers"]
+    kernel = mixed(eqn, [None, values[1]], [None, numbers[1][:1]], [numbers[2][1:2]])
+    return united([*kernel, _gone_over(eqn, values) if is_set(values[0]) else None])
+
+
+def _gone_over(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Over the kernel's places and what goes into its channels, but for what meets a known zero."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     places, out = (
         places_of(x).transpose(spec) for x, spec in zip((eqn.invars[0], eqn.outvars[0]), numbers[::2], strict=True)

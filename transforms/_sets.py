@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -46,15 +46,39 @@ class Later:
         self.value = cache(compute)
 
 
+class Partly(NamedTuple):
+    """An array of which only some numbers are known, such as indices of which only the column is.
+
+    Attributes:
+      numbers: the array, with anything in place of what is not known.
+      sure: which of its numbers are known.
+    """
+
+    numbers: np.ndarray
+    sure: np.ndarray
+
+
 def known(value: Any) -> np.ndarray | None:
-    """A value as an array, None if it is not known."""
+    """Return a value as an array, None if some of it is not known."""
     if isinstance(value, Later):
         value = value.value()
-    if value is UNKNOWN or is_set(value) or isinstance(value, Tracer):
+    if value is UNKNOWN or is_set(value) or isinstance(value, (Tracer, Partly)):
         return None
     if is_key(value):
         return None
     return np.asarray(value)
+
+
+def partly_known(value: Any, x: Any) -> Partly:
+    """Return what is known of a value of this shape and dtype."""
+    if isinstance(value, Later):
+        value = value.value()
+    if isinstance(value, Partly):
+        return value
+    found, shape = known(value), aval(x).shape
+    if found is None:
+        return Partly(np.zeros(shape, aval(x).dtype), np.zeros(shape, bool))
+    return Partly(found, np.ones(shape, bool))
 
 
 def places_of(x: Any) -> np.ndarray:
@@ -91,17 +115,40 @@ def united(sets: Sequence[Any]) -> Any:
     return sum(found[1:], start=found[0]) if found else UNKNOWN
 
 
-def everything(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Each number depends on all that goes in."""
-    found = [value for value in values if is_set(value)]
-    columns = np.unique(np.concatenate([value.indices for value in found]))
-    whole = matrix_at(np.zeros(len(columns), int), columns, (1, found[0].shape[1]))
-    return [whole[np.zeros(math.prod(aval(x).shape), int)] for x in eqn.outvars]
-
-
 def grouped(sets: Any, groups: np.ndarray, size: int) -> Any:
     """The union of the sets of each group."""
     return matrix_at(groups, np.arange(groups.size), (size, groups.size)) @ sets
+
+
+def cells_of(shape: Sequence[int], axes: Sequence[int]) -> np.ndarray:
+    """Return for each number of an array of this shape its place along these axes alone, counted in their order."""
+    sizes = [shape[i] for i in axes]
+    places = np.arange(math.prod(sizes)).reshape(sizes).transpose(np.argsort(axes))
+    return np.broadcast_to(places.reshape([n if i in axes else 1 for i, n in enumerate(shape)]), shape)
+
+
+def mixed(eqn: JaxprEqn, values: list[Any], operands: Sequence[Any], results: Sequence[Sequence[int]]) -> list[Any]:
+    """Let each number depend on all that goes in at its place along some axes, along which nothing mixes.
+
+    Args:
+      eqn: the operation.
+      values: its operands, some of them sets.
+      operands: for each operand these axes; None for one all of whose numbers go to every place.
+      results: for each result these axes, in the same order.
+    """
+    sizes = [aval(eqn.outvars[0]).shape[i] for i in results[0]]
+    count, found = math.prod(sizes), []
+    for x, value, axes in zip(eqn.invars, values, operands, strict=True):
+        if not is_set(value):
+            continue
+        if axes is None:
+            found.append(grouped(value, np.zeros(value.shape[0], int), 1)[np.zeros(count, int)])
+        else:
+            found.append(grouped(value, cells_of(aval(x).shape, axes).ravel(), count))
+    if not found:
+        return [UNKNOWN] * len(eqn.outvars)
+    sums = united(found)
+    return [sums[cells_of(aval(x).shape, axes).ravel()] for x, axes in zip(eqn.outvars, results, strict=True)]
 
 
 def rows_of(x: Any, value: Any, columns: int) -> Any:

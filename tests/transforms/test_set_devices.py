@@ -1,0 +1,118 @@
+"""Patterns of programs on several devices: with explicit axes, and where each has its own program, against products."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from plurax.transforms import jacobian
+from plurax.transforms._call import Call
+from plurax.transforms._sparsity import found_pattern
+
+X = np.linspace(-1, 2, 12, dtype=np.float32)
+MASK = np.array([1, 0, 1] * 4, bool)
+AROUND = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def whole_rows(x: Any) -> Any:
+    return jax.vmap(lambda r: jnp.linalg.solve(jnp.outer(r, r) + jnp.eye(3), r))(x.reshape(4, 3))
+
+
+# On each device: a function of its three numbers.
+LOCAL: dict[str, tuple[Any, int]] = {
+    "apart": (lambda x: x * x[::-1] + lax.axis_index("i"), 20),
+    "only the first": (lambda x: jnp.where(lax.axis_index("i") == 0, x, 0.0) ** 2, 12),
+    "loop": (lambda x: lax.fori_loop(0, 3, lambda _, c: jnp.sin(c) * x, x), 12),
+    "compiled": (jax.jit(lambda x: x + lax.ppermute(x, "i", AROUND) ** 2), 24),
+    "total": (lambda x: x * lax.psum(x.sum(), "i"), 144),
+    "around": (lambda x: x * lax.ppermute(x, "i", AROUND), 24),
+    "to some": (lambda x: x + lax.ppermute(x, "i", [(0, 2)]) ** 2, 15),
+    "all": (lambda x: x * lax.all_gather(x, "i").sum(0), 48),
+    "all in a row": (lambda x: x * lax.all_gather(x, "i", tiled=True)[:3], 21),
+    "sums": (lambda x: lax.psum_scatter(jnp.append(x, x[0]), "i", tiled=True) ** 2, 16),
+    "exchanged": (lambda x: lax.all_to_all(jnp.append(x, x[1]), "i", 0, 0, tiled=True) ** 2, 16),
+}
+WHOLE: dict[str, tuple[Any, int]] = {
+    "number by number": (jnp.sin, 12),
+    "mask": (lambda x: jnp.where(MASK, x, 0.0), 8),
+    "solves": (whole_rows, 36),
+    "sums of rows": (lambda x: (x.reshape(4, 3) ** 2).sum(1), 12),
+    "moved": (lambda x: jax.sharding.reshard(x, P()) ** 2, 12),
+}
+
+
+def check(name: str) -> None:
+    mesh = jax.make_mesh((4,), ("i",))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("i")))
+        local = name in LOCAL
+        fun, entries = (LOCAL if local else WHOLE)[name]
+        if local:
+            fun = jax.shard_map(fun, in_specs=P("i"), out_specs=P("i"))
+        push = jax.jit(lambda x, t: jax.jvp(fun, (x,), (t,))[1])
+        expected = np.stack([np.ravel(push(x, jax.device_put(t, x.sharding))) for t in np.eye(12, dtype=X.dtype)], 1)
+        for mode in ("forward", "reverse"):
+            found = found_pattern("jacobian", Call("jacobian", fun, (0,), False, (x,), {}), mode)
+            beside = expected.copy()
+            beside[found.rows, found.cols] = 0
+            np.testing.assert_allclose(beside, 0, atol=1e-6)
+            assert len(found.rows) == entries, (mode, len(found.rows), entries)
+        sparse = jax.jit(jacobian(fun, sparsity="auto"))(x)
+        matrix = np.asarray(sparse.todense()).reshape(expected.shape)
+        np.testing.assert_allclose(matrix, expected, rtol=1e-4, atol=1e-5)
+
+
+def gives_up() -> None:
+    """A loop in which devices exchange numbers."""
+    mesh = jax.make_mesh((4,), ("i",))
+    body = lambda x: lax.fori_loop(0, 2, lambda _, c: lax.ppermute(c, "i", AROUND) * x, x)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("i")))
+        fun = jax.shard_map(body, in_specs=P("i"), out_specs=P("i"))
+        call = Call("jacobian", fun, (0,), False, (x,), {})
+        with pytest.warns(UserWarning, match="what comes out of `scan` is taken to depend on all"):
+            found = found_pattern("jacobian", call, "forward")
+    assert len(found.rows) == 144
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", [*LOCAL, *WHOLE, "gives up"])
+def test_four_devices(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+def failure_of(name: str) -> str:
+    try:
+        if name == "gives up":
+            gives_up()
+        else:
+            check(name)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)
+    warnings.simplefilter("error")
+    Path("/dev/stdout").write_text(json.dumps({name: failure_of(name) for name in [*LOCAL, *WHOLE, "gives up"]}))
