@@ -20,7 +20,8 @@ from ._axes import (
 )
 from ._budget import check_budget, largest_chunk, temporaries
 from ._changes import call_with_models, changes
-from ._chunk import map_in_chunks
+from ._chunk import map_in_chunks, map_parts_in_chunks
+from ._explicit import divided_alike
 from ._model import (
     Parts,
     from_parts,
@@ -136,7 +137,9 @@ def vmap(
             "axis_size" if owner_axis is None else "the number of members",
         )
         axes = (owner_axis, argument_axes, keyword_axis)
-        arrays = _take_apart((owner, args, kwargs))
+        leaves, treedef = jax.tree.flatten(_take_apart((owner, args, kwargs)))
+        leaves, parts = divided_alike(leaves, broadcast_axes(axes, jax.tree.unflatten(treedef, leaves)))
+        arrays = jax.tree.unflatten(treedef, leaves)
 
         def lane(owner: Any, args: Any, kwargs: Any) -> Any:
             return _evaluate_lane(function, (owner, args, kwargs), axes, out_axes)
@@ -147,6 +150,8 @@ def vmap(
         def in_chunks(chunk: int | None) -> Any:
             if chunk is None or chunk >= size:
                 return over_lanes(size)(*arrays)
+            if parts > 1:
+                return map_parts_in_chunks(over_lanes, arrays, axes, out_axes, size, parts, chunk)
             return map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk)
 
         if budget is None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._explicit import divided_as
 from .._jaxpr import aval
 from ._pieces import Direct, Factors, Norms, Piece, Rows, merged, widened
 from ._program import Program
@@ -289,7 +290,10 @@ class ExampleGradients:
         numbers = frozenset(self._pieces)
         given, pull = jax.vjp(lambda parameters: self._operands(parameters, numbers), parameters)
         (sums,) = pull(
-            {n: piece.weighted(weights, given[n].dtype).astype(given[n].dtype) for n, piece in self._pieces.items()}
+            {
+                n: divided_as(piece.weighted(weights, given[n].dtype).astype(given[n].dtype), given[n])
+                for n, piece in self._pieces.items()
+            }
         )
         for i, gradients in self._held.items():
             sums[i] += Direct(gradients).weighted(weights, dtype)

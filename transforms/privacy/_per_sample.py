@@ -13,7 +13,7 @@ from .._budget import check_budget
 from .._vmap import vmap
 from ._backward import Backward, each_gradient
 from ._choice import check_method
-from ._per_example import per_example
+from ._per_example import on_any_mesh, per_example
 
 
 def per_sample_grad(
@@ -79,7 +79,7 @@ def per_sample_grad(
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
 
-    return wrap_like(fun, "per_sample_grad", gradients)
+    return wrap_like(fun, "per_sample_grad", on_any_mesh("per_sample_grad", fun, batch_argnums, gradients))
 
 
 def per_sample_norm(
@@ -125,4 +125,4 @@ def per_sample_norm(
         of = check(False, keep_batch_dim, None, args, kwargs)
         return jnp.sqrt(Backward(of, None if method == "vmap" else of.program, of.examples, method).squares)
 
-    return wrap_like(fun, "per_sample_norm", norms)
+    return wrap_like(fun, "per_sample_norm", on_any_mesh("per_sample_norm", fun, batch_argnums, norms))
