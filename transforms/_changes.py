@@ -7,8 +7,14 @@ from typing import Any
 
 import jax
 
-from ._jaxpr import CALLS, called
+from ._compat import scan_counts
+from ._jaxpr import CALLS, aval, called
 from ._model import Parts, dotted, from_parts, is_module, models_of, named_arrays, parts_of, split, with_parts
+
+# Operations whose results are their operands, be it on other devices.
+_IDENTITIES = frozenset(
+    ["copy", "copy_p", "device_put", "name", "optimization_barrier", "pcast", "pvary", "reshard", "sharding_constraint"]
+)
 
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
@@ -152,7 +158,7 @@ def changes(
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
     """For each model in `arguments` the paths of the arrays that `function` leaves as they are, by its program.
 
-    An inner `nnx.jit` or `nnx.remat` hands back every array of a module as a new object, whether it has changed or not;
+    An inner transform of `nnx` hands back every array of a module as a new object, whether it has changed or not;
     so where objects differ, `function` is traced once more and each array is followed back.
     """
     before = parts_of(arguments)
@@ -164,20 +170,67 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
         outputs.extend((i, path) for i, arrays in enumerate(after) for path in sorted(arrays))
         return after
 
-    sources = _sources(jax.make_jaxpr(arrays_after)(before).jaxpr)
-    inputs = [(i, path) for i, parts in enumerate(before) for path in parts.arrays()]
+    jaxpr = jax.make_jaxpr(arrays_after)(before).jaxpr
+    inputs = {
+        (i, path): number for number, (i, path) in enumerate((i, p) for i, x in enumerate(before) for p in x.arrays())
+    }
     kept = {
-        name for name, source in zip(outputs, sources, strict=True) if source is not None and inputs[source] == name
+        name
+        for name, source, out in zip(outputs, _sources(jaxpr), jaxpr.outvars, strict=True)
+        if name in inputs and source == (inputs[name], _axes(out))
     }
     return [{path for j, path in kept if j == i} for i in range(len(before))]
 
 
-def _sources(jaxpr: Any) -> list[int | None]:
-    """For each output of `jaxpr` the number of the input that it is, or None where it was computed."""
-    inputs = {id(variable): i for i, variable in enumerate(jaxpr.invars)}
+# Which input or operand something is, and in which order it has the axes of that.
+_Source = tuple[int, tuple[int, ...]]
+
+
+def _sources(jaxpr: Any) -> list[_Source | None]:
+    """For each output of `jaxpr` the input that it is, or None where it was computed."""
+    known = {id(variable): (i, _axes(variable)) for i, variable in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in CALLS:
-            for variable, i in zip(eqn.outvars, _sources(called(eqn)[0]), strict=True):
-                if i is not None and id(eqn.invars[i]) in inputs:
-                    inputs[id(variable)] = inputs[id(eqn.invars[i])]
-    return [inputs.get(id(variable)) for variable in jaxpr.outvars]
+        for variable, operands in zip(eqn.outvars, _operands_left(eqn), strict=True):
+            found = {_followed(known, eqn.invars, operand) for operand in operands}
+            source = found.pop() if len(found) == 1 else None
+            if source is not None:
+                known[id(variable)] = source
+    return [known.get(id(variable)) for variable in jaxpr.outvars]
+
+
+def _followed(known: dict[int, _Source], operands: Sequence[Any], source: _Source | None) -> _Source | None:
+    """The input that an operand is, with the axes of both steps."""
+    before = None if source is None else known.get(id(operands[source[0]]))
+    return before and source and (before[0], tuple(before[1][axis] for axis in source[1]))
+
+
+def _operands_left(eqn: Any) -> list[list[_Source | None]]:
+    """For each result of an operation the operands that it may be; None where it may be computed."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _IDENTITIES:
+        return [[(i, _axes(variable))] for i, variable in enumerate(eqn.outvars)]
+    if name == "transpose":
+        return [[(0, tuple(params["permutation"]))]]
+    if name in CALLS:
+        return [[source] for source in _sources(called(eqn)[0])]
+    if name == "cond":  # the first operand says which branch
+        branches = [_sources(branch.jaxpr) for branch in params["branches"]]
+        return [[x and (x[0] + 1, x[1]) for x in each] for each in zip(*branches, strict=True)]
+    if name in ("scan", "while"):  # in every iteration: as the same part of what is carried, or of the slices
+        loop = params["jaxpr"] if name == "scan" else params["body_jaxpr"]
+        shared = scan_counts(params)[0] if name == "scan" else params["body_nconsts"]
+        before = 0 if name == "scan" else params["cond_nconsts"]
+        found = _sources(loop.jaxpr)
+        stays = [
+            x == (shared + k, _axes(out)) for k, (x, out) in enumerate(zip(found, loop.jaxpr.outvars, strict=True))
+        ]
+        return [
+            [(before + shared + k, _axes(out)) if left else None]
+            for k, (left, out) in enumerate(zip(stays, eqn.outvars, strict=True))
+        ]
+    return [[None]] * len(eqn.outvars)
+
+
+def _axes(variable: Any) -> tuple[int, ...]:
+    """The axes of a variable, in order."""
+    return tuple(range(len(aval(variable).shape)))

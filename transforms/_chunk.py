@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._axes import Axes, broadcast_axes
+from ._explicit import explicit_sharding
 from ._weak import weak_like
 
 
@@ -46,7 +47,14 @@ def map_in_chunks(
         ]
         return mapped(length)(*_fitted(jax.tree.unflatten(treedef, slices)))
 
-    shapes = jax.eval_shape(lambda: evaluate(0, chunk_size))
+    shardings: list[Any] = []
+
+    def first() -> Any:
+        out = evaluate(0, chunk_size)
+        shardings.extend(map(explicit_sharding, jax.tree.leaves(out)))
+        return out
+
+    shapes = jax.eval_shape(first)
     out_leaves, out_treedef = jax.tree.flatten(shapes)
     # Counted on the mapped output, so that a negative axis names the same place as it does for `jax.vmap`.
     positions = [
@@ -64,8 +72,9 @@ def map_in_chunks(
         return write(results, evaluate(start, chunk_size), start), None
 
     results = [
-        jnp.empty(leaf.shape if axis is None else (*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]), leaf.dtype)
-        for leaf, axis in zip(out_leaves, positions, strict=True)
+        # Divided among devices as each chunk is.
+        jnp.empty(_with_size(leaf.shape, axis, size), leaf.dtype, out_sharding=sharding)
+        for leaf, axis, sharding in zip(out_leaves, positions, shardings, strict=True)
     ]
     whole, remaining = divmod(size, chunk_size)
     results, _ = lax.scan(step, results, jnp.arange(whole) * chunk_size)
@@ -73,6 +82,56 @@ def map_in_chunks(
         results = write(results, evaluate(whole * chunk_size, remaining), whole * chunk_size)
     results = [weak_like(result, leaf) for result, leaf in zip(results, out_leaves, strict=True)]
     return _fitted(jax.tree.unflatten(out_treedef, results))
+
+
+def _with_size(shape: tuple[int, ...], axis: int | None, size: int) -> tuple[int, ...]:
+    return shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def map_parts_in_chunks(
+    mapped: Callable[[int], Callable[..., Any]],
+    args: tuple[Any, ...],
+    in_axes: tuple[Axes, ...],
+    out_axes: Axes,
+    size: int,
+    parts: int,
+    chunk_size: int,
+) -> Any:
+    """As `map_in_chunks`, of an axis that is divided among devices, each of which takes slices of its own part.
+
+    Args:
+      mapped: as for `map_in_chunks`.
+      args: likewise.
+      in_axes: likewise.
+      out_axes: likewise.
+      size: likewise.
+      parts: how many parts the axis is divided into.
+      chunk_size: how many slices to evaluate at once, over all devices.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    leaf_axes = [
+        axis if axis is None else axis % jnp.ndim(leaf)
+        for leaf, axis in zip(leaves, broadcast_axes(in_axes, args), strict=True)
+    ]
+
+    def split(x: Any, axis: int | None) -> Any:
+        return x if axis is None else x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
+
+    def of_part(*leaves: Any) -> Any:
+        args = jax.tree.unflatten(treedef, leaves)
+        return map_in_chunks(mapped, args, in_axes, out_axes, size // parts, -(-chunk_size // parts))
+
+    # The axis of parts is in front of that of the slices, also where that is counted from the end.
+    outer = jax.tree.map(lambda axis: axis if axis >= 0 else axis - 1, out_axes)
+    # Compiled as one program, which goes where its arguments are: outside of one, a new array has no mesh.
+    out = jax.jit(jax.vmap(of_part, leaf_axes, outer))(*map(split, leaves, leaf_axes))
+    out_leaves, out_treedef = jax.tree.flatten(out)
+
+    def join(x: Any, axis: int | None) -> Any:
+        axis = axis if axis is None else axis % jnp.ndim(x)
+        return x if axis is None else x.reshape(*x.shape[:axis], size, *x.shape[axis + 2 :])
+
+    return jax.tree.unflatten(out_treedef, map(join, out_leaves, broadcast_axes(outer, out)))
 
 
 def _fitted(tree: Any) -> Any:

@@ -19,7 +19,8 @@ from ._axes import (
 )
 from ._budget import check_budget, chunk_within
 from ._changes import call_with_models, changes
-from ._chunk import map_in_chunks
+from ._chunk import map_in_chunks, map_parts_in_chunks
+from ._explicit import divided_alike
 from ._model import (
     Parts,
     from_parts,
@@ -157,7 +158,9 @@ def vmap_of(
             "axis_size" if owner_axis is None else "the number of members",
         )
         axes = (owner_axis, argument_axes, keyword_axis)
-        arrays = _take_apart((owner, args, kwargs))
+        leaves, treedef = jax.tree.flatten(_take_apart((owner, args, kwargs)))
+        leaves, parts = divided_alike(leaves, broadcast_axes(axes, jax.tree.unflatten(treedef, leaves)))
+        arrays = jax.tree.unflatten(treedef, leaves)
 
         def lane(owner: Any, args: Any, kwargs: Any) -> Any:
             return _evaluate_lane(api, function, (owner, args, kwargs), axes, out_axes)
@@ -168,6 +171,8 @@ def vmap_of(
         def in_chunks(chunk: int | None) -> Any:
             if chunk is None or chunk >= size:
                 return over_lanes(size)(*arrays)
+            if parts > 1:
+                return map_parts_in_chunks(over_lanes, arrays, axes, out_axes, size, parts, chunk)
             return map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk)
 
         return from_parts(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))

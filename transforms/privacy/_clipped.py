@@ -15,7 +15,7 @@ from .._compat import Tracer, varying, varying_axes
 from ._backward import Backward, first_that_traces, routes
 from ._choice import Choice, check_method, choose
 from ._gradients import ExampleGradients, Use, held_uses
-from ._per_example import PerExample, per_example
+from ._per_example import PerExample, on_any_mesh, per_example
 from ._pieces import wide
 
 
@@ -276,7 +276,10 @@ def clipped_grad(
 
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
     beside = has_aux or return_values or return_grad_norms
-    return ClippedGrad(wrap_like(fun, "clipped_grad", clipped), bound, beside, explain)
+    like = argnums if pre_clipping_transform is None else None
+    on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if beside else out, like)
+    explained = on_any_mesh("clipped_grad", fun, batch_argnums, explain)
+    return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, beside, explained)
 
 
 def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._explicit import divided_as
 from .._jaxpr import aval
 from ._pieces import Direct, Factors, Norms, Piece, Rows, dtype_of, merged, wide, widened
 from ._program import Program
@@ -306,7 +307,8 @@ class ExampleGradients:
         numbers = self._pieces.keys() - set(self._shared)
         operands, parameters = self._rearranged(numbers, dtype)
         given, pull = jax.vjp(operands, parameters)
-        (sums,) = pull({n: self._pieces[n].weighted(weights, dtype).astype(given[n].dtype) for n in numbers})
+        found = {n: self._pieces[n].weighted(weights, dtype).astype(given[n].dtype) for n in numbers}
+        (sums,) = pull({n: divided_as(x, given[n]) for n, x in found.items()})
         for n in self._shared:
             factor = Direct(self._factor(n)).weighted(weights, dtype)
             for i, direction in self._directions[n].items():

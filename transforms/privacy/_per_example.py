@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .._arguments import (
     argument_name,
@@ -21,6 +22,7 @@ from .._arguments import (
 )
 from .._call import Call, arrays_apart
 from .._compat import varying, varying_axes
+from .._explicit import along, explicit_axes, with_automatic
 from .._grad import scalar_seed
 from ._program import Program
 
@@ -48,6 +50,45 @@ def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callabl
         return PerExample(api, fun, positions, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
 
     return of_call
+
+
+def on_any_mesh(
+    api: str,
+    fun: Callable[..., Any],
+    batch_argnums: Any,
+    compute: Callable[..., Any],
+    sum_in: Callable[[Any], Any] = lambda _: (),
+    argnums: Any = None,
+) -> Callable[..., Any]:
+    """`compute(*args, **kwargs)`, inside of which the examples are divided over no explicit axes of a mesh.
+
+    Args:
+      api: what to call it in an error.
+      fun: the loss.
+      batch_argnums: as for `per_sample_grad`.
+      compute: returns arrays, which have the examples along axis 0, but for those of a sum over them.
+      sum_in: from what `compute` returns to that sum, which comes first in it.
+      argnums: the parameters that the sum is like; None where it is like none.
+    """
+    batched = batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,)
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        entry, axes = explicit_axes(([args[i] for i in batched if i < len(args)], kwargs))
+        if not axes:
+            return compute(*args, **kwargs)
+        parameters: Any = ()
+        if argnums is not None:
+            call = Call(api, fun, argnums if isinstance(argnums, (tuple, list)) else (argnums,), False, args, {})
+            parameters = [call.gradient(i, primal) for i, primal in enumerate(call.primals)]
+
+        def place(out: Any) -> list[PartitionSpec]:
+            summed = jax.tree.leaves(sum_in(out))
+            like = [along(axes, x) for x in jax.tree.leaves(parameters)] or [PartitionSpec()] * len(summed)
+            return like + [entry] * (sum(isinstance(x, jax.Array) for x in jax.tree.leaves(out)) - len(summed))
+
+        return with_automatic(api, lambda args, kwargs: compute(*args, **kwargs), (args, kwargs), axes, place)
+
+    return computed
 
 
 class PerExample:

@@ -14,7 +14,7 @@ from .._budget import check_budget
 from .._vmap import vmap_of
 from ._backward import Backward, each_gradient, first_that_traces, routes
 from ._choice import Choice, check_method
-from ._per_example import per_example
+from ._per_example import on_any_mesh, per_example
 
 
 def per_sample_grad(
@@ -86,7 +86,7 @@ def per_sample_grad(
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
 
-    return wrap_like(fun, "per_sample_grad", gradients)
+    return wrap_like(fun, "per_sample_grad", on_any_mesh("per_sample_grad", fun, batch_argnums, gradients))
 
 
 def per_sample_norm(
@@ -140,4 +140,4 @@ def per_sample_norm(
 
         return jnp.sqrt(first_that_traces(routes(of, Choice(method, of.size, "")), squares)[1])
 
-    return wrap_like(fun, "per_sample_norm", norms)
+    return wrap_like(fun, "per_sample_norm", on_any_mesh("per_sample_norm", fun, batch_argnums, norms))

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from .._explicit import along, explicit_axes, with_automatic
 from .._model import Parts, split
 from .._primals import trainable_of, with_trainable
 from ._accounting import Ledger
@@ -31,6 +33,16 @@ class Step:
     microbatch_size: int | None
 
     def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        _, axes = explicit_axes((batch.arguments, batch.is_padding_example))
+        if not axes:
+            return self._of_any(state, batch)
+
+        def place(out: Any) -> list[PartitionSpec]:
+            return [along(axes, x) for x in jax.tree.leaves(state)] + [PartitionSpec()] * len(jax.tree.leaves(out[1]))
+
+        return with_automatic("DPSGD.step", self._of_any, (state, batch), axes, place)
+
+    def _of_any(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         arrays = (state.tree, state.opt_state, state.noise_state, state.mask_key)
         if state.members is None:
             after, metrics = self._one(arrays, state.step, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm
+from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm, vmap
+from plurax.transforms.privacy import DPSGD, Batch
 
 # All in one worker: what they ask is found once.
 pytestmark = pytest.mark.xdist_group("four devices")
@@ -188,6 +191,65 @@ def spmd_axis_name(method: str) -> None:
     assert found[1].grad_norms.sharding.spec == P("data")
 
 
+def explicit(method: str, **options: Any) -> None:
+    """A mesh as `jax.make_mesh` makes it, set or not: the type of an array says how it is divided."""
+    of = clipped_grad(loss, **OPTIONS, method=method, **options)
+    args = (PARAMS, *spread(jax.make_mesh((4,), ("data",)), EXAMPLES))
+    for place in (contextlib.nullcontext(), jax.set_mesh(jax.make_mesh((4,), ("data",)))):
+        with place:
+            found = jax.jit(of)(*args, is_padding_example=PADDING)
+            assert_close(found, on_one_device())
+            assert jax.typeof(found[1].grad_norms).sharding.spec == P("data")
+            assert jax.typeof(found[0]["hidden"]).sharding.spec == P(None, None)
+
+
+def explicit_in_parts(method: str) -> None:
+    explicit(method, microbatch_size=4)
+
+
+def explicit_parameters(method: str) -> None:
+    """Parameters are divided over another axis, or over that of the examples, and so are their sums."""
+
+    def model(params: Any, x: Any, tokens: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["hidden"] + params["bias"]) ** 2) + jnp.mean(params["table"][tokens])
+
+    params = {name: PARAMS[name] for name in ("table", "hidden", "bias")}
+    options: dict[str, Any] = {"l2_clip_norm": 0.05, "batch_argnums": (1, 2), "return_grad_norms": True}
+    expected = jax.jit(clipped_grad(model, **options))(params, *EXAMPLES[:2])
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    for axis in ("data", "model"):
+        specs = {"table": P(), "hidden": P(None, axis), "bias": P(axis)}
+        divided = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
+        found = clipped_grad(model, **options, method=method)(divided, *spread(mesh, EXAMPLES[:2]))
+        assert_close(found, expected)
+        assert jax.typeof(found[0]["hidden"]).sharding.spec == P(None, axis)
+        each = per_sample_grad(model, batch_argnums=(1, 2), chunk_size=3)(divided, *spread(mesh, EXAMPLES[:2]))
+        norms = jax.vmap(optax.tree.norm)(jax.tree.map(np.asarray, each))
+        assert_close(({}, (norms,)), ({}, (expected[1].grad_norms,)))
+
+
+def explicit_step(method: str) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    divided = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in PARAMS.items()}
+    divided["table"] = jax.device_put(PARAMS["table"], NamedSharding(mesh, P(None, "model")))
+    options: dict[str, Any] = {"num_examples": BATCH, "expected_batch_size": BATCH, "num_steps": 2, "target_delta": 0.1}
+
+    def plain(params: Any, x: Any, tokens: Any, labels: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["hidden"] + params["bias"]) ** 2) + jnp.mean(params["table"] * x[0, 0])
+
+    dp = DPSGD(plain, optax.adam(0.1), l2_clip_norm=0.1, noise_multiplier=1.0, method=method, **options)
+
+    def after(params: Any, examples: Any) -> Any:
+        state = dp.init(params, key=jax.random.key(0))
+        for _ in range(2):
+            state, metrics = dp.step(state, Batch(tuple(examples), PADDING))
+        return state.model, tuple(metrics.values())
+
+    found, expected = after(divided, spread(mesh, EXAMPLES)), after(PARAMS, EXAMPLES)
+    assert_close(found, expected)
+    assert jax.typeof(found[0]["table"]).sharding.spec == P(None, "model")
+
+
 WAYS: tuple[Callable[[str], None], ...] = (
     jit,
     jit_in_parts,
@@ -200,6 +262,10 @@ WAYS: tuple[Callable[[str], None], ...] = (
     shard_map_of_members,
     shard_map_of_what_is_combined,
     spmd_axis_name,
+    explicit,
+    explicit_in_parts,
+    explicit_parameters,
+    explicit_step,
 )
 
 
@@ -219,6 +285,46 @@ def chunks_of_convolutions(method: str) -> None:
     of = per_sample_grad(loss, batch_argnums=(1, 2, 3), chunk_size=2)
     gradients = jax.jit(of)(PARAMS, *spread(mesh_of(data=4), EXAMPLES))
     assert_close(({}, (jax.vmap(optax.tree.norm)(gradients),)), ({}, (on_one_device()[1].grad_norms,)))
+
+
+def explicit_maps(method: str) -> None:
+    """`vmap` of what is divided and what is not; each device takes chunks of its own slices."""
+    mesh = jax.make_mesh((4,), ("data",))
+    shared = jax.device_put(PARAMS["hidden"], NamedSharding(mesh, P()))
+    x, number = spread(mesh, EXAMPLES[0]), np.arange(float(BATCH), dtype=np.float32)
+    plain = lambda x, number: (jnp.tanh(x @ PARAMS["hidden"]) * number, number)
+    expected = jax.jit(jax.vmap(plain, out_axes=(-2, 0)))(EXAMPLES[0], number)
+    mapped = lambda x, number: (jnp.tanh(x @ shared) * number, number)
+    for wrap in (jax.jit, lambda f: f):
+        for chunk_size in (None, 1, 3, 4, 5, 8):
+            found = wrap(vmap(mapped, out_axes=(-2, 0), chunk_size=chunk_size))(x, number)
+            assert_close(({}, found), ({}, expected))
+            assert jax.typeof(found[0]).sharding.spec == P(None, "data", None)
+
+
+def explicit_kinds(method: str) -> None:
+    """Modules, auxiliary outputs, arguments that all share, keys, transforms of gradients, and what is closed over."""
+    mesh = jax.make_mesh((4,), ("data",))
+    x = spread(mesh, EXAMPLES[0])
+    model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    scale = jax.device_put(np.full(3, 2.0, np.float32), NamedSharding(mesh, P()))
+
+    def noisy(model: Any, x: Any, scale: Any, key: Any) -> Any:
+        out = model(x) * scale * jax.random.uniform(key, (3,))
+        return jnp.mean(out**2), {"out": out, "name": "noisy"}
+
+    options: dict[str, Any] = {"l2_clip_norm": 0.5, "prng_argnum": 3, "has_aux": True}
+    for more in ({}, {"pre_clipping_transform": lambda gradient: jax.tree.map(jnp.sin, gradient)}):
+        of = clipped_grad(noisy, **options, **more)
+        sums, aux = of(model, x, scale, jax.random.key(0))
+        expected, beside = of(model, EXAMPLES[0], np.asarray(scale), jax.random.key(0))
+        assert_close((sums, (aux.aux["out"],)), (expected, (beside.aux["out"],)))
+        assert aux.aux["name"] == "noisy"
+    assert of.explain(model, x, scale, jax.random.key(0)).method == "vmap"
+    with pytest.raises(
+        ValueError, match=r"clipped_grad: fun closes over an array of a mesh with the explicit axes data"
+    ):
+        clipped_grad(lambda model, x: jnp.mean(model(x) * scale), l2_clip_norm=1.0)(model, x)
 
 
 def convolutions_inside(method: str) -> None:
@@ -269,6 +375,8 @@ def test_four_devices_give_what_one_gives(way: Any, method: str, outcomes: dict[
 def test_each_gradient_what_is_chosen_and_what_fails(outcomes: dict[str, str]) -> None:
     assert not outcomes["each"], outcomes["each"]
     assert not outcomes["chunks_of_convolutions"], outcomes["chunks_of_convolutions"]
+    assert not outcomes["explicit_maps"], outcomes["explicit_maps"]
+    assert not outcomes["explicit_kinds"], outcomes["explicit_kinds"]
     assert not outcomes["convolutions_inside"], outcomes["convolutions_inside"]
     assert not outcomes["auto"], outcomes["auto"]
     assert "not equal to tolerance" in outcomes["wrong"].lower()
@@ -287,6 +395,6 @@ if __name__ == "__main__":
     every = {f"{way.__name__} {method}": failure_of(way, method) for way in WAYS for method in METHODS}
     every |= {
         way.__name__: failure_of(way, "auto")
-        for way in (each, chunks_of_convolutions, convolutions_inside, auto, wrong)
+        for way in (each, chunks_of_convolutions, explicit_maps, explicit_kinds, convolutions_inside, auto, wrong)
     }
     Path("/dev/stdout").write_text(json.dumps(every))

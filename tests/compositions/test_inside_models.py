@@ -1,0 +1,194 @@
+"""Transforms of NNX inside of a model: arrays that they hand on unchanged are not assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from plurax.transforms import clipped_grad, grad, jvp, per_sample_grad, per_sample_norm, vmap
+from plurax.transforms.privacy import DPSGD
+
+DEPTH, WIDTH = 3, 4
+X = np.sin(np.arange(20.0, dtype=np.float32)).reshape(5, WIDTH)
+Y = np.cos(np.arange(10.0, dtype=np.float32)).reshape(5, 2)
+METHODS = ("auto", "vmap", "ghost", "book_keeping")
+
+
+class Layer(nnx.Module):
+    """A residual layer; with `norm` one whose statistics move, with `lora` one with a product of low rank besides."""
+
+    def __init__(self, rngs: nnx.Rngs, norm: bool = False, lora: bool = False) -> None:
+        self.dense: Any = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        if lora:
+            self.dense = nnx.LoRA(WIDTH, 2, WIDTH, base_module=self.dense, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs) if norm else nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + jnp.tanh(self.dense(self.norm(x)))
+
+
+def apply(layer: Any, x: Any) -> Any:
+    return layer(x)
+
+
+def scanned(apply: Callable[..., Any], axis: int = 0) -> Callable[..., Any]:
+    over = nnx.scan(lambda x, layer: apply(layer, x), in_axes=(nnx.Carry, axis), out_axes=nnx.Carry)
+    return lambda layers, x: over(x, layers)
+
+
+def added(apply: Callable[..., Any], axis: int = 0) -> Callable[..., Any]:
+    over = nnx.vmap(apply, in_axes=(axis, None))
+    return lambda layers, x: over(layers, x).sum(0)
+
+
+def branched(layer: Any, x: Any) -> Any:
+    return nnx.cond(x.sum() > 0, nnx.remat(apply), lambda layer, x: nnx.jit(apply)(layer, 2 * x), layer, x)
+
+
+def repeated(layers: Any, x: Any) -> Any:
+    def body(_: Any, carry: Any) -> Any:
+        layers, x = carry
+        return layers, added(nnx.remat(apply))(layers, x)
+
+    return nnx.fori_loop(0, 2, body, (layers, x))[1]
+
+
+def with_outputs(layers: Any, x: Any) -> Any:
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    @nnx.remat
+    def over(x: Any, layer: Any) -> Any:
+        return layer(x), x
+
+    x, between = over(x, layers)
+    return x + between.mean(0)
+
+
+# How a stack of layers is applied, and the axis of the stack.
+WAYS: dict[str, tuple[Callable[..., Any], int]] = {
+    "scan-of-remat": (scanned(nnx.remat(apply)), 0),
+    "scan-of-jit": (scanned(nnx.jit(apply)), 0),
+    "remat-of-scan": (nnx.remat(scanned(apply)), 0),
+    "jit-of-scan-of-remat": (nnx.jit(scanned(nnx.remat(apply))), 0),
+    "scan-with-outputs": (with_outputs, 0),
+    "scan-of-remat-along-axis-1": (scanned(nnx.remat(apply), 1), 1),
+    "scan-of-cond": (scanned(branched), 0),
+    "vmap-of-remat": (added(nnx.remat(apply)), 0),
+    "vmap-of-remat-along-axis-1": (added(nnx.remat(apply), 1), 1),
+    "loop": (repeated, 0),
+}
+
+
+class Deep(nnx.Module):
+    """A stack of layers."""
+
+    def __init__(self, run: Callable[..., Any], axis: int = 0, **options: Any) -> None:
+        make = nnx.vmap(lambda rngs: Layer(rngs, **options), out_axes=axis)
+        self.layers = make(nnx.Rngs(0).split(DEPTH))
+        self.out = nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(1))
+        self.run = run
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.run(self.layers, x))
+
+
+def loss(model: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def pure(model: Any) -> tuple[Callable[..., Any], Any]:
+    """The loss as a plain function of the parameters, and these."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda params, x, y: loss(nnx.merge(graphdef, params, rest), x, y), params
+
+
+@cache
+def of_each(way: str) -> Any:
+    """The gradients of each sample, their norms, and the sum of the clipped ones."""
+    plain, params = pure(Deep(*WAYS[way]))
+    each = jax.jit(jax.vmap(jax.grad(plain), (None, 0, 0)))(params, X[:, None], Y[:, None])
+    norms = jax.vmap(optax.tree.norm)(each)
+    weights = jnp.minimum(1, 0.5 / norms)
+    return each, norms, jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), each)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    actual, expected = (
+        jax.tree.leaves(nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x) for x in (actual, expected)
+    )
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_differentiated_and_mapped_as_if_written_out(way: str) -> None:
+    model = Deep(*WAYS[way])
+    plain, params = pure(model)
+    expected = jax.jit(jax.grad(plain))(params, X, Y)
+    assert_close(grad(loss)(model, X, Y), expected)
+    assert_close(nnx.jit(grad(loss))(model, X, Y), expected)
+    _, slope = jvp(lambda model: loss(model, X, Y), (model,), (expected,))
+    np.testing.assert_allclose(slope, optax.tree.norm(expected) ** 2, rtol=1e-4)
+    assert_close(vmap(model, chunk_size=2)(X), jnp.stack([model(x) for x in X]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_each_sample(way: str) -> None:
+    model, (each, norms, total) = Deep(*WAYS[way]), of_each(way)
+    options: dict[str, Any] = {"batch_argnums": (1, 2)}
+    assert_close(per_sample_grad(loss, **options)(model, X, Y), each)
+    for method in METHODS if way == "scan-of-remat" else ("auto",):
+        assert_close(per_sample_norm(loss, **options, method=method)(model, X, Y), norms)
+        assert_close(clipped_grad(loss, **options, l2_clip_norm=0.5, method=method)(model, X, Y), total)
+
+
+@pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1"])
+def test_a_private_step(way: str) -> None:
+    model, total = Deep(*WAYS[way]), of_each(way)[2]
+    options: dict[str, Any] = {"num_examples": 5, "expected_batch_size": 5, "num_steps": 1}
+    dp = DPSGD(loss, optax.sgd(1.0), l2_clip_norm=0.5, noise_multiplier=0.0, target_delta=0.1, **options)
+    state = dp.init(model, key=jax.random.key(0))
+    (batch,) = dp.batches((X, Y), state)
+    after = dp.step(state, batch)[0].model
+    params = (nnx.to_pure_dict(nnx.state(x, nnx.Param)) for x in (model, after))
+    assert_close(jax.tree.map(lambda x, y: (x - y) * 5, *params), total)
+
+
+@pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1", "scan-of-cond"])
+def test_statistics_that_move_end_up_in_the_model_and_are_refused_for_each_sample(way: str) -> None:
+    model, twin = (Deep(*WAYS[way], norm=True) for _ in range(2))
+    assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(twin, X, Y))
+    assert_close(nnx.state(model, nnx.BatchStat), nnx.state(twin, nnx.BatchStat))
+    with pytest.raises(ValueError, match=r"clipped_grad: fun changes the state of Deep \(`layers.norm.mean`\)"):
+        clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))(model, X, Y)
+    with pytest.raises(ValueError, match=r"vmap: the mapped function changes the state of Deep"):
+        vmap(model)(X)
+    evaluated = nnx.view(model, use_running_average=True)
+    each = per_sample_grad(loss, batch_argnums=(1, 2))(evaluated, X[:1], Y[:1])
+    assert_close(jax.tree.map(lambda x: x[0], each), grad(loss)(evaluated, X[:1], Y[:1]))
+
+
+def test_parameters_that_are_assigned_in_a_loop_are_refused() -> None:
+    def halve(layer: Any, x: Any) -> Any:
+        layer.dense.bias[...] /= 2
+        return layer(x)
+
+    for run in (scanned(nnx.remat(halve)), scanned(halve), nnx.jit(scanned(halve))):
+        with pytest.raises(ValueError, match=r"grad: fun assigns the parameter `layers.dense.bias`"):
+            grad(loss)(Deep(run), X, Y)
+
+
+def test_low_rank_additions_in_a_rematerialised_stack() -> None:
+    model = Deep(*WAYS["scan-of-remat"], lora=True)
+    assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(model, X, Y))
+    norms = per_sample_norm(loss, batch_argnums=(1, 2))(model, X, Y)
+    plain, params = pure(model)
+    each = jax.vmap(jax.grad(plain), (None, 0, 0))(params, X[:, None], Y[:, None])
+    assert_close(norms, jax.vmap(optax.tree.norm)(each))
