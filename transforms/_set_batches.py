@@ -23,7 +23,7 @@ _WHOLE = frozenset(
 
 
 def sets_by_batches(eqn: JaxprEqn, values: list[Any]) -> tuple[list[Any], bool]:
-    """The sets of an operation's results, of which nothing is known but that leading axes are mapped over.
+    """Find the sets of an operation's results, of which nothing is known but that leading axes are mapped over.
 
     Returns:
       The sets; whether they have no entry too many.
@@ -36,7 +36,7 @@ def sets_by_batches(eqn: JaxprEqn, values: list[Any]) -> tuple[list[Any], bool]:
 
 
 def _mapped_axes(eqn: JaxprEqn) -> int:
-    """How many leading axes an operation is mapped over, as JAX's own rule proves.
+    """Count the leading axes that an operation is mapped over, as JAX's own rule proves.
 
     If mapping the operation on the slices gives this very operation, each slice of its results is made of the same
     slices of its operands.
@@ -61,14 +61,15 @@ def _is_mapped(eqn: JaxprEqn, count: int) -> bool:
         if [x.shape for x in one] != [aval(x).shape[count:] for x in eqn.outvars]:
             return False
         other = _only(jax.make_jaxpr(mapped)(*map(_struct, eqn.invars)).jaxpr)
-        same = other is not None and other.primitive is eqn.primitive and other.params == eqn.params
-        return same and all(aval(x).shape == aval(y).shape for x, y in zip(eqn.outvars, other.outvars, strict=True))
+        if other is None or other.primitive is not eqn.primitive or other.params != eqn.params:
+            return False
+        return all(aval(x).shape == aval(y).shape for x, y in zip(eqn.outvars, other.outvars, strict=True))
     except Exception:  # no rule, or one that does not take the slices
         return False
 
 
 def _only(jaxpr: Jaxpr) -> JaxprEqn | None:
-    """The operation that is all of a program, which takes and gives what the program does."""
+    """Return the operation that is all of a program, if it takes and gives what the program does."""
     if len(jaxpr.eqns) != 1:
         return None
     (eqn,) = jaxpr.eqns
@@ -82,7 +83,7 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def program_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """A program that computes what an operation does, None if there is none."""
+    """Trace a program that computes what an operation does; None if there is none."""
     name = eqn.primitive.name
     if eqn.effects or name in _WHOLE:
         return None
@@ -100,7 +101,7 @@ def program_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _bcoo_product(data: Any, indices: Any, other: Any, *, dimension_numbers: Any, lhs_spinfo: Any, **_: Any) -> Any:
-    """The product number by number: each of the data is multiplied by what it meets, and added where that belongs."""
+    """Multiply number by number: each of the data by what it meets, added where that belongs."""
     shape = lhs_spinfo.shape
     batched, last = indices.ndim - 2, indices.ndim - 1
     sparse = range(batched, batched + indices.shape[-1])

@@ -23,7 +23,7 @@ _LOCAL = frozenset({"axis_index", "pcast", "preduced", "pvary", "reduced_vary_ca
 
 
 def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, blind: list[str]) -> list[Any]:
-    """The sets of what a `shard_map` gives."""
+    """Find the sets of what a `shard_map` gives."""
     params, jaxpr = eqn.params, eqn.params["jaxpr"]
     axes = {
         name: params["mesh"].shape[name] for name in params["mesh"].axis_names if name in params["newly_manual_axes"]
@@ -47,7 +47,7 @@ def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, blind: list[str])
 
 
 def crosses(eqn: JaxprEqn) -> bool:
-    """Whether numbers go from one device to another in an operation, or in the programs inside it."""
+    """Tell whether numbers go from one device to another in an operation, or in the programs inside it."""
     named = [eqn.params.get(key) for key in ("axes", "axis_name")]
     names = [name for names in named for name in (names if isinstance(names, (tuple, list)) else (names,))]
     if any(isinstance(name, str) for name in names):
@@ -56,7 +56,7 @@ def crosses(eqn: JaxprEqn) -> bool:
 
 
 def _block(shape: tuple[int, ...], spec: Any, at: dict[str, int], axes: dict[str, int]) -> np.ndarray:
-    """The places of the numbers of an array that a device has."""
+    """Return the places of the numbers of an array that a device has."""
     places = np.arange(math.prod(shape)).reshape(shape)
     for i, names in enumerate(spec):
         names = [name for name in (names if isinstance(names, tuple) else (names,)) if name in axes]
@@ -84,7 +84,7 @@ def _part(value: Any, block: np.ndarray) -> Any:
 def _run(
     jaxpr: Jaxpr, consts: Sequence[Any], args: list[Any], devices: list[dict[str, int]], visit: Visit, blind: list[str]
 ) -> list[Any]:
-    """As `interpret`, with the values of all devices in place of each value."""
+    """Go through a program as `interpret` does, with the values of all devices in place of each value."""
 
     def visit_all(eqn: JaxprEqn, values: list[list[Any]]) -> list[Any]:
         name = eqn.primitive.name
@@ -110,7 +110,7 @@ def _run(
 
 
 def _exchanged(eqn: JaxprEqn, sets: list[list[Any]], devices: list[dict[str, int]]) -> list[list[Any]] | None:
-    """What every device has after an operation by which devices exchange numbers; None if it has no rule."""
+    """Return what every device has after an operation by which devices exchange numbers; None if it has no rule."""
     name, params = eqn.primitive.name, eqn.params
     names = params.get("axes", params.get("axis_name"))
     names = names if isinstance(names, tuple) else (names,)

@@ -33,7 +33,7 @@ PLACED = frozenset(
 
 
 def keeps_apart(eqn: JaxprEqn) -> bool:
-    """Whether each number of a result is an index, made of single numbers of the operands, at places that are known.
+    """Tell whether each number of a result is an index, made of single numbers of operands, at places that are known.
 
     A choice is as good: it is known where all that can be chosen is the same, as where JAX maps a branch.
     """
@@ -43,7 +43,7 @@ def keeps_apart(eqn: JaxprEqn) -> bool:
 
 
 def partly_computed(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """What such an operation gives, as far as it is known."""
+    """Compute what such an operation gives, as far as it is known."""
     parts = [partly_known(value, x) for value, x in zip(values, eqn.invars, strict=True)]
     numbers = evaluate(eqn, *(jnp.asarray(part.numbers) for part in parts))
     if eqn.primitive.name in PLACED:
@@ -60,7 +60,7 @@ def partly_computed(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def gathered(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Numbers at places: along an axis of which the index is not known any of them, but for whole slices of it."""
+    """Pick numbers at places: along an axis of which the index is not known any of them, but for whole slices of it."""
     if is_set(values[1]):
         return None
     shape, params = aval(eqn.invars[0]).shape, eqn.params
@@ -71,7 +71,7 @@ def gathered(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """What is there, and all that is put there: along an axis of which the index is not known, anywhere."""
+    """Keep what is there, and add all that is put there: along an axis of which the index is not known, anywhere."""
     operand, indices, updates = values
     if is_set(indices):
         return None
@@ -106,7 +106,7 @@ def sliced(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """A slice put into an array; where it is not known, what is there remains."""
+    """Put a slice into an array; where it is not known, what is there remains."""
     if any(map(is_set, values[2:])):
         return None
     operand, update = values[:2]
@@ -118,7 +118,7 @@ def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _cells(where: Partly, axes: Any, sizes: Any, shape: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Indices with zeros for those that are not known, and cells, alike along the axes that these may pick from."""
+    """Return indices with zeros for those that are not known, and cells, alike along the axes that these may pick from."""
     loose = {d for i, d in enumerate(axes) if sizes[d] < shape[d] and not where.sure[..., i].all()}
     cells = cells_of(shape, [d for d in range(len(shape)) if d not in loose])
     return np.where(where.sure, where.numbers, 0), cells
@@ -146,7 +146,7 @@ def _slice(cells: np.ndarray, starts: list[np.ndarray], sizes: Any) -> np.ndarra
 
 
 def _replaced(operand: Any, places: np.ndarray) -> Any:
-    """What is there, but at these places."""
+    """Keep what is there, but at these places."""
     kept = np.arange(operand.shape[0])
     kept[places[places >= 0]] = -1
     return picked(operand, kept)

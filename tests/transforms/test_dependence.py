@@ -239,7 +239,7 @@ straight.defjvp(lambda x, t: (straight(*x), t[0] + 0.5 * jnp.roll(t[0], 1)))
 
 
 # With how many entries are found for one cell, so that k cells have k times as many.
-CELLS: dict[str, tuple[Any, int]] = {
+CELLS: dict[str, tuple[Any, int | None]] = {
     "solve": (lambda x: jnp.linalg.solve(matrix(x), x[:3]), 18),
     "solve with a constant": (lambda x: jnp.linalg.solve(TRIANGLE + 1, x), 36),
     "inverse": (lambda x: jnp.linalg.inv(matrix(x)), 54),
