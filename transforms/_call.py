@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from ._arguments import argument_name, describe, leaf_name, resolve_argnums
 from ._changes import call_with_models, changes, check_structure, passing_through, update
+from ._equinox import differentiated
 from ._model import (
     Parts,
+    is_module,
     is_parts,
     models_of,
     named_arrays,
@@ -38,6 +40,10 @@ class Call:
       has_aux: whether `fun` returns a pair of an output and anything else.
       args: the positional arguments.
       kwargs: the keyword arguments.
+      integers: whether the arguments that are differentiated may have leaves that are not of floating point, which pass
+        through to `fun` with None for their gradient, as functions and text always do.
+      filters: for some of `argnums` which variables of a module are differentiated, as a filter of NNX; its `nnx.Param`
+        where there is none.
 
     Attributes:
       primals: what is differentiated, one for each of `argnums`.
@@ -52,14 +58,25 @@ class Call:
         has_aux: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        integers: bool = False,
+        filters: Mapping[int, Any] | None = None,
     ) -> None:
         self._api, self._fun, self._has_aux, self._args = api, fun, has_aux, args
         self._owner, self._function = owner_of(fun)
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
-        self._owner_parts, self._parts, self._kwarg_parts = to_parts((self._owner, args, kwargs))
-        self.primals = tuple(trainable_of(self._parts[i]) for i in self.selected)
+        split_by = dict(zip(self.selected, map((filters or {}).get, argnums), strict=True))
+        self._owner_parts, self._kwarg_parts = to_parts((self._owner, kwargs))
+        self._parts = tuple(to_parts(arg, split_by.get(i)) for i, arg in enumerate(args))
+        for i in split_by:
+            if split_by[i] is not None and not any(map(is_module, models_of(args[i]))):
+                raise TypeError(
+                    f"{api}: argnums has an nnx.DiffState for `{argument_name(fun, args, i)}`, which holds no NNX "
+                    f"module; write its position, {i}."
+                )
+        self._whole = tuple(trainable_of(self._parts[i]) for i in self.selected)
+        self.primals = tuple(differentiated(tree, integers) for tree in self._whole)
 
     def name(self, i: int) -> str:
         """What `fun` calls the `i`-th of the primals."""
@@ -68,7 +85,7 @@ class Call:
     def check_floating(self, *, complex_too: bool = True) -> None:
         """Refuse primals that cannot be differentiated."""
         kind, name = (jnp.inexact, "floating point") if complex_too else (jnp.floating, "real floating point")
-        for i, primal in enumerate(self.primals):
+        for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
                 if dtype is None or not jnp.issubdtype(dtype, kind):
@@ -79,9 +96,14 @@ class Call:
                         f"of {name} can be differentiated; {cure}, or leave it out of argnums."
                     )
 
+    def _whole_if_none(self) -> list[Any]:
+        """The primals; the whole of an argument of which nothing is differentiated."""
+        pairs = zip(self.primals, self._whole, strict=True)
+        return [primal if jax.tree.leaves(primal) else whole for primal, whole in pairs]
+
     def check_arrays(self) -> None:
         """Refuse primals that are not made of arrays and numbers."""
-        for i, primal in enumerate(self.primals):
+        for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 if _dtype(leaf) is None:
                     raise TypeError(
@@ -95,7 +117,9 @@ class Call:
             filled[i] = with_trainable(self._parts[i], primal)
         before = (self._owner_parts, tuple(filled), self._kwarg_parts)
         out, left = call_with_models(self._function, before)
-        after = [split(model) for model in left]
+        after = [
+            split(model, getattr(x.structure, "trains", None)) for model, x in zip(left, parts_of(before), strict=True)
+        ]
         for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
             check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
@@ -249,9 +273,11 @@ def trainable_of(tree: Any) -> Any:
 
 
 def with_trainable(tree: Any, values: Any) -> Any:
-    """The inverse of `trainable_of`: `tree` with `values` in their places."""
+    """The inverse of `trainable_of`: `tree` with `values` in their places, but for those that are None."""
 
     def put(x: Any, value: Any) -> Any:
-        return Parts(x.structure, value, x.rest) if isinstance(x, Parts) else value
+        if isinstance(x, Parts):
+            return Parts(x.structure, jax.tree.map(put, x.trainable, value), x.rest)
+        return x if value is None else value
 
     return jax.tree.map(put, tree, values, is_leaf=is_parts)

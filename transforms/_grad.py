@@ -12,6 +12,7 @@ from jax import lax
 
 from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
 from ._call import Call, check_output
+from ._model import filters_apart
 
 
 def grad(
@@ -26,14 +27,16 @@ def grad(
       fun: a function, a bound method or a module, with an output of real numbers: a scalar, unless `cotangent` is
         given. With `has_aux` it returns a pair of that output and anything else.
       argnums: an int, which gives the bare gradient, or a tuple of ints, which gives a tuple. Negative numbers count
-        from the end of the positional arguments.
+        from the end of the positional arguments. An `nnx.DiffState` gives a position and a filter: which variables of
+        the module there are differentiated.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(gradient, aux)`.
       cotangent: what multiplies the output's derivative from the left. None needs a scalar output. A Python number
         stands for an array full of it, for each output. Arrays match the output in structure, shape and dtype.
 
     Returns:
       A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the arguments
-      it is taken for. For a module that is the `nnx.State` of its `nnx.Param`s, as `nnx.grad` gives and optax takes.
+      it is taken for. For a module that is the `nnx.State` of its `nnx.Param`s, as `nnx.grad` gives and optax takes;
+      for an Equinox module what `eqx.filter_grad` gives. Functions and text in arguments have None for their gradient.
       Other state that `fun` changes (BatchNorm statistics, dropout keys) ends up in the module.
 
     Raises:
@@ -108,10 +111,11 @@ def _value_and_grad(
     api: str, fun: Callable[..., Any], argnums: Argnums, has_aux: bool, cotangent: Any
 ) -> Callable[..., Any]:
     check_callable(api, fun)
-    positions = check_argnums(api, argnums)
+    plain, filters = filters_apart(argnums)
+    positions = check_argnums(api, plain)
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        call = Call(api, fun, positions, has_aux, args, kwargs)
+        call = Call(api, fun, positions, has_aux, args, kwargs, filters=filters)
         call.check_floating()
         out, vjp, rest = jax.vjp(call, *call.primals, has_aux=True)
         values = vjp(seed(api, out, cotangent))
