@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from ._arguments import argument_name, describe, leaf_name, resolve_argnums
 from ._changes import call_with_models, changes, check_structure, passing_through, update
 from ._model import (
     Parts,
+    is_module,
     models_of,
     named_arrays,
     owner_of,
@@ -20,7 +21,7 @@ from ._model import (
     split,
     to_parts,
 )
-from ._primals import Primals, dtype_of, with_trainable
+from ._primals import Primals, dtype_of, trainable_of, with_trainable
 from ._remember import remembered
 
 
@@ -39,6 +40,10 @@ class Call:
       args: the positional arguments.
       kwargs: the keyword arguments.
       holomorphic: whether it is a holomorphic function of complex arguments; None for a transform that never asks.
+      integers: whether the arguments that are differentiated may have leaves that are not of floating point, which pass
+        through to `fun` with None for their gradient, as functions and text always do.
+      filters: for some of `argnums` which variables of a module are differentiated, as a filter of NNX; its `nnx.Param`
+        where there is none.
 
     Attributes:
       fun: the function.
@@ -57,6 +62,8 @@ class Call:
         kwargs: dict[str, Any],
         *,
         holomorphic: bool | None = None,
+        integers: bool = False,
+        filters: Mapping[int, Any] | None = None,
     ) -> None:
         self._api, self.fun, self._has_aux, self._args = api, fun, has_aux, args
         self.holomorphic = holomorphic
@@ -64,8 +71,16 @@ class Call:
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
-        self._owner_parts, self._parts, self._kwarg_parts = to_parts((self._owner, args, kwargs))
-        self.form = Primals(api, self.name, tuple(self._parts[i] for i in self.selected))
+        split_by = dict(zip(self.selected, map((filters or {}).get, argnums), strict=True))
+        self._owner_parts, self._kwarg_parts = to_parts((self._owner, kwargs))
+        self._parts = tuple(to_parts(arg, split_by.get(i)) for i, arg in enumerate(args))
+        for i in split_by:
+            if split_by[i] is not None and not any(map(is_module, models_of(args[i]))):
+                raise TypeError(
+                    f"{api}: argnums has an nnx.DiffState for `{argument_name(fun, args, i)}`, which holds no NNX "
+                    f"module; write its position, {i}."
+                )
+        self.form = Primals(api, self.name, tuple(self._parts[i] for i in self.selected), integers)
         self.primals = self.form.values
 
     def remembered(self, fun: Any, options: Any, decide: Callable[[], Any]) -> Any:
@@ -84,7 +99,7 @@ class Call:
         if self.holomorphic:
             kind, name = jnp.complexfloating, "complex floating point, with holomorphic=True,"
         constant = (jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else ()
-        for i, primal in enumerate(self.primals):
+        for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
                 if isinstance(leaf, int) and constant:
@@ -99,9 +114,14 @@ class Call:
                         f"of {name} can be differentiated; {cure}, or leave it out of argnums."
                     )
 
+    def _whole_if_none(self) -> list[Any]:
+        """The primals; the whole of an argument of which nothing is differentiated."""
+        whole = (trainable_of(self._parts[i]) for i in self.selected)
+        return [x if jax.tree.leaves(x) else every for x, every in zip(self.primals, whole, strict=True)]
+
     def check_arrays(self) -> None:
         """Refuse primals that are not made of arrays and numbers."""
-        for i, primal in enumerate(self.primals):
+        for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 if dtype_of(leaf) is None:
                     raise TypeError(
@@ -115,7 +135,9 @@ class Call:
             filled[i] = with_trainable(self._parts[i], primal)
         before = (self._owner_parts, tuple(filled), self._kwarg_parts)
         out, left = call_with_models(self._function, before)
-        after = [split(model) for model in left]
+        after = [
+            split(model, getattr(x.structure, "trains", None)) for model, x in zip(left, parts_of(before), strict=True)
+        ]
         for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
             check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))

@@ -13,6 +13,7 @@ from jax import lax
 from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
 from ._call import Call, check_complex, check_output
 from ._compat import varying, varying_axes
+from ._model import filters_apart
 from ._weak import weak_like
 
 
@@ -34,7 +35,8 @@ def grad(
       fun: a function, a bound method or a module, with an output of real numbers: a scalar, unless `cotangent` is
         given. With `has_aux` it returns a pair of that output and anything else.
       argnums: an int, which gives the bare gradient, or a tuple of ints, which gives a tuple. Negative numbers count
-        from the end of the positional arguments.
+        from the end of the positional arguments. An `nnx.DiffState` gives a position and a filter: which variables of
+        the module there are differentiated.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(gradient, aux)`.
       cotangent: what multiplies the output's derivative from the left. None needs a scalar output. A Python number
         stands for an array full of it, for each output. Arrays match the output in structure, shape and dtype.
@@ -46,7 +48,8 @@ def grad(
 
     Returns:
       A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the arguments
-      it is taken for. For a module that is the `nnx.State` of its `nnx.Param`s, as `nnx.grad` gives and optax takes.
+      it is taken for. For a module that is the `nnx.State` of its `nnx.Param`s, as `nnx.grad` gives and optax takes;
+      for an Equinox module what `eqx.filter_grad` gives. Functions and text in arguments have None for their gradient.
       Other state that `fun` changes (BatchNorm statistics, dropout keys) ends up in the module.
 
     Raises:
@@ -134,10 +137,11 @@ def _value_and_grad(
     allow_int: bool,
 ) -> Callable[..., Any]:
     check_callable(api, fun)
-    positions = check_argnums(api, argnums)
+    plain, filters = filters_apart(argnums)
+    positions = check_argnums(api, plain)
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        call = Call(api, fun, positions, has_aux, args, kwargs, holomorphic=holomorphic)
+        call = Call(api, fun, positions, has_aux, args, kwargs, holomorphic=holomorphic, filters=filters)
         call.check_floating(allow_int=allow_int)
         out, vjp, rest = jax.vjp(call, *call.primals, has_aux=True)
         if holomorphic:

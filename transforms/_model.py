@@ -65,6 +65,21 @@ def is_module(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
+def filters_apart(argnums: Any) -> tuple[Any, dict[int, Any]]:
+    """`argnums` without the `nnx.DiffState` in them, and the filters that these give to their positions."""
+    nnx = sys.modules.get("flax.nnx")
+    filters: dict[int, Any] = {}
+
+    def position(x: Any) -> Any:
+        if nnx is None or not isinstance(x, nnx.DiffState):
+            return x
+        filters[x.argnum] = x.filter
+        return x.argnum
+
+    found = type(argnums)(map(position, argnums)) if isinstance(argnums, (tuple, list)) else position(argnums)
+    return found, filters
+
+
 def is_members(x: Any) -> bool:
     """Whether `x` holds several models along axis 0."""
     return hasattr(type(x), "__plurax_member__")
@@ -100,13 +115,17 @@ class ModuleStructure:
       graphdef: the static part of a module.
       paths: for each array of the module, in the order of `graphdef`, its path and whether it trains. Where a variable
         holds a pytree, this is the path of the whole of it.
+      trains: which variables train, as a filter of NNX; None for `nnx.Param`.
     """
 
-    __slots__ = ("_hash", "_key", "_paths", "graphdef")
+    __slots__ = ("_hash", "_key", "_paths", "graphdef", "trains")
 
-    def __init__(self, graphdef: nnx.GraphDef[Any], paths: Sequence[tuple[tuple[Any, ...], bool]]) -> None:
+    def __init__(
+        self, graphdef: nnx.GraphDef[Any], paths: Sequence[tuple[tuple[Any, ...], bool]], trains: Any = None
+    ) -> None:
         self.graphdef = graphdef
         self._paths = paths
+        self.trains = trains
         self._key: nnx.GraphDef[Any] | None = None
         self._hash: int | None = None
 
@@ -122,7 +141,7 @@ class ModuleStructure:
         """The `nnx.State` of parameters that `nnx.grad` gives."""
         from flax import nnx
 
-        return nnx.state(self.merge(trainable, rest), nnx.Param)
+        return nnx.state(self.merge(trainable, rest), nnx.Param if self.trains is None else self.trains)
 
     def __repr__(self) -> str:
         root: Any = self.graphdef.nodes[0]
@@ -132,7 +151,7 @@ class ModuleStructure:
         return self  # it never changes, and functions in a copied `GraphDef` would no longer be equal
 
     def __reduce__(self) -> Any:
-        return ModuleStructure, (self.graphdef, self._paths)
+        return ModuleStructure, (self.graphdef, self._paths, self.trains)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, ModuleStructure) and self._comparable() == other._comparable())
@@ -191,19 +210,21 @@ register_pytree_with_keys(
 )
 
 
-def split(model: Any) -> Parts:
-    """`model` taken apart: for an NNX module `nnx.Param` is what trains."""
+def split(model: Any, trains: Any = None) -> Parts:
+    """`model` taken apart: what `trains` of an NNX module is given by a filter, or is its `nnx.Param`."""
     if not is_module(model):
         return Parts(*model.__plurax_split__())
     from flax import nnx
 
     # Pure: a `State` would hold the module's own variables, and a copy made from it would change with the original.
-    apart: Any = nnx.split(model, nnx.Param, ...)
+    apart: Any = nnx.split(model, nnx.Param if trains is None else trains, ...)
     graphdef, trainable, rest = apart
     paths = sorted(
         (path, trains) for state, trains in ((trainable, True), (rest, False)) for path, _ in nnx.to_flat_state(state)
     )
-    return Parts(ModuleStructure(graphdef, paths), *(nnx.to_pure_dict(state, _held) for state in (trainable, rest)))
+    return Parts(
+        ModuleStructure(graphdef, paths, trains), *(nnx.to_pure_dict(state, _held) for state in (trainable, rest))
+    )
 
 
 def _held(variable: Any) -> Any:
@@ -222,9 +243,9 @@ def is_parts(x: Any) -> bool:
     return isinstance(x, Parts)
 
 
-def to_parts(tree: Any) -> Any:
-    """`tree` with every model in it taken apart."""
-    return jax.tree.map(lambda x: split(x) if is_model(x) else x, tree, is_leaf=is_model)
+def to_parts(tree: Any, trains: Any = None) -> Any:
+    """`tree` with every model in it taken apart, as by `split`."""
+    return jax.tree.map(lambda x: split(x, trains) if is_model(x) else x, tree, is_leaf=is_model)
 
 
 def from_parts(tree: Any) -> Any:

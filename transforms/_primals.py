@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import register_pytree_node
 
 from ._arguments import describe, leaf_name
+from ._equinox import differentiated
 from ._model import Parts, is_parts, to_pure
 from ._static import Static
 from ._weak import weak_like
@@ -24,21 +25,22 @@ class Primals:
       api: what to call the transform in an error.
       name: from the position of a primal to what the user's function calls it.
       trees: the primals, their models taken apart.
+      integers: whether leaves that are not of floating point are passed over.
     """
 
-    def __init__(self, api: str, name: Callable[[int], str], trees: tuple[Any, ...]) -> None:
-        self._api, self._name, self._trees = api, name, trees
+    def __init__(self, api: str, name: Callable[[int], str], trees: tuple[Any, ...], integers: bool = False) -> None:
+        self._api, self._name, self._trees, self._integers = api, name, trees, integers
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """What is differentiated: a model's trainable arrays, of everything else all."""
-        return tuple(map(trainable_of, self._trees))
+        """What is differentiated: a model's trainable arrays, of everything else all; None for leaves that are not."""
+        return tuple(differentiated(trainable_of(tree), self._integers) for tree in self._trees)
 
     def outline(self) -> Primals:
         """These primals with shapes in the place of what is differentiated."""
         names = tuple(self._name(i) for i in range(len(self._trees)))
         shapes = jax.tree.map(jax.typeof, self.values)
-        return Primals(self._api, names.__getitem__, tuple(map(with_trainable, self._trees, shapes)))
+        return Primals(self._api, names.__getitem__, tuple(map(with_trainable, self._trees, shapes)), self._integers)
 
     def gradient(self, i: int, values: Any) -> Any:
         """Return `values` for the `i`-th primal in the form that its models ask for: `nnx.State` for a module."""
@@ -95,12 +97,13 @@ class Primals:
 
 def _flatten(primals: Primals) -> tuple[list[Any], Any]:
     arrays, rest = Static.separate(primals._trees)
-    return arrays, (primals._api, tuple(primals._name(i) for i in range(len(primals._trees))), rest)
+    names = tuple(primals._name(i) for i in range(len(primals._trees)))
+    return arrays, (primals._api, names, primals._integers, rest)
 
 
 def _unflatten(static: Any, arrays: Any) -> Primals:
-    api, names, rest = static
-    return Primals(api, names.__getitem__, rest.join(list(arrays)))
+    api, names, integers, rest = static
+    return Primals(api, names.__getitem__, rest.join(list(arrays)), integers)
 
 
 register_pytree_node(Primals, _flatten, _unflatten)
@@ -120,9 +123,11 @@ def trainable_of(tree: Any) -> Any:
 
 
 def with_trainable(tree: Any, values: Any) -> Any:
-    """The inverse of `trainable_of`: `tree` with `values` in their places."""
+    """The inverse of `trainable_of`: `tree` with `values` in their places, but for those that are None."""
 
     def put(x: Any, value: Any) -> Any:
-        return Parts(x.structure, value, x.rest) if isinstance(x, Parts) else value
+        if isinstance(x, Parts):
+            return Parts(x.structure, jax.tree.map(put, x.trainable, value), x.rest)
+        return x if value is None else value
 
     return jax.tree.map(put, tree, values, is_leaf=is_parts)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from plurax.ensemble import Ensemble
-from plurax.transforms import grad, value_and_grad, vjp, vmap
+from plurax.transforms import grad, jacobian, value_and_grad, vjp, vmap
 
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 BATCH = np.sin(np.arange(15.0, dtype=np.float32)).reshape(5, 3)
@@ -715,3 +715,24 @@ def test_other_kinds_of_numbers_are_refused_by_name(fun: Any, x: Any, options: A
     for transform in (grad, value_and_grad):
         with pytest.raises(TypeError, match=f"^{transform.__name__}: {match}"):
             transform(fun, **options)(x)
+
+
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.PathContains("bias"), nnx.All(nnx.Param, nnx.Not("kernel"))])
+def test_a_filter_selects_variables_as_for_nnx(kind: Any) -> None:
+    for argnums in (nnx.DiffState(0, kind), (nnx.DiffState(0, kind), 1), (1, nnx.DiffState(-2, kind))):
+        model, twin = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+        positive = (1, nnx.DiffState(0, kind)) if argnums == (1, nnx.DiffState(-2, kind)) else argnums
+        found = grad(lambda model, x: model.loss(x), argnums)(model, BATCH)
+        expected = nnx.grad(lambda model, x: model.loss(x), argnums=positive)(twin, BATCH)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5)
+        chex.assert_trees_all_close(nnx.state(model, nnx.BatchStat), nnx.state(twin, nnx.BatchStat))
+
+
+def test_a_filter_needs_a_module() -> None:
+    select = nnx.DiffState(0, nnx.Param)
+    with pytest.raises(
+        TypeError, match=r"grad: argnums has an nnx.DiffState for `x`, which holds no NNX module; write"
+    ):
+        grad(lambda x: x.sum(), select)(X)
+    with pytest.raises(TypeError, match=r"jacobian: argnums must be an int or a tuple of ints, but got DiffState"):
+        jacobian(lambda x: x.sum(), select)

@@ -16,6 +16,7 @@ import numpy as np
 
 from .._arguments import check_callable, check_count, check_number, describe, is_int, leaf_name
 from .._compat import Tracer
+from .._equinox import differentiated, held, is_array
 from .._keys import check_key
 from .._model import is_members, models_of, shared_variable, to_parts
 from .._primals import trainable_of
@@ -58,6 +59,8 @@ class DPSGD:
       keep_batch_dim: as for `clipped_grad`. False is also for data of users, with their examples in an axis of their
         own: a "user" then stands wherever it says "example" here.
       microbatch_size: as for `clipped_grad`; batches are padded to multiples of it.
+      has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then have the means of `aux`. Neither the
+        clipping nor the noise covers them.
 
     Attributes:
       noise_multiplier: as given, or as found.
@@ -113,6 +116,7 @@ class DPSGD:
         noise_strategy: Any = None,
         keep_batch_dim: bool = True,
         microbatch_size: int | None = None,
+        has_aux: bool = False,
     ) -> None:
         check_extra()
         check_callable("DPSGD", loss, "loss")
@@ -167,7 +171,7 @@ class DPSGD:
         self.ledger = Ledger(noise_multiplier, probability, l2_clip_norm, expected_batch_size, strategy)
         self.target_delta, self.accountant = target_delta, accountant
         self.num_examples, self.num_steps = int(num_examples), int(num_steps)
-        self._step = Step(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size)
+        self._step = Step(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [jax.jit(self._step, donate_argnums=donated) for donated in ((), (0,))]
 
@@ -180,9 +184,9 @@ class DPSGD:
         """The state before the first step; a copy, so the model stays as it is.
 
         Args:
-          model_or_params: an NNX module, a pytree of arrays of real floating point (or with modules in it), or an
-            `Ensemble`: all members see the same batches, each with noise of its own: as it would be
-            alone with `jax.random.fold_in(key, i)` (a key of "rbg" draws other noise for each under `vmap`).
+          model_or_params: an NNX or Equinox module, a pytree of arrays (or with modules in it), of which those of real
+            floating point train, or an `Ensemble`: all members see the same batches, each with noise of its own: as it
+            would be alone with `jax.random.fold_in(key, i)` (a key of "rbg" draws other noise for each under `vmap`).
           key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. Privacy rests on it: for a
             model that is published take one that nobody can guess, as docs/dp-sgd.md shows, and keep it secret.
 
@@ -192,9 +196,9 @@ class DPSGD:
         """
         check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
-        tree = to_parts(model_or_params)
-        trainable = trainable_of(tree)
-        _check_trainable(trainable, models_of(model_or_params))
+        tree = held(to_parts(model_or_params))
+        trainable = differentiated(trainable_of(tree), integers=True)
+        _check_trainable(tree, trainable, models_of(model_or_params))
 
         def states(key: jax.Array, trainable: Any) -> tuple[Any, Any, jax.Array]:
             opt_state = self._step.optimizer.init(trainable)
@@ -256,6 +260,8 @@ class DPSGD:
         Returns:
           The new state, and metrics, for an ensemble with the members along axis 0: "loss", the mean over the batch
           (NaN for one without examples), and "clipped", the fraction of examples whose gradients were scaled down.
+          With `has_aux`, also the mean over the batch of each array in `aux`: under its own names where that is a dict,
+          else as "aux".
           Metrics are computed from the data without noise: they are for your eyes only.
 
         Raises:
@@ -448,15 +454,21 @@ class DPSGD:
                 )
 
 
-def _check_trainable(trainable: Any, models: Iterable[Any]) -> None:
-    leaves = jax.tree.leaves_with_path(trainable)
-    if not leaves:
+def _check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
+    if not jax.tree.leaves(tree):
         raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
-    for path, leaf in leaves:
-        if not isinstance(leaf, (jax.Array, np.ndarray)) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    # Where nothing trains, the parameters are meant to be what there is.
+    for path, leaf in jax.tree.leaves_with_path(trainable if jax.tree.leaves(trainable) else tree):
+        if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays of real "
                 "floating point; let the loss close over what does not train."
+            )
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not is_array(leaf):
+            raise TypeError(
+                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays (of which "
+                "those of floating point train); let the loss close over what is none."
             )
     shared = shared_variable(list(models))
     if shared:

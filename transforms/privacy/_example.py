@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 
+from .._call import pair_of
 from .._changes import call_with_models, changes, with_changes
+from .._equinox import released
 from .._grad import scalar_seed
 from .._keys import is_key
 from .._model import Parts, dotted, is_module, is_parts, parts_of, split, with_parts
 from .._primals import with_trainable
 
 
-def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array) -> Callable[..., Any]:
+def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:
     """`loss(model, *batch)` as a function of what trains, of an example's number, and of its batch.
 
     Args:
@@ -22,40 +24,44 @@ def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array) -> Callable[
       tree: the model, or a pytree with models in it, taken apart; shared by all examples.
       key: what the random state of modules is drawn from, for each example anew. Their own keys would not do: they are
         published with the model, and with them which example had which number.
+      has_aux: as for `DPSGD`.
 
     Returns:
-      A function `(trainable, number, *batch)` that returns the loss.
+      A function `(trainable, number, *batch)` that returns what the loss does.
     """
 
     def example_loss(trainable: Any, number: jax.Array, *batch: Any) -> Any:
         of_number = jax.random.fold_in(key, number.reshape(()))
-        return _call(loss, with_trainable(tree, trainable), of_number, batch)[0]
+        return _call(loss, with_trainable(tree, trainable), of_number, batch, has_aux)[0]
 
     return example_loss
 
 
-def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any) -> Any:
+def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: bool) -> Any:
     """`tree` with the random state that a call leaves in its models, such as how often each key was used.
 
     Args:
       loss: as for `DPSGD`.
       tree: as for `of_example`.
       batch: an example of zeros, so that what is left depends on no data, whatever the loss does.
+      has_aux: as for `DPSGD`.
     """
     if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in parts_of(tree)):
         return tree
-    return with_parts(tree, with_changes(parts_of(tree), _call(loss, tree, None, batch)[1]))
+    return with_parts(tree, with_changes(parts_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
 
 
-def _call(loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """The loss, and for each model the random state that the call has changed; refuses what changes any other."""
+def _call(
+    loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any, has_aux: bool
+) -> tuple[Any, list[dict[str, Any]]]:
+    """What the loss returns, and for each model the random state that it changed; refuses what changes any other."""
     if key is not None:
         tree = jax.tree.map(lambda x: _with_keys(x, key) if is_parts(x) else x, tree, is_leaf=is_parts)
 
     def function(_: None, model: Any, /, *batch: Any) -> Any:
         return loss(model, *batch)
 
-    arguments: Any = (None, (tree, *batch), {})
+    arguments: Any = (None, (released(tree), *batch), {})
     out, left = call_with_models(function, arguments)
     found = []
     for model, paths in zip(left, changes(function, arguments, left), strict=True):
@@ -70,7 +76,8 @@ def _call(loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any
                 "use_running_average=True). Nothing else may be assigned either, by sow or to parameters."
             )
         found.append({path: arrays[path] for path in paths})
-    scalar_seed("DPSGD: the loss", out, "return the mean over the batch that it is given, which is of one example")
+    value = pair_of("DPSGD", out)[0] if has_aux else out
+    scalar_seed("DPSGD: the loss", value, "return the mean over the batch that it is given, which is of one example")
     return out, found
 
 

@@ -82,7 +82,7 @@ def fit(
         partial(dp._advance, donate=True),
         step=int(state.step),
         target=target,
-        record=lambda step, metrics: recorder.add(step, jax.tree.map(jnp.atleast_1d, metrics)),
+        record=lambda step, metrics: recorder.add(step, _numbers(metrics, state.members is not None)),
         say=_Spent(dp, models, target),
         save=None if store is None else partial(_save, store, recorder),
         checkpoint_every=checkpoint_every,
@@ -96,6 +96,12 @@ def fit(
     if state.members is None:
         rows = [{name: value for name, value in row.items() if name != "member"} for row in rows]
     return after, rows
+
+
+def _numbers(metrics: dict[str, Any], of_members: bool) -> dict[str, Any]:
+    """The metrics that are one number (for each member, if there are members), as arrays over members."""
+    single = {name: x for name, x in metrics.items() if getattr(x, "ndim", None) == int(of_members)}
+    return {name: jnp.atleast_1d(x) for name, x in single.items()}
 
 
 class _Spent:

@@ -24,13 +24,15 @@ from .._call import Call, arrays_apart
 from .._compat import varying, varying_axes
 from .._explicit import along, explicit_axes, with_automatic
 from .._grad import scalar_seed
+from .._model import filters_apart
 from ._program import Program
 
 
 def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
     """Refuse positions that say nothing; from the rest and the arguments of a call to the loss of an example."""
     check_callable(api, fun)
-    positions = check_argnums(api, argnums)
+    plain, filters = filters_apart(argnums)
+    positions = check_argnums(api, plain)
     batched = check_argnums(api, batch_argnums, "batch_argnums")
     if min(*positions, *batched) < 0:
         raise ValueError(
@@ -47,7 +49,7 @@ def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callabl
     def of_call(
         has_aux: bool, keep_batch_dim: bool, prng_argnum: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> PerExample:
-        return PerExample(api, fun, positions, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
+        return PerExample(api, fun, positions, filters, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
 
     return of_call
 
@@ -78,7 +80,8 @@ def on_any_mesh(
             return compute(*args, **kwargs)
         parameters: Any = ()
         if argnums is not None:
-            call = Call(api, fun, argnums if isinstance(argnums, (tuple, list)) else (argnums,), False, args, {})
+            plain, filters = filters_apart(argnums if isinstance(argnums, (tuple, list)) else (argnums,))
+            call = Call(api, fun, plain, False, args, {}, integers=True, filters=filters)
             parameters = [call.gradient(i, primal) for i, primal in enumerate(call.primals)]
 
         def place(out: Any) -> list[PartitionSpec]:
@@ -98,6 +101,7 @@ class PerExample:
       api: what to call the transform in an error.
       fun: the loss.
       argnums: the positions of the parameters, as `check_argnums` gives them.
+      filters: for some of them which variables of a module are its parameters.
       has_aux: whether `fun` returns a pair of the loss and anything else.
       batch_argnums: the positions of what has the examples along axis 0.
       keep_batch_dim: whether `fun` gets an example with an axis of size 1 in front.
@@ -116,6 +120,7 @@ class PerExample:
         api: str,
         fun: Callable[..., Any],
         argnums: Sequence[int],
+        filters: dict[int, Any],
         has_aux: bool,
         batch_argnums: Sequence[int],
         keep_batch_dim: bool,
@@ -124,7 +129,7 @@ class PerExample:
         kwargs: dict[str, Any],
     ) -> None:
         self._api, self._has_aux, self._keep = api, has_aux, keep_batch_dim
-        self._call = Call(api, fun, argnums, has_aux, args, kwargs)
+        self._call = Call(api, fun, argnums, has_aux, args, kwargs, integers=True, filters=filters)
         self._call.check_floating()
         self.parameters, self._treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, self._call.primals))
         self._batched = resolve_argnums(api, fun, tuple(batch_argnums), args, "batch_argnums")

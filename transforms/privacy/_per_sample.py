@@ -31,7 +31,8 @@ def per_sample_grad(
 
     Args:
       fun: a loss of parameters and of a batch that returns a real scalar; a function, a bound method or a module.
-      argnums: the parameters, as for `grad`: arrays, pytrees of them, or modules.
+      argnums: the parameters, as for `grad`: arrays, pytrees of them, or modules. Leaves that are not of floating
+        point, such as a counter or an index, go to `fun` as they are, and None is their gradient.
       has_aux: whether `fun` returns `(loss, aux)`; the result is then `(gradients, aux)`.
       batch_argnums: the arguments that have the samples along axis 0. All others are shared; keyword arguments are
         split along axis 0 too.

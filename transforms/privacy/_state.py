@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .._equinox import released
 from .._model import from_parts
 from ._accounting import Ledger
 
@@ -53,4 +54,4 @@ class DPState:
     @property
     def model(self) -> Any:
         """The model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
-        return from_parts(self.tree)
+        return from_parts(released(self.tree))

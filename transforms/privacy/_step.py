@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._arguments import describe, leaf_name
+from .._equinox import differentiated
 from .._explicit import along, explicit_axes, with_automatic
 from .._model import Parts, split
 from .._primals import trainable_of, with_trainable
@@ -31,6 +33,7 @@ class Step:
     method: str
     keep_batch_dim: bool
     microbatch_size: int | None
+    has_aux: bool
 
     def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         _, axes = explicit_axes((batch.arguments, batch.is_padding_example))
@@ -62,9 +65,10 @@ class Step:
         self, arrays: tuple[Any, ...], step: jax.Array, batch: Batch
     ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
         tree, opt_state, noise_state, mask_key = arrays
-        trainable = trainable_of(tree)
-        clipped = clipped_grad(
-            of_example(self.loss, tree, jax.random.fold_in(mask_key, step)),
+        trainable = differentiated(trainable_of(tree), integers=True)
+        gradient = clipped_grad(
+            of_example(self.loss, tree, jax.random.fold_in(mask_key, step), self.has_aux),
+            has_aux=self.has_aux,
             batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
             return_values=True,
             return_grad_norms=True,
@@ -75,18 +79,35 @@ class Step:
             microbatch_size=self.microbatch_size,
         )
         numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)
-        sums, each = clipped(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
+        sums, each = gradient(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
         noisy, noise_state = add_noise(self.ledger, sums, noise_state)
-        mean = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
-        trained, opt_state = update(self.optimizer, mean, opt_state, trainable)
+        noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
+        trained, opt_state = update(self.optimizer, noisy, opt_state, trainable)
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
-        tree = with_random_state(self.loss, with_trainable(tree, trained), zeros)
+        tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
         real = ~jnp.asarray(batch.is_padding_example)
-        metrics = {
-            "loss": jnp.sum(jnp.where(real, each.values, 0)) / real.sum(),
-            "clipped": jnp.sum(real & ~(each.grad_norms <= self.ledger.l2_clip_norm)) / real.sum(),
-        }
-        return (tree, opt_state, noise_state), metrics
+
+        def mean(x: jax.Array) -> jax.Array:
+            return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0) / real.sum()
+
+        clipped = ~(each.grad_norms <= self.ledger.l2_clip_norm)
+        metrics = {"loss": mean(each.values), "clipped": mean(clipped)}
+        return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
+
+
+def _metrics_of(aux: Any) -> dict[str, Any]:
+    """The metrics that a loss returns beside its scalar: a dict by its names, anything else as "aux"."""
+    metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
+    for name in ("loss", "clipped"):
+        if name in metrics:
+            raise ValueError(f"DPSGD: beside its scalar, the loss returns `{name}`, but DPSGD does itself; rename it.")
+    for path, leaf in jax.tree.leaves_with_path(aux):
+        if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise TypeError(
+                f"DPSGD: beside its scalar, the loss must return numbers and arrays of them, but "
+                f"`{leaf_name('aux', path)}` is {describe(leaf)}; leave it out."
+            )
+    return metrics
 
 
 def dtype_of_sums(trainable: Any) -> Any:

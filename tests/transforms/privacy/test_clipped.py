@@ -315,8 +315,8 @@ def test_calls_without_a_meaning_are_refused() -> None:
         of(PARAMS, X, 3)
     with refused(ValueError, r"the arguments of batch_argnums hold no array, so there are no examples"):
         clipped_grad(loss, l2_clip_norm=1.0)(PARAMS, None, Y)
-    with refused(TypeError, r"argument `params\['w'\]` is an array .* int64, but only arrays of real floating point"):
-        of({"w": np.ones((4, 3), int), "b": PARAMS["b"]}, X, Y)
+    with refused(TypeError, r"argument `params\['b'\]` is an array .* int64, but only arrays of floating point"):
+        of({"w": np.ones((4, 3), int), "b": np.ones(3, int)}, X, Y)
     with refused(TypeError, r"fun must return one real scalar, but it returned an array of shape \(1, 3\)"):
         clipped_grad(lambda p, x: x @ p["w"], l2_clip_norm=1.0)(PARAMS, X)
     with refused(ValueError, r"prng_argnum selects argument 3, but the call has 3 positional"):

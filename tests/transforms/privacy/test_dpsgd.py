@@ -147,6 +147,80 @@ def test_a_run_is_the_algorithm_written_out(method: str, written_out: Any) -> No
     assert int(state.step) == len(steps) == 12
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
+def test_what_the_loss_returns_beside_its_scalar_is_in_the_metrics(method: str) -> None:
+    """As means over the examples; padding, which may hold NaN, does not count."""
+
+    def with_aux(params: Any, x: Any, y: Any) -> Any:
+        logits = x @ params["w"] + params["b"]
+        beside = {"correct": logits.argmax(-1) == y, "logits": {"of": logits}, "count": 1}
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), beside
+
+    batch, plain = a_batch([3, 1, 4], 5), usual(method)
+    batch = replace(batch, arguments=(np.where(batch.is_padding_example[:, None], np.nan, batch.arguments[0]), Y[:5]))
+    state = plain.init(PARAMS, key=jax.random.key(5))
+    expected, before = plain.step(state, batch)
+    after, metrics = make(with_aux, method=method, has_aux=True).step(state, batch)
+    assert_close(after.model, expected.model)
+    assert_close({name: metrics[name] for name in before}, before)
+    logits = batch.arguments[0][:3] @ PARAMS["w"] + PARAMS["b"]
+    np.testing.assert_allclose(metrics["correct"], np.mean(logits.argmax(-1) == Y[:3]), rtol=1e-6)
+    np.testing.assert_allclose(metrics["logits"]["of"], logits.mean(0), rtol=1e-5)
+    assert float(metrics["count"]) == 1.0
+
+
+def test_a_history_has_what_is_one_number_of_each_step() -> None:
+    def with_aux(model: Any, x: Any, y: Any) -> Any:
+        return model_loss(model, x, y), {"logits": model(x), "mean": model(x).mean()}
+
+    dp = make(with_aux, has_aux=True, num_steps=2)
+    for model in (Network(nnx.Rngs(0)), Ensemble.create(Network, 3, seed=0)):
+        _, history = dp.fit(dp.init(model, key=jax.random.key(0)), (X, Y), progress=False)
+        assert {"loss", "clipped", "mean"} < set(history[0])
+        assert "logits" not in history[0]
+    array = make(lambda params, x, y: (loss(params, x, y), x.mean()), has_aux=True)
+    assert "aux" in array.step(array.init(PARAMS, key=jax.random.key(0)), a_batch([1], 2))[1]
+
+
+@pytest.mark.parametrize(
+    ("beside", "kind", "message"),
+    [
+        ({"name": "text"}, TypeError, r"`aux\['name'\]` is 'text' of type str; leave it out"),
+        ({"loss": 1.0}, ValueError, r"DPSGD: beside its scalar, the loss returns `loss`, but DPSGD does itself"),
+        (None, TypeError, r"with has_aux=True, fun must return a pair"),
+    ],
+)
+def test_what_is_no_metric_is_refused(beside: Any, kind: type[Exception], message: str) -> None:
+    def of(params: Any, x: Any, y: Any) -> Any:
+        value = loss(params, x, y)
+        return value if beside is None else (value, beside)
+
+    dp = make(of, has_aux=True)
+    with pytest.raises(kind, match=message):
+        dp.step(dp.init(PARAMS, key=jax.random.key(0)), a_batch([1], 2))
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
+def test_integers_among_the_parameters_stay_as_they_are(method: str) -> None:
+    """And have no noise."""
+    order, count = np.array([2, 0, 3, 1]), jnp.int32(7)
+
+    def indexed(params: Any, x: Any, y: Any) -> Any:
+        return loss({"w": params["w"][params["order"]], "b": params["b"] * params["count"] / 7}, x, y)
+
+    state = run(make(indexed, method=method), {**PARAMS, "order": order, "count": count}, steps=2)
+    np.testing.assert_array_equal(state.model["order"], order)
+    assert state.model["count"] == 7
+    assert state.model["count"].dtype == jnp.int32
+
+    def closed_over(params: Any, x: Any, y: Any) -> Any:
+        return indexed({**params, "order": order, "count": count}, x, y)
+
+    assert_close(
+        {name: state.model[name] for name in PARAMS}, run(make(closed_over, method=method), PARAMS, steps=2).model
+    )
+
+
 def test_the_divisor_is_the_expected_size_not_the_drawn_one() -> None:
     dp = noiseless()
     total = jax.jit(clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=CLIP))(PARAMS, X[:3], Y[:3])
@@ -691,7 +765,9 @@ def test_parameters_that_cannot_train_are_refused() -> None:
     with pytest.raises(
         TypeError, match=r"^DPSGD.init: `params\['n'\]` is an array of shape \(3,\) and dtype int32, but"
     ):
-        make().init({**PARAMS, "n": jnp.arange(3)}, key=key)
+        make().init({"n": jnp.arange(3)}, key=key)
+    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['act'\]` is .* of type \w+, but parameters are arrays"):
+        make().init({**PARAMS, "act": jnp.tanh}, key=key)
     with pytest.raises(TypeError, match=r"^DPSGD.init: `params\[0\]` is 1.0 of type float, but parameters are arrays"):
         make().init([1.0], key=key)
     with pytest.raises(ValueError, match=r"^DPSGD.init: there are no parameters, so there is nothing to train."):

@@ -19,7 +19,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from plurax.transforms import clipped_grad, per_sample_norm
+from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm
 
 BATCH = 5
 METHODS = ("ghost", "book_keeping")
@@ -703,3 +703,21 @@ def test_a_frozen_base_is_never_mentioned(name: str) -> None:
     report = of.explain(*args)
     assert {words(use.parameter)[-1] for use in report.uses} == {"lora_a", "lora_b"}
     assert not {"base", "base_module", "kernel", "bias", "frozen"} & {*words(str(report))}
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
+@pytest.mark.parametrize("kind", [nnx.LoRAParam, nnx.PathContains("bias"), nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))])
+def test_variables_that_a_filter_selects(kind: Any, method: str) -> None:
+    model = nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    model.lora_b[...] += 1
+    x = np.sin(np.arange(20.0, dtype=np.float32)).reshape(5, 4)
+    loss = lambda model, x: jnp.mean(jnp.tanh(model(x)) ** 2)
+    select = nnx.DiffState(0, kind)
+    gradients = [nnx.grad(loss, argnums=select)(model, x[i : i + 1]) for i in range(5)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
+    found = per_sample_grad(loss, select)(model, x)
+    chex.assert_trees_all_close(found, stacked, rtol=1e-4, atol=1e-6)
+    norms = per_sample_norm(loss, select, method=method)(model, x)
+    np.testing.assert_allclose(norms, jax.vmap(optax.tree.norm)(stacked), rtol=1e-4, atol=1e-6)
+    (total,) = clipped_grad(loss, (select,), l2_clip_norm=1e9, method=method)(model, x)
+    chex.assert_trees_all_close(total, jax.tree.map(lambda x: x.sum(0), stacked), rtol=1e-4, atol=1e-6)

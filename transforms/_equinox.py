@@ -1,0 +1,102 @@
+"""Equinox modules: pytrees that may hold functions, numbers and text besides their arrays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey, keystr, register_pytree_with_keys
+
+
+def is_equinox(x: Any) -> bool:
+    """Whether `x` is an Equinox module, which cannot be if nobody has imported Equinox."""
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(x, equinox.Module)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array of JAX or NumPy."""
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def differentiated(tree: Any, integers: bool = False) -> Any:
+    """`tree` with None in place of each leaf that is not differentiated.
+
+    Args:
+      tree: any pytree. Of an Equinox module the arrays of floating point are differentiated, as by `eqx.filter_grad`;
+        of anything else all arrays and numbers.
+      integers: whether arrays and numbers of other dtypes are passed over too.
+    """
+
+    def keep(x: Any) -> Any:
+        if is_equinox(x):
+            return jax.tree.map(lambda leaf: leaf if is_array(leaf) and _is_inexact(leaf) else None, x)
+        number = isinstance(x, (bool, int, float, complex))
+        return x if (number or hasattr(x, "dtype")) and (not integers or _is_inexact(x)) else None
+
+    return jax.tree.map(keep, tree, is_leaf=is_equinox)
+
+
+def _is_inexact(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return isinstance(x, (float, complex)) if dtype is None else jnp.issubdtype(dtype, jnp.inexact)
+
+
+class Held:
+    """An Equinox module as a pytree of its arrays alone, which a compiled program takes and returns.
+
+    Args:
+      arrays: its arrays, in order.
+      static: its structure, and of each leaf the path, and what it is if it is no array.
+    """
+
+    __slots__ = ("arrays", "static")
+
+    def __init__(self, arrays: Sequence[Any], static: tuple[Any, tuple[tuple[str, Any], ...]]) -> None:
+        self.arrays, self.static = arrays, static
+
+    def module(self) -> Any:
+        """The module again."""
+        treedef, leaves = self.static
+        given = iter(self.arrays)
+        return jax.tree.unflatten(treedef, [next(given) if leaf is _ARRAY else leaf for _, leaf in leaves])
+
+    def keyed(self) -> list[tuple[GetAttrKey, Any]]:
+        """Its arrays with their paths."""
+        paths = [path for path, leaf in self.static[1] if leaf is _ARRAY]
+        return [(GetAttrKey(path), x) for path, x in zip(paths, self.arrays, strict=True)]
+
+
+# Stands for an array among the leaves of a module.
+_ARRAY = jax.Array
+
+register_pytree_with_keys(
+    Held,
+    lambda held: (held.keyed(), held.static),
+    lambda static, arrays: Held(arrays, static),
+    lambda held: (held.arrays, held.static),
+)
+
+
+def held(tree: Any) -> Any:
+    """`tree` with its Equinox modules as pytrees of their arrays alone."""
+
+    def hold(x: Any) -> Any:
+        if not is_equinox(x):
+            return x
+        leaves, treedef = jax.tree.flatten_with_path(x)
+        named = tuple(
+            (keystr(path, simple=True, separator="."), _ARRAY if is_array(leaf) else leaf) for path, leaf in leaves
+        )
+        return Held([leaf for _, leaf in leaves if is_array(leaf)], (treedef, named))
+
+    return jax.tree.map(hold, tree, is_leaf=is_equinox)
+
+
+def released(tree: Any) -> Any:
+    """The inverse of `held`."""
+    return jax.tree.map(lambda x: x.module() if isinstance(x, Held) else x, tree, is_leaf=lambda x: isinstance(x, Held))
