@@ -77,7 +77,7 @@ _ARRAY = jax.Array
 register_pytree_with_keys(
     Held,
     lambda held: (held.keyed(), held.static),
-    lambda static, arrays: Held(arrays, static),
+    lambda static, arrays: Held(tuple(arrays), static),
     lambda held: (held.arrays, held.static),
 )
 

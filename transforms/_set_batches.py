@@ -1,4 +1,4 @@
-"""Operations without a rule of their own: a program that does the same, or axes along which JAX maps them."""
+"""Operations without a rule of their own: a program that does the same, or the axes along which JAX maps them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _WHOLE = frozenset(
 
 
 def sets_by_batches(eqn: JaxprEqn, values: list[Any]) -> tuple[list[Any], bool]:
-    """Find the sets of an operation's results, of which nothing is known but that leading axes are mapped over.
+    """Let each number depend on all of its matrix, or line, where that is what the operation does, else on everything.
+
+    Of other operations JAX's rule for `vmap` does not say how large a slice must be.
 
     Returns:
-      The sets; whether they have no entry too many.
+      The sets; whether it is known that no entry is too many.
     """
-    count = _mapped_axes(eqn)
-    axes = range(count)
-    found = mixed(eqn, values, [axes] * len(eqn.invars), [axes] * len(eqn.outvars))
-    single = count and all(aval(x).ndim == count for x in (*eqn.invars, *eqn.outvars))
-    return found, bool(single) or eqn.primitive.name in _WHOLE
+    whole = eqn.primitive.name in _WHOLE
+    axes = range(_mapped_axes(eqn) if whole else 0)
+    return mixed(eqn, values, [axes] * len(eqn.invars), [axes] * len(eqn.outvars)), whole
 
 
 def _mapped_axes(eqn: JaxprEqn) -> int:

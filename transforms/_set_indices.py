@@ -118,7 +118,7 @@ def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _cells(where: Partly, axes: Any, sizes: Any, shape: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices with zeros for those that are not known, and cells, alike along the axes they may pick from."""
+    """Return indices with zeros for those that are not known, and cells, alike along axes that these may pick from."""
     loose = {d for i, d in enumerate(axes) if sizes[d] < shape[d] and not where.sure[..., i].all()}
     cells = cells_of(shape, [d for d in range(len(shape)) if d not in loose])
     return np.where(where.sure, where.numbers, 0), cells

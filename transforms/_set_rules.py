@@ -29,7 +29,7 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
         return values[: len(eqn.outvars)]
     if name in _MOVES:
         return _moved(eqn, values)
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE or name in _SPECIAL:
         return [_elementwise(eqn, values)]
     if name in _LINES or name in _SUMS:
         return _mixed_along(eqn, values)
@@ -95,6 +95,14 @@ def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
     out[np.ix_(*to)] = places[np.ix_(*take)]
     return out
 
+
+# Number by number too, as those of `ELEMENTWISE`.
+_SPECIAL = frozenset(
+    """
+    bessel_i0e bessel_i1e clz igamma igamma_grad_a igammac mulhi polygamma random_gamma_grad regularized_incomplete_beta
+    zeta
+    """.split()  # noqa: SIM905 (words read better)
+)
 
 # In these the numbers, and the shape, stay as they are.
 SAME = frozenset(

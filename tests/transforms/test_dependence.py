@@ -13,6 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import sparse
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.lax import linalg
 from jax.scipy.linalg import cho_factor, cho_solve, expm, lu, solve_triangular
 from jax.scipy.sparse.linalg import cg, gmres
@@ -527,3 +529,17 @@ def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:
     with pytest.warns(UserWarning, match="what comes out of `pure_callback` is taken to depend on all that goes in"):
         found = jacobian(lambda x: odd(x[:4]) + x[2:], sparsity="auto")(X)
     assert found.nse == 4 * 4 + 2
+
+
+def test_an_operation_of_another_library_mixes_everything() -> None:
+    """Though JAX maps it: that it goes along its last axis is told by no parameter."""
+    mirror = Primitive("mirror")
+    mirror.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(mirror, mlir.lower_fun(lambda x: lax.rev(x, (x.ndim - 1,)), multiple_results=False))
+    batching.primitive_batchers[mirror] = lambda args, axes: (mirror.bind(jnp.moveaxis(args[0], axes[0], 0)), 0)
+    fun = jax.custom_jvp(lambda x: x)
+    fun.defjvp(lambda x, t: (x[0], mirror.bind(t[0])))
+    with pytest.warns(UserWarning, match="what comes out of `mirror` is taken"):
+        found = jax.jit(jacobian(jax.vmap(fun), sparsity="auto"))(X.reshape(2, 3))
+    assert found.nse == 36
+    np.testing.assert_array_equal(found.todense().reshape(6, 6), np.kron(np.eye(2), np.eye(3)[::-1]))
