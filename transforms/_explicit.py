@@ -8,7 +8,7 @@ inside nothing needs such a type, and the axes are made automatic there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -77,7 +77,7 @@ def divided_alike(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[li
     return [divided(x, axis) for x, axis in zip(leaves, axes, strict=True)], parts
 
 
-def axis_names(spec: Sequence[Any]) -> tuple[str, ...]:
+def axis_names(spec: Iterable[Any]) -> tuple[str, ...]:
     """The axes of a mesh in a partition spec."""
     return tuple(name for entry in spec if entry for name in (entry if isinstance(entry, tuple) else (entry,)))
 

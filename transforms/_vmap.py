@@ -69,7 +69,8 @@ def vmap(
       axis_size: the size of the mapped axis, needed only where nothing is mapped.
       spmd_axis_name: as for `jax.vmap`.
       chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
-        and are written in place.
+        and are written in place. Where the axis is divided over explicit axes of a mesh, each device maps its share of
+        them.
       memory_budget: bytes, or a string such as "512MiB": takes the largest chunk whose temporaries, as the compiler
         counts them beside arguments and results, are within it (under an outer
         `vmap`, those of one of its slices). In place of `chunk_size`.
