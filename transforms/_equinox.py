@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -51,23 +51,24 @@ class Held:
 
     Args:
       arrays: its arrays, in order.
-      static: its structure, and of each leaf the path, and what it is if it is no array.
+      static: its structure, and of each leaf the path, what it is if it is no array, and its type: 1, 1.0 and True are
+        equal.
     """
 
     __slots__ = ("arrays", "static")
 
-    def __init__(self, arrays: Sequence[Any], static: tuple[Any, tuple[tuple[str, Any], ...]]) -> None:
-        self.arrays, self.static = arrays, static
+    def __init__(self, arrays: Iterable[Any], static: tuple[Any, tuple[tuple[str, Any, type], ...]]) -> None:
+        self.arrays, self.static = list(arrays), static
 
     def module(self) -> Any:
         """The module again."""
         treedef, leaves = self.static
         given = iter(self.arrays)
-        return jax.tree.unflatten(treedef, [next(given) if leaf is _ARRAY else leaf for _, leaf in leaves])
+        return jax.tree.unflatten(treedef, [next(given) if leaf is _ARRAY else leaf for _, leaf, _ in leaves])
 
     def keyed(self) -> list[tuple[GetAttrKey, Any]]:
         """Its arrays with their paths."""
-        paths = [path for path, leaf in self.static[1] if leaf is _ARRAY]
+        paths = [path for path, leaf, _ in self.static[1] if leaf is _ARRAY]
         return [(GetAttrKey(path), x) for path, x in zip(paths, self.arrays, strict=True)]
 
 
@@ -89,10 +90,10 @@ def held(tree: Any) -> Any:
         if not is_equinox(x):
             return x
         leaves, treedef = jax.tree.flatten_with_path(x)
-        named = tuple(
-            (keystr(path, simple=True, separator="."), _ARRAY if is_array(leaf) else leaf) for path, leaf in leaves
-        )
-        return Held([leaf for _, leaf in leaves if is_array(leaf)], (treedef, named))
+        others = [_ARRAY if is_array(leaf) else leaf for _, leaf in leaves]
+        paths = (keystr(path, simple=True, separator=".") for path, _ in leaves)
+        static = tuple(zip(paths, others, map(type, others), strict=True))
+        return Held([leaf for _, leaf in leaves if is_array(leaf)], (treedef, static))
 
     return jax.tree.map(hold, tree, is_leaf=is_equinox)
 

@@ -68,7 +68,8 @@ def vmap(
       axis_size: the size of the mapped axis, needed only where nothing is mapped.
       spmd_axis_name: as for `jax.vmap`.
       chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
-        and are written in place.
+        and are written in place. Where the axis is divided over explicit axes of a mesh, each device maps its share of
+        them.
       memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in letters
         of either case: takes the largest chunk whose temporaries, as the compiler counts them beside arguments and
         results, are within it; inside of another `vmap`, a loop or a derivative those of one slice, turn or evaluation,

@@ -116,6 +116,17 @@ def test_private_steps(net: Net, each: Any) -> None:
     np.testing.assert_array_equal(after.model.table, net.table)
 
 
+def test_private_steps_are_resumed_from_a_checkpoint(net: Net, tmp_path: Any) -> None:
+    options: dict[str, Any] = {"num_examples": 5, "expected_batch_size": 3, "num_steps": 4, "target_delta": 0.1}
+    dp = DPSGD(loss, optax.adam(0.1), l2_clip_norm=0.5, noise_multiplier=1.0, **options)
+    state = dp.init(net, key=jax.random.key(0))
+    whole, _ = dp.fit(state, (X, Y), progress=False)
+    dp.fit(state, (X, Y), steps=2, progress=False, checkpoint_dir=tmp_path)
+    resumed, _ = dp.fit(state, (X, Y), progress=False, checkpoint_dir=tmp_path)
+    assert int(resumed.step) == 4
+    assert eqx.tree_equal(resumed.model, whole.model)
+
+
 def test_what_is_differentiated(net: Net) -> None:
     tree = {"net": net, "count": jnp.int32(3), "rate": 0.5, "flag": True, "act": jnp.tanh, "w": np.ones(2)}
     kept = differentiated(tree)

@@ -155,7 +155,8 @@ def clipped_grad(
         taken, and `explain` says so.
 
     Returns:
-      A function of the same arguments that returns the sum, like the parameters; with `has_aux`, `return_values` or
+      A function of the same arguments that returns the sum, like the parameters, with None for what of them is not of
+      floating point; with `has_aux`, `return_values` or
       `return_grad_norms` a pair of it and an `Aux`. It takes `is_padding_example=`, booleans of shape (batch,): those
       samples contribute zero, whatever they hold. Its `.sensitivity()` is what privacy accounting asks for. In a
       `jax.shard_map` the sum is that over the samples of each device.
