@@ -99,7 +99,7 @@ def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
 # Number by number too, as those of `ELEMENTWISE`.
 _SPECIAL = frozenset(
     """
-    bessel_i0e bessel_i1e clz igamma igamma_grad_a igammac mulhi polygamma random_gamma_grad regularized_incomplete_beta
+    bessel_i0e bessel_i1e clz igamma igamma_grad_a igammac mulhi polygamma regularized_incomplete_beta
     zeta
     """.split()  # noqa: SIM905 (words read better)
 )

@@ -450,7 +450,6 @@ def test_programs_of_programs(steps: list[tuple[str, str]], mode: str) -> None:
     # Of these a step is differentiated the other way inside.
     assume(not any(name in FORWARD and wrap in ("gradient", "with a rule backwards") for name, wrap in steps))
     assume(not any(name in REVERSE and wrap == "with a rule" for name, wrap in steps))
-    assume(("BCOO of data", "mapped along columns") not in steps)  # JAX maps such a matrix along its first axis only
 
     def step(name: str, wrap: str) -> Any:
         return WRAPS[wrap](lambda x: tail(STEPS[name](x), x))
@@ -460,7 +459,12 @@ def test_programs_of_programs(steps: list[tuple[str, str]], mode: str) -> None:
             x = tail(step(name, wrap)(x), x)
         return x
 
-    check_cells(fun, mode)
+    try:
+        check_cells(fun, mode)
+    except NotImplementedError:  # such as a mapped branch within a rule, backwards
+        transform = jax.jacfwd if mode == "forward" else jax.jacrev
+        with pytest.raises(NotImplementedError):  # by JAX itself
+            jax.eval_shape(transform(jax.vmap(fun)), np.stack([X, X]))
 
 
 @pytest.mark.parametrize(
