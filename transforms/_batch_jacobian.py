@@ -25,8 +25,11 @@ from ._budget import check_budget
 from ._call import Call, arrays_apart, pair_of
 from ._compat import Tracer
 from ._jacobian import jacobian_of
+from ._mode import output_shapes
 from ._model import is_model, owner_of
-from ._vmap import vmap
+from ._static import Static
+from ._vmap import vmap, vmap_of
+from ._weak import weak_like
 
 
 def batch_jacobian(
@@ -40,6 +43,7 @@ def batch_jacobian(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     check: bool = False,
+    holomorphic: bool = False,
 ) -> Callable[..., Any]:
     """Jacobian of each sample of a batch, for a function that takes the whole batch.
 
@@ -55,6 +59,7 @@ def batch_jacobian(
       chunk_size: for "vmap" how many samples to compute at a time; for "independent" how many columns or rows.
       memory_budget: as for `vmap`, or as for `jacfwd`.
       check: for "independent", whether to look for samples that depend on others, by one derivative for each sample.
+      holomorphic: as for `jacobian`.
 
     Returns:
       A function of the same arguments that returns the Jacobians, nested as by `jacobian`, with arrays of shape
@@ -64,6 +69,9 @@ def batch_jacobian(
       TypeError, ValueError: as for `vmap` and `jacobian`; an unknown `rows`; an output without the samples along axis
         0, for "vmap" also an auxiliary array; for "independent" an argument of `argnums` that all samples share; with
         `check`, samples that depend on others, which are named, or arguments that are traced.
+
+    Warns:
+      UserWarning: as for `jacfwd`, of a memory budget.
 
     Cost:
       "vmap": a Jacobian for each sample. "independent": one evaluation of the batch, and a derivative of it for each
@@ -89,7 +97,8 @@ def batch_jacobian(
     check_budget("batch_jacobian", memory_budget, chunk_size)
     owner, function = owner_of(fun)
     of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
-    by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode)
+    origin = fun, Static.of(in_axes)
+    by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, holomorphic=holomorphic, origin=origin)
 
     def of_batch(*args: Any, **kwargs: Any) -> Any:
         axes = axes_per_argument("batch_jacobian", in_axes, args)
@@ -103,9 +112,9 @@ def batch_jacobian(
                 return arrays
 
             limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-            arrays = vmap(of_sample, (None, None, *axes), **limits)(owner, kwargs, *args)
+            arrays = vmap_of("batch_jacobian", of_sample, (None, None, *axes), **limits)(owner, kwargs, *args)
             return joins[-1](arrays)
-        call = Call("batch_jacobian", fun, positions, has_aux, args, kwargs)
+        call = Call("batch_jacobian", fun, positions, has_aux, args, kwargs, holomorphic=holomorphic)
         call.check_floating(complex_too=False)
         selected = call.selected
         for i in selected:
@@ -116,7 +125,8 @@ def batch_jacobian(
                 )
         if check:
             _check_independent(call, axes, args, kwargs, size)
-        summed = _summed(function, argnums, selected, has_aux, axes, mode, size, (chunk_size, memory_budget))
+        limits = {"chunk_size": chunk_size, "memory_budget": memory_budget, "holomorphic": holomorphic}
+        summed = _summed(function, argnums, selected, has_aux, axes, mode, size, limits)
         return summed(owner, args, kwargs)
 
     def again(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +140,7 @@ def batch_jacobian(
             chunk_size=chunk_size,
             memory_budget=memory_budget,
             check=check,
+            holomorphic=holomorphic,
         )
 
     return wrap_like(fun, "batch_jacobian", of_batch, again)
@@ -180,7 +191,7 @@ def _summed(
     axes: tuple[Axes, ...],
     mode: str,
     size: int,
-    limits: tuple[Any, Any],
+    options: Any,
 ) -> Callable[..., Any]:
     def shifted(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
         moved = list(args)
@@ -211,16 +222,16 @@ def _summed(
             )
             for i in selected
         )
-        one = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), samples)
+        one = jax.tree.map(lambda x: weak_like(jnp.zeros(x.shape[1:], x.dtype), x), samples)
         call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
-        out = jax.eval_shape(lambda: call(*call.primals)[0])
+        out = output_shapes("batch_jacobian", call)
         _check_batch("output", out, size)
         inputs, outputs = (
             sum(math.prod(x.shape[skip:]) for x in jax.tree.leaves(tree)) for tree, skip in ((one, 0), (out, 1))
         )
         forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
         way, moved, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
-        rows = jacobian_of("batch_jacobian", moved, 0, has_aux, way, *limits, row_axis=1)
+        rows = jacobian_of("batch_jacobian", moved, 0, has_aux, way, row_axis=1, **options)
         result = rows(shifts, owner, args, kwargs)
         result, aux = result if has_aux else (result, None)
         if not isinstance(argnums, (tuple, list)):

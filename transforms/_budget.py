@@ -6,16 +6,22 @@ inside other traces, from shapes.
 
 from __future__ import annotations
 
+import math
 import re
+import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 
 from ._arguments import describe, is_int
-from ._compat import NeedsValues, Tracer
+from ._compat import NeedsValues, Tracer, transforms_around
 
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
+_UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate(["k", "m", "g", "t"], 1)}
+_SIZE = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)"
 # A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
 # that does; more only until any fits.
 _ENOUGH, _PROBES = 0.9, 6
@@ -27,18 +33,19 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
         return None
     if chunk_size is not None:
         raise ValueError(f"{api}: chunk_size and memory_budget both set the chunk; give one of them.")
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", budget) if isinstance(budget, str) else None
-    if found and found[2] in _UNITS:
-        size = float(found[1]) * _UNITS[found[2]]
+    found = re.fullmatch(_SIZE, budget.strip()) if isinstance(budget, str) else None
+    unit = (found[2] or "B").lower() if found else None
+    if found and unit in _UNITS:
+        size = float(found[1]) * _UNITS[unit]
     elif is_int(budget):
         size = budget
     else:
         raise (ValueError if isinstance(budget, str) else TypeError)(
-            f'{api}: memory_budget must be a number of bytes or a string such as "512MiB" or "2GB", but got '
-            f"{describe(budget)}."
+            f'{api}: memory_budget must be a number of bytes (10**9, "1e9") or a string such as "512MiB" '
+            f'(1024**2 bytes each) or "2GB" (1000**3), but got {describe(budget)}.'
         )
-    if size <= 0:
-        raise ValueError(f"{api}: memory_budget must be positive, but got {budget!r}.")
+    if not 1 <= size < math.inf:
+        raise ValueError(f"{api}: memory_budget must be at least one byte, and finite, but got {budget!r}.")
     return int(size)
 
 
@@ -92,14 +99,62 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
     return low
 
 
-def temporaries(fun: Callable[[], Any]) -> int:
-    """How many bytes `fun` needs beside its arguments and results, compiled as a program of its own."""
-    analysis: Any = lower_apart(fun).compile().memory_analysis()
-    return analysis.temp_size_in_bytes
+def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int) -> int:
+    """Return the largest chunk with which the temporaries of `compute(chunk)` fit into the budget.
+
+    Args:
+      api: what to call the caller in an error.
+      compute: a function of how many of `size` slices to compute at a time.
+      size: the number of slices, at least 1.
+      budget: bytes.
+
+    Warns:
+      UserWarning: what is computed is part of a larger program that maps, repeats or differentiates it, whose
+        temporaries are not known here.
+    """
+    needs: dict[int, int] = {}
+    around: list[str] = []
+
+    def need(chunk: int) -> int:
+        needs[chunk], around[:] = temporaries(partial(compute, chunk))
+        return needs[chunk]
+
+    chunk = largest_chunk(api, need, size, budget)
+    if around:
+        warnings.warn(
+            f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
+            f"{in_words(needs[chunk])}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "
+            "need more; give the outermost transform the budget, or compile the whole and read its memory_analysis().",
+            stacklevel=_level_of_the_user(),
+        )
+    return chunk
+
+
+def _level_of_the_user() -> int:
+    """Return the `stacklevel`, for the caller's warning, of the first line that is not ours."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("plurax."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def temporaries(fun: Callable[[], Any]) -> tuple[int, list[str]]:
+    """How many bytes `fun` needs beside its arguments and results, and which transforms around will transform it.
+
+    It is compiled as a program of its own. What depends on none of their arguments they leave as it is.
+    """
+    lowered, tracers = _lower_apart(fun)
+    analysis: Any = lowered.compile().memory_analysis()
+    return analysis.temp_size_in_bytes, max(map(transforms_around, tracers), key=len, default=[])
 
 
 def lower_apart(fun: Callable[[], Any]) -> Any:
     """`fun` lowered as a program of its own."""
+    return _lower_apart(fun)[0]
+
+
+def _lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
+    """`fun` lowered as a program of its own, and what of an outer trace it closes over."""
     # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program. In such
     # a trace arrays with values become constants of the outer program, for which XLA chooses other layouts and copies.
     closed = jax.make_jaxpr(fun)()
@@ -112,13 +167,14 @@ def lower_apart(fun: Callable[[], Any]) -> Any:
         return jax.core.eval_jaxpr(closed.jaxpr, constants)
 
     avals = [jax.typeof(constant) for constant, is_free in zip(closed.consts, free, strict=True) if is_free]
-    return jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+    lowered = jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+    return lowered, [constant for constant in closed.consts if isinstance(constant, Tracer)]
 
 
 def in_words(size: int) -> str:
     """A number of bytes as one reads it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        size_in_unit = size / _UNITS[unit]
+        size_in_unit = size / _UNITS[unit.lower()]
         if size_in_unit < 1024:
             return f"{size_in_unit:.3g} {unit}"
-    return f"{size / _UNITS['TiB']:.3g} TiB"
+    return f"{size / _UNITS['tib']:.3g} TiB"

@@ -12,7 +12,6 @@ from ._arguments import argument_name, describe, leaf_name, resolve_argnums
 from ._changes import call_with_models, changes, check_structure, passing_through, update
 from ._model import (
     Parts,
-    is_parts,
     models_of,
     named_arrays,
     owner_of,
@@ -20,8 +19,9 @@ from ._model import (
     refuse_shared_state,
     split,
     to_parts,
-    to_pure,
 )
+from ._primals import Primals, dtype_of, with_trainable
+from ._remember import remembered
 
 
 class Call:
@@ -38,10 +38,13 @@ class Call:
       has_aux: whether `fun` returns a pair of an output and anything else.
       args: the positional arguments.
       kwargs: the keyword arguments.
+      holomorphic: whether it is a holomorphic function of complex arguments; None for a transform that never asks.
 
     Attributes:
+      fun: the function.
       primals: what is differentiated, one for each of `argnums`.
       selected: their positions, none of them negative.
+      form: what they look like to the user.
     """
 
     def __init__(
@@ -52,28 +55,45 @@ class Call:
         has_aux: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        holomorphic: bool | None = None,
     ) -> None:
-        self._api, self._fun, self._has_aux, self._args = api, fun, has_aux, args
+        self._api, self.fun, self._has_aux, self._args = api, fun, has_aux, args
+        self.holomorphic = holomorphic
         self._owner, self._function = owner_of(fun)
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
         self._owner_parts, self._parts, self._kwarg_parts = to_parts((self._owner, args, kwargs))
-        self.primals = tuple(trainable_of(self._parts[i]) for i in self.selected)
+        self.form = Primals(api, self.name, tuple(self._parts[i] for i in self.selected))
+        self.primals = self.form.values
+
+    def remembered(self, fun: Any, options: Any, decide: Callable[[], Any]) -> Any:
+        """What was decided for `fun`, of which this is a call, and other calls like this one: see `_remember.py`."""
+        arguments = self._owner_parts, self._parts, self._kwarg_parts
+        return remembered(fun, arguments, (options, self.selected, self._has_aux, self.holomorphic), decide)
 
     def name(self, i: int) -> str:
         """What `fun` calls the `i`-th of the primals."""
-        return argument_name(self._fun, self._args, self.selected[i])
+        return argument_name(self.fun, self._args, self.selected[i])
 
-    def check_floating(self, *, complex_too: bool = True) -> None:
-        """Refuse primals that cannot be differentiated."""
-        kind, name = (jnp.inexact, "floating point") if complex_too else (jnp.floating, "real floating point")
+    def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
+        """Refuse primals that cannot be differentiated; integers and booleans only without `allow_int`."""
+        kind: Any = jnp.inexact if complex_too else jnp.floating
+        name = "floating point" if complex_too else "real floating point"
+        if self.holomorphic:
+            kind, name = jnp.complexfloating, "complex floating point, with holomorphic=True,"
+        constant = (jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else ()
         for i, primal in enumerate(self.primals):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
-                if dtype is None or not jnp.issubdtype(dtype, kind):
-                    split_up = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+                if isinstance(leaf, int) and constant:
+                    continue
+                if dtype is None or not any(jnp.issubdtype(dtype, one) for one in (kind, *constant)):
+                    split_up = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
                     cure = "give its real and imaginary parts, as arguments of their own" if split_up else "convert it"
+                    if split_up and self.holomorphic is False:
+                        cure += ", pass holomorphic=True where fun is holomorphic"
                     raise TypeError(
                         f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
                         f"of {name} can be differentiated; {cure}, or leave it out of argnums."
@@ -83,7 +103,7 @@ class Call:
         """Refuse primals that are not made of arrays and numbers."""
         for i, primal in enumerate(self.primals):
             for path, leaf in jax.tree.leaves_with_path(primal):
-                if _dtype(leaf) is None:
+                if dtype_of(leaf) is None:
                     raise TypeError(
                         f"{self._api}: `{leaf_name(self.name(i), path)}` is {describe(leaf)}, which has no derivative; "
                         "let fun close over it."
@@ -141,56 +161,11 @@ class Call:
 
     def gradient(self, i: int, values: Any) -> Any:
         """`values` for the `i`-th of the primals, in the form that its models ask for: `nnx.State` for a module."""
-        tree = self._parts[self.selected[i]]
-
-        def shape(x: Any, value: Any) -> Any:
-            return x.structure.gradient(value, x.rest) if isinstance(x, Parts) else value
-
-        return jax.tree.map(shape, tree, values, is_leaf=is_parts)
+        return self.form.gradient(i, values)
 
     def tangents(self, values: Any) -> tuple[Any, ...]:
         """`values`, one for each of the primals, as tangents of them: checked, and models' as what they train."""
-        if not isinstance(values, (tuple, list)) or len(values) != len(self.primals):
-            got = f"{len(values)} of them" if isinstance(values, (tuple, list)) else describe(values)
-            raise TypeError(
-                f"{self._api}: tangents must be a tuple with one for each of the {len(self.primals)} primals, but got "
-                f"{got}."
-            )
-        return tuple(self._tangent(i, value) for i, value in enumerate(values))
-
-    def _tangent(self, i: int, value: Any) -> Any:
-        name, tree, primal = self.name(i), self._parts[self.selected[i]], self.primals[i]
-        try:
-            value = jax.tree.map(lambda x, v: to_pure(v) if isinstance(x, Parts) else v, tree, value, is_leaf=is_parts)
-            structure: Any = jax.tree.structure(primal)
-            same = structure == jax.tree.structure(value)
-        except (ValueError, TypeError, KeyError):
-            same = False
-        if not same:
-            raise ValueError(
-                f"{self._api}: the tangent of `{name}` has the structure {jax.tree.structure(value)}, but the primal "
-                f"has {jax.tree.structure(primal)}; give one array for each of its arrays."
-            )
-
-        def check(path: Any, tangent: Any, leaf: Any) -> Any:
-            place = leaf_name(name, path)
-            dtype, found = jnp.result_type(leaf), _dtype(tangent)
-            expected = dtype if jnp.issubdtype(dtype, jnp.inexact) else jax.dtypes.float0
-            number = (int, float, complex) if jnp.issubdtype(dtype, jnp.complexfloating) else (int, float)
-            weak = isinstance(tangent, number) and jnp.shape(leaf) == ()
-            if expected == jax.dtypes.float0 and found != expected:
-                raise TypeError(
-                    f"{self._api}: `{place}` is {describe(leaf)}, which has no derivative; convert it to floating "
-                    "point, or let fun close over it."
-                )
-            if found is None or jnp.shape(tangent) != jnp.shape(leaf) or (found != expected and not weak):
-                raise ValueError(
-                    f"{self._api}: the tangent of `{place}` is {describe(tangent)}, but the primal has shape "
-                    f"{jnp.shape(leaf)} and dtype {dtype}; give an array of the same."
-                )
-            return jnp.asarray(tangent, dtype) if weak else tangent
-
-        return jax.tree.map_with_path(check, value, primal)
+        return self.form.tangents(values)
 
     def _refuse_assigned(self, assigned: set[str]) -> None:
         if assigned:
@@ -200,15 +175,25 @@ class Call:
             )
 
 
-def check_output(api: str, out: Any) -> None:
-    """Refuse an output that has no derivative, or a part that has none."""
+def check_output(api: str, out: Any, name: str = "output") -> None:
+    """Refuse an output, called so in an error, that has no derivative, or a part that has none."""
     if not jax.tree.leaves(out):
         raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
     for path, leaf in jax.tree.leaves_with_path(out):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
-                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but only floating point has derivatives; "
+                f"{api}: `{leaf_name(name, path)}` is {describe(leaf)}, but only floating point has derivatives; "
                 "convert it, or return it beside the output with has_aux=True."
+            )
+
+
+def check_complex(api: str, out: Any) -> None:
+    """Refuse an output that no holomorphic function has."""
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+            raise TypeError(
+                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but holomorphic=True takes complex outputs "
+                "only; convert it, or leave holomorphic out."
             )
 
 
@@ -233,25 +218,3 @@ def arrays_apart(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]
         )
 
     return [leaf for leaf, is_array in zip(leaves, which, strict=True) if is_array], join
-
-
-def _dtype(x: Any) -> Any:
-    """The dtype of an array or a number as JAX takes it, None for anything else."""
-    found = getattr(x, "dtype", None)
-    if found is None and not isinstance(x, (int, float, complex)):
-        return None
-    return found if found == jax.dtypes.float0 else jnp.result_type(x)
-
-
-def trainable_of(tree: Any) -> Any:
-    """What of an argument is differentiated: a model's trainable arrays, everything else whole."""
-    return jax.tree.map(lambda x: x.trainable if isinstance(x, Parts) else x, tree, is_leaf=is_parts)
-
-
-def with_trainable(tree: Any, values: Any) -> Any:
-    """The inverse of `trainable_of`: `tree` with `values` in their places."""
-
-    def put(x: Any, value: Any) -> Any:
-        return Parts(x.structure, value, x.rest) if isinstance(x, Parts) else value
-
-    return jax.tree.map(put, tree, values, is_leaf=is_parts)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._axes import Axes, broadcast_axes
+from ._weak import weak_like
 
 
 def map_in_chunks(
@@ -70,6 +71,7 @@ def map_in_chunks(
     results, _ = lax.scan(step, results, jnp.arange(whole) * chunk_size)
     if remaining:
         results = write(results, evaluate(whole * chunk_size, remaining), whole * chunk_size)
+    results = [weak_like(result, leaf) for result, leaf in zip(results, out_leaves, strict=True)]
     return _fitted(jax.tree.unflatten(out_treedef, results))
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "one_of",
     "scan_counts",
     "serialized",
+    "transforms_around",
     "varying",
     "varying_axes",
 ]
@@ -64,6 +65,28 @@ def one_of(examples: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
     sharding = NamedSharding(kind.sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=kind.manual_axis_type)
+
+
+def transforms_around(tracer: Tracer) -> list[str]:
+    """Which of vmap, derivatives and loops JAX is tracing around a tracer, the innermost first, as far as it tells."""
+    found = []
+    trace: Any = getattr(tracer, "_trace", None)
+    while trace is not None:
+        program = getattr(getattr(trace, "frame", None), "debug_info", None)
+        found.append(_TRANSFORMS.get(getattr(program, "traced_for", None) or type(trace).__name__))
+        trace = getattr(trace, "parent_trace", None)
+    return [name for name in found if name]
+
+
+_TRANSFORMS = {
+    "BatchTrace": "vmap",
+    "JVPTrace": "derivative",
+    "LinearizeTrace": "derivative",
+    "scan": "scan",
+    "fori_loop": "fori_loop",
+    "while_body": "while_loop",
+    "while_cond": "while_loop",
+}
 
 
 def serialized(compiled: Any) -> bytes:

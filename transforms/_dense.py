@@ -12,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import describe, leaf_name
-from ._call import Call, check_output
+from ._call import Call, check_complex, check_output
 from ._vmap import vmap
+from ._weak import weak_like
 
 
 def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
     """The output, for each array of it its derivative by each array of the input, and the rest of the call."""
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     check_output(api, out)
+    if call.holomorphic:
+        check_complex(api, out)
     inputs, treedef = jax.tree.flatten(call.primals)
 
     def columns(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
@@ -28,13 +31,12 @@ def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[
 
         return map_slices(column, size, -1, chunk_size)
 
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(out)]
     parts = by_array(inputs, columns, -1, chunk_size)
     return (
         out,
         [
-            [part[j].reshape(*shape, *jnp.shape(leaf)) for part, leaf in zip(parts, inputs, strict=True)]
-            for j, shape in enumerate(shapes)
+            [weak_like(part[j].reshape(*jnp.shape(y), *jnp.shape(x)), y) for part, x in zip(parts, inputs, strict=True)]
+            for j, y in enumerate(jax.tree.leaves(out))
         ],
         rest,
     )
@@ -44,27 +46,27 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
     """As `by_columns`; the axes of the output come before axis `axis` of each argument."""
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     check_output(api, out)
-    check_real(api, out)
+    (check_complex if call.holomorphic else check_real)(api, out)
     outputs, treedef = jax.tree.flatten(out)
+    inputs = jax.tree.leaves(call.primals)
+    moving = [i for i, x in enumerate(inputs) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
     def rows(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
         def row(k: Any) -> list[Any]:
-            return jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
+            found = jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
+            return [found[i] for i in moving]
 
         return map_slices(row, size, axis, chunk_size)
 
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(call.primals)]
-    return (
-        out,
-        [
-            [
-                array.reshape(*shape[:axis], *jnp.shape(leaf), *shape[axis:])
-                for array, shape in zip(part, shapes, strict=True)
-            ]
-            for part, leaf in zip(by_array(outputs, rows, axis, chunk_size), outputs, strict=True)
-        ],
-        rest,
-    )
+    def block(y: Any, x: Any, array: Any) -> Any:
+        shape = (*jnp.shape(x)[:axis], *jnp.shape(y), *jnp.shape(x)[axis:])
+        return jnp.zeros(shape, jnp.result_type(x)) if array is None else weak_like(array.reshape(shape), x)
+
+    blocks = []
+    for y, part in zip(outputs, by_array(outputs, rows, axis, chunk_size), strict=True):
+        of_input = dict(zip(moving, part, strict=True))
+        blocks.append([block(y, x, of_input.get(i)) for i, x in enumerate(inputs)])
+    return out, blocks, rest
 
 
 DENSE = {"forward": by_columns, "reverse": by_rows}
@@ -127,7 +129,8 @@ def check_real(api: str, out: Any) -> None:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
                 f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but reverse mode takes real outputs only; "
-                "use jacfwd, or return its real and imaginary parts."
+                "use jacfwd for real arguments, return its real and imaginary parts, or pass holomorphic=True if fun "
+                "is holomorphic."
             )
 
 

@@ -11,11 +11,19 @@ import numpy as np
 from jax import lax
 
 from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
-from ._call import Call, check_output
+from ._call import Call, check_complex, check_output
+from ._compat import varying, varying_axes
+from ._weak import weak_like
 
 
 def grad(
-    fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, *, cotangent: Any = None
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    cotangent: Any = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Differentiate `fun` in reverse mode.
 
@@ -30,6 +38,11 @@ def grad(
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(gradient, aux)`.
       cotangent: what multiplies the output's derivative from the left. None needs a scalar output. A Python number
         stands for an array full of it, for each output. Arrays match the output in structure, shape and dtype.
+      holomorphic: whether `fun` is a holomorphic function, as for `jax.grad`: its arguments and its output are complex,
+        and so is the derivative. That it is one is not checked. Without it, complex arguments of a real function give
+        the complex gradient that `jax.grad` gives.
+      allow_int: whether `argnums` may name arguments of integers and booleans, as for `jax.grad`: their gradients are
+        of dtype `jax.dtypes.float0`, since there are none.
 
     Returns:
       A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the arguments
@@ -37,8 +50,9 @@ def grad(
       Other state that `fun` changes (BatchNorm statistics, dropout keys) ends up in the module.
 
     Raises:
-      TypeError: `argnums` or `cotangent` of a wrong type; an argument or an output that is not of floating point; an
-        output that is not a real scalar without `cotangent`.
+      TypeError: `argnums` or `cotangent` of a wrong type; an argument or an output that is not of floating point (with
+        `holomorphic` complex); an output that is not a real scalar (with `holomorphic` a complex one) without
+        `cotangent`.
       ValueError: `argnums` empty, out of range, or naming an argument twice; a `cotangent` of another structure, shape
         or dtype than the output; modules that share a variable; a module whose parameters `fun` assigns, or whose
         structure it changes.
@@ -57,17 +71,24 @@ def grad(
       >>> grad(jnp.square, cotangent=1.0)(jnp.arange(3.0))
       Array([0., 2., 4.], dtype=float32)
     """
-    both = _value_and_grad("grad", fun, argnums, has_aux, cotangent)
+    options: Any = {"cotangent": cotangent, "holomorphic": holomorphic, "allow_int": allow_int}
+    both = _value_and_grad("grad", fun, argnums, has_aux, **options)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return wrap_like(fun, "grad", gradient, lambda fun: grad(fun, argnums, has_aux, cotangent=cotangent))
+    return wrap_like(fun, "grad", gradient, lambda fun: grad(fun, argnums, has_aux, **options))
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, *, cotangent: Any = None
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    cotangent: Any = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Evaluate `fun` and differentiate it in reverse mode, in one pass.
 
@@ -78,6 +99,8 @@ def value_and_grad(
       argnums: as for `grad`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `((output, aux), gradient)`.
       cotangent: as for `grad`.
+      holomorphic: as for `grad`.
+      allow_int: as for `grad`.
 
     Returns:
       A function of the same arguments that returns the value and the gradient.
@@ -96,25 +119,30 @@ def value_and_grad(
       >>> value_and_grad(lambda x: x**2)(3.0)
       (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
     """
-    both = _value_and_grad("value_and_grad", fun, argnums, has_aux, cotangent)
-
-    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return value_and_grad(fun, argnums, has_aux, cotangent=cotangent)
-
-    return wrap_like(fun, "value_and_grad", both, again)
+    options: Any = {"cotangent": cotangent, "holomorphic": holomorphic, "allow_int": allow_int}
+    both = _value_and_grad("value_and_grad", fun, argnums, has_aux, **options)
+    return wrap_like(fun, "value_and_grad", both, lambda fun: value_and_grad(fun, argnums, has_aux, **options))
 
 
 def _value_and_grad(
-    api: str, fun: Callable[..., Any], argnums: Argnums, has_aux: bool, cotangent: Any
+    api: str,
+    fun: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    cotangent: Any,
+    holomorphic: bool,
+    allow_int: bool,
 ) -> Callable[..., Any]:
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        call = Call(api, fun, positions, has_aux, args, kwargs)
-        call.check_floating()
+        call = Call(api, fun, positions, has_aux, args, kwargs, holomorphic=holomorphic)
+        call.check_floating(allow_int=allow_int)
         out, vjp, rest = jax.vjp(call, *call.primals, has_aux=True)
-        values = vjp(seed(api, out, cotangent))
+        if holomorphic:
+            check_complex(api, out)
+        values = vjp(seed(api, out, cotangent, holomorphic))
         aux = call.finish(rest)
         gradients = tuple(call.gradient(i, value) for i, value in enumerate(values))
         value = (out, aux) if has_aux else out
@@ -123,13 +151,14 @@ def _value_and_grad(
     return both
 
 
-def seed(api: str, out: Any, cotangent: Any) -> Any:
+def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
     """The cotangent of `out`: ones for a scalar, a Python number broadcast, anything else checked against it."""
     if cotangent is None and jax.tree.leaves(out):
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
-        return scalar_seed(f"{api}: without a cotangent, fun", out, f"{cure}returns a pair (output, aux)")
-    check_output(api, out)
-    if _is_number(cotangent):
+        who = f"{api}: without a cotangent, fun"
+        return scalar_seed(who, out, f"{cure}returns a pair (output, aux)", "complex" if holomorphic else "real")
+    if _is_number(cotangent) or not jax.tree.leaves(out):
+        check_output(api, out)
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
     if _structure(cotangent) != _structure(out):
         raise ValueError(
@@ -140,9 +169,17 @@ def seed(api: str, out: Any, cotangent: Any) -> Any:
     def match(path: Any, seed: Any, leaf: Any) -> Any:
         place = leaf_name("output", path)
         if _is_number(seed):
+            check_output(api, leaf, place)
             return _broadcast(api, place, seed, leaf)
         if not hasattr(seed, "dtype"):
             raise TypeError(f"{api}: the cotangent of {place} must be a number or an array, but got {describe(seed)}.")
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            if seed.dtype == jax.dtypes.float0 and jnp.shape(seed) == jnp.shape(leaf):
+                return seed
+            raise TypeError(
+                f"{api}: the cotangent of {place} is {describe(seed)}, but that output is {_outline(leaf)}, which has "
+                "no derivative; give zeros of its shape and dtype jax.dtypes.float0."
+            )
         seed = jnp.asarray(seed)
         if seed.shape != jnp.shape(leaf) or seed.dtype != jnp.result_type(leaf):
             raise ValueError(
@@ -154,10 +191,11 @@ def seed(api: str, out: Any, cotangent: Any) -> Any:
     return jax.tree.map_with_path(match, cotangent, out)
 
 
-def scalar_seed(who: str, out: Any, cure: str) -> Any:
-    """The one that starts the transpose of a scalar; refuses other outputs."""
-    if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
-        raise TypeError(f"{who} must return one real scalar, but it returned {_outline(out)}; {cure}.")
+def scalar_seed(who: str, out: Any, cure: str, kind: str = "real") -> Any:
+    """The one that starts the transpose of a "real" or "complex" scalar; refuses other outputs."""
+    dtypes = {"real": jnp.floating, "complex": jnp.complexfloating}[kind]
+    if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(jnp.result_type(out), dtypes):
+        raise TypeError(f"{who} must return one {kind} scalar, but it returned {_outline(out)}; {cure}.")
     return lax.full_like(out, 1)
 
 
@@ -168,7 +206,12 @@ def _is_number(x: Any) -> bool:
 def _broadcast(api: str, place: str, number: complex, leaf: Any) -> Any:
     if isinstance(number, complex) and not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(f"{api}: cotangent={number} is complex, but {place} is real; pass a real number.")
-    return lax.full_like(leaf, number)
+    axes = varying_axes(leaf)
+    return (
+        varying(jnp.full(leaf.shape, number, leaf.dtype), axes)
+        if axes
+        else weak_like(lax.full_like(leaf, number), leaf)
+    )
 
 
 def _is_leaf(out: Any) -> bool:

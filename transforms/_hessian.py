@@ -21,6 +21,7 @@ def hessian(
     memory_budget: int | str | None = None,
     sparsity: Any = None,
     check: bool = False,
+    holomorphic: bool = False,
 ) -> Jacobian:
     """Hessian of `fun`.
 
@@ -37,6 +38,7 @@ def hessian(
         is too much, the inner one in chunks for each.
       sparsity: as for `jacobian`, where a pattern is one of the Hessian.
       check: as for `jacobian`.
+      holomorphic: as for `jacfwd`, and as for `jax.hessian`; not together with `sparsity`.
 
     Returns:
       A function of the same arguments that returns the Hessian, nested as the Jacobian of a Jacobian: with arrays of
@@ -73,5 +75,5 @@ def hessian(
         raise ValueError(f"hessian: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
-    how = {"inner": modes[inner], "sparsity": sparsity, "check": check}
+    how: Any = {"inner": modes[inner], "sparsity": sparsity, "check": check, "holomorphic": holomorphic}
     return jacobian_of("hessian", fun, argnums, has_aux, modes[outer], chunk_size, memory_budget, **how)

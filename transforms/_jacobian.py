@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from ._arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
-from ._budget import check_budget, largest_chunk, temporaries
+from ._budget import check_budget, chunk_within
 from ._call import Call
 from ._compressed import sparse_way
 from ._mode import Choice, Way, choose_mode, dense_way
@@ -33,6 +33,7 @@ def jacfwd(
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    holomorphic: bool = False,
 ) -> Callable[..., Any]:
     """Jacobian of `fun` column by column, in forward mode.
 
@@ -44,9 +45,12 @@ def jacfwd(
       argnums: an int, or a tuple of ints; negative ones count from the end of the positional arguments.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(jacobian, aux)`.
       chunk_size: how many columns to compute at a time; None computes all at once. They are written in place.
-      memory_budget: bytes, or a string such as "512MiB": the largest chunk with which the temporaries of the whole
-        Jacobian, as the compiler counts them beside arguments and results, are within it; under `vmap`, those of one
-        slice. `fun` must not branch on values for it.
+      memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in letters
+        of either case: the largest chunk with which the temporaries of the whole Jacobian, as the compiler counts them
+        beside arguments and results, are within it; inside of a `vmap`, a loop or a derivative those of one slice, turn
+        or evaluation, with a warning. `fun` must not branch on values for it.
+      holomorphic: whether `fun` is a holomorphic function, as for `jax.jacfwd`: its arguments, its outputs and the
+        derivatives are complex. That it is one is not checked.
 
     Returns:
       A function of the same arguments that returns the Jacobian: the structure of the output, in place of each of its
@@ -54,9 +58,13 @@ def jacfwd(
       arrays of shape `output.shape + argument.shape`.
 
     Raises:
-      TypeError: `argnums` of a wrong type; an argument that is not real floating point.
+      TypeError: `argnums` of a wrong type; an argument that is not real floating point (with `holomorphic` complex, and
+        so the outputs).
       ValueError: `argnums` empty, out of range, or naming an argument twice; `chunk_size` below 1 or given together
         with `memory_budget`; a budget that nothing fits; a module whose parameters `fun` assigns.
+
+    Warns:
+      UserWarning: a memory budget inside of `vmap`, a loop or a derivative, for which the program around needs more.
 
     Cost:
       One linearization, and the work of one derivative for each input number.
@@ -71,7 +79,7 @@ def jacfwd(
       (Array([[3., 0.],
              [0., 3.]], dtype=float32), Array([1., 2.], dtype=float32))
     """
-    return jacobian_of("jacfwd", fun, argnums, has_aux, "forward", chunk_size, memory_budget)
+    return jacobian_of("jacfwd", fun, argnums, has_aux, "forward", chunk_size, memory_budget, holomorphic=holomorphic)
 
 
 def jacrev(
@@ -81,6 +89,8 @@ def jacrev(
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Jacobian of `fun` row by row, in reverse mode.
 
@@ -92,12 +102,18 @@ def jacrev(
       has_aux: as for `jacfwd`.
       chunk_size: how many rows to compute at a time.
       memory_budget: as for `jacfwd`.
+      holomorphic: as for `jacfwd`. Without it, complex arguments of real outputs give what `jax.jacrev` gives.
+      allow_int: whether `argnums` may name arguments of integers and booleans, as for `jax.jacrev`: their blocks are
+        zeros of the argument's dtype.
 
     Returns:
       As for `jacfwd`.
 
     Raises:
-      TypeError, ValueError: as for `jacfwd`; an output that is not real floating point.
+      TypeError, ValueError: as for `jacfwd`; an output that is not real floating point (with `holomorphic` complex).
+
+    Warns:
+      UserWarning: as for `jacfwd`.
 
     Cost:
       One evaluation, and the work of one gradient for each output number.
@@ -112,7 +128,8 @@ def jacrev(
       Array([[2., 0.],
              [0., 4.]], dtype=float32)
     """
-    return jacobian_of("jacrev", fun, argnums, has_aux, "reverse", chunk_size, memory_budget)
+    kinds: Any = {"holomorphic": holomorphic, "allow_int": allow_int}
+    return jacobian_of("jacrev", fun, argnums, has_aux, "reverse", chunk_size, memory_budget, **kinds)
 
 
 def jacobian(
@@ -125,6 +142,8 @@ def jacobian(
     memory_budget: int | str | None = None,
     sparsity: Any = None,
     check: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Jacobian:
     """Jacobian of `fun`, the cheaper way.
 
@@ -143,6 +162,8 @@ def jacobian(
         are coloured by `asdex` (extra `sparse`).
       check: whether a sparse result is compared with the product of the Jacobian and a random vector, to about the
         square root of the dtype's precision.
+      holomorphic: as for `jacrev`; not together with `sparsity`.
+      allow_int: as for `jacrev`; not together with `sparsity` or `mode="forward"`.
 
     Returns:
       As for `jacfwd`; with `sparsity`, a `jax.experimental.sparse.BCOO` in place of each array, its entries in order.
@@ -155,13 +176,14 @@ def jacobian(
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[sparse]'`.
 
     Warns:
-      UserWarning: of a primitive that the message names nothing is known (a Fourier transform, a linear solve), so that
-        what comes out of it is taken to depend on all that goes in; or `fun` branches on values, and every entry is
-        computed and kept.
+      UserWarning: as for `jacfwd`; of a primitive that the message names nothing is known (a Fourier transform, a
+        linear solve), so that what comes out of it is taken to depend on all that goes in; or `fun` branches on values,
+        and every entry is computed and kept.
 
     Cost:
       As the better one of `jacfwd` and `jacrev`. Where inputs and outputs are alike in number, both are lowered once
-      more for each trace: outside `jit` that is for each call.
+      for each kind of arguments (structure, shapes, dtypes, values of integers and strings), which is remembered as
+      long as the function lives. What it closes over is taken not to bear on which mode is the cheaper.
 
       A sparse one: one linearization and a product for each colour. Columns that meet in no row have the same colour,
       or rows that meet in no column; with mode "auto" few full rows, or columns, are had in the other mode than the
@@ -185,9 +207,8 @@ def jacobian(
       >>> differences(jnp.arange(1.0, 10.0))
       BCOO(float32[8, 9], nse=16)
     """
-    return jacobian_of(
-        "jacobian", fun, argnums, has_aux, mode, chunk_size, memory_budget, sparsity=sparsity, check=check
-    )
+    options: Any = {"sparsity": sparsity, "check": check, "holomorphic": holomorphic, "allow_int": allow_int}
+    return jacobian_of("jacobian", fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
 
 def jacobian_of(
@@ -202,11 +223,15 @@ def jacobian_of(
     inner: str | None = None,
     sparsity: Any = None,
     check: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    origin: tuple[Any, Any] | None = None,
 ) -> Any:
     """`jacobian` for any transform, which `api` names in errors.
 
     In reverse mode the axes of the output come before axis `row_axis` of each argument. With `inner` it is the Jacobian
-    of the Jacobian that this mode gives.
+    of the Jacobian that this mode gives. If `fun` is made anew for each call, `origin` is the function, and anything
+    else, that it is made of.
     """
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
@@ -215,11 +240,21 @@ def jacobian_of(
     check_count(api, "chunk_size", chunk_size, optional=True)
     budget = check_budget(api, memory_budget, chunk_size)
     check_sparsity(api, sparsity, check)
+    if sparsity is not None and (holomorphic or allow_int):
+        raise ValueError(
+            f"{api}: sparsity takes real arguments only, without holomorphic and allow_int; leave it out for a dense "
+            "array."
+        )
+    if allow_int and mode == "forward":
+        raise ValueError(f'{api}: allow_int=True needs reverse mode; take mode="reverse" or "auto".')
+    complex_too = mode != "forward" and inner is None and sparsity is None
 
     def prepare(args: Any, kwargs: Any, inner: str | None = inner, inner_chunk: int | None = None) -> Call:
-        differentiated = fun if inner is None else jacobian_of(api, fun, argnums, has_aux, inner, inner_chunk)
-        call = Call(api, differentiated, positions, has_aux, args, kwargs)
-        call.check_floating(complex_too=False)
+        differentiated = fun
+        if inner is not None:
+            differentiated = jacobian_of(api, fun, argnums, has_aux, inner, inner_chunk, holomorphic=holomorphic)
+        call = Call(api, differentiated, positions, has_aux, args, kwargs, holomorphic=holomorphic)
+        call.check_floating(complex_too=complex_too, allow_int=allow_int)
         return call
 
     def nest(call: Call, out: Any, blocks: list[list[Any]]) -> Any:
@@ -239,7 +274,7 @@ def jacobian_of(
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         call, chunk = prepare(args, kwargs), chunk_size
-        way = dense_way(api, call, mode, row_axis) if sparsity is None else sparse_of(call, args, kwargs)[0]
+        way = dense_way(api, call, mode, row_axis, origin) if sparsity is None else sparse_of(call, args, kwargs)[0]
         if budget is not None:
             inner_size = 1 if inner is None else dense_way(api, prepare(args, kwargs, None), inner).slices()
 
@@ -247,19 +282,17 @@ def jacobian_of(
                 """The inner Jacobian whole for some slices of the outer one, or in chunks for one of them."""
                 return (call, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
 
-            def need(k: int) -> int:
-                return temporaries(partial(way.compute, api, *cut(k)))
-
-            call, chunk = cut(largest_chunk(api, need, way.slices() * inner_size, budget))
+            size = way.slices() * inner_size
+            call, chunk = cut(chunk_within(api, lambda k: way.compute(api, *cut(k)), size, budget))
         out, blocks, rest = way.compute(api, call, chunk)
         aux = call.finish(rest)
         result = nest(call, out, blocks)
         return (result, aux) if has_aux else result
 
     def again(fun: Callable[..., Any]) -> Any:
-        return jacobian_of(
-            api, fun, argnums, has_aux, mode, chunk_size, memory_budget, row_axis, inner, sparsity, check
-        )
+        options: Any = {"row_axis": row_axis, "inner": inner, "sparsity": sparsity, "check": check}
+        options |= {"holomorphic": holomorphic, "allow_int": allow_int}
+        return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
     wrapped: Any = wrap_like(fun, api, of_arguments, again)
     if api in ("jacobian", "hessian"):

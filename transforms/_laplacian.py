@@ -12,7 +12,6 @@ tanh costs a few operations on each number. Forward over reverse mode takes each
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from ._compat import NeedsValues
 from ._dense import checkpoint
 from ._jaxpr import evaluate, interpret
 from ._trace import diagonal, of_scalar, total
+from ._weak import weak_like
 
 # A value, its derivatives along every direction (directions, ...), and its Laplacian; None twice for a constant.
 Triple = tuple[Any, Any, Any]
@@ -90,12 +90,15 @@ def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
         closed = jax.make_jaxpr(lambda *primals: call(*primals)[0])(*call.primals)
         if not size:
             return jnp.zeros((), closed.out_avals[0].dtype)
-        along = partial(_along, closed.jaxpr, closed.consts, leaves)
+
+        def along(directions: jax.Array) -> jax.Array:
+            return weak_like(_along(closed.jaxpr, closed.consts, leaves, directions), *leaves)
+
         if chunk_size is None or chunk_size >= size:
             return along(jnp.arange(size))
         # What is too much in the last chunk are directions of length zero.
         chunks = jnp.arange(-(-size // chunk_size) * chunk_size).reshape(-1, chunk_size)
-        return lax.map(checkpoint(along), chunks).sum()
+        return weak_like(lax.map(checkpoint(along), chunks).sum(), *leaves)
     except (TypeError, *NeedsValues):  # a jax.custom_vjp, or a branch on values
         return total(diagonal("laplacian", call, chunk_size))
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+from jax.tree_util import register_dataclass
 
 from ._arguments import check_callable, describe
 from ._call import Call
 from ._grad import seed
+from ._primals import Primals
+from ._static import Static
 
 
 def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
@@ -63,9 +68,12 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns:
       The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, for
       arrays full of it) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
+      The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it. As in JAX,
+      integers and booleans among primals and outputs have gradients and cotangents of dtype `jax.dtypes.float0`.
 
     Raises:
-      TypeError: an argument that is not floating point, or an output, when it is given a cotangent.
+      TypeError: an argument that is made of something else than arrays and numbers; a number as the cotangent of
+        integers.
       ValueError: a cotangent of another structure, shape or dtype than the output.
 
     Cost:
@@ -82,15 +90,10 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
       (Array([3., 4.], dtype=float32), Array([1., 2.], dtype=float32))
     """
     call = all_of("vjp", fun, primals, has_aux)
-    call.check_floating()
+    call.check_arrays()
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
-
-    def gradients(cotangent: Any) -> tuple[Any, ...]:
-        if cotangent is None:
-            raise TypeError("vjp: the cotangent is None; pass one of the structure of the output, or a Python number.")
-        return tuple(call.gradient(i, value) for i, value in enumerate(pull(seed("vjp", out, cotangent))))
-
+    gradients = Pullback(pull, call.form.outline(), Static.of(jax.tree.map(jax.typeof, out)))
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
@@ -106,7 +109,7 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
     Returns:
       The output, and a function that takes a tangent for each primal and returns that of the output; with `has_aux`
-      the auxiliary output too.
+      the auxiliary output too. The function is a pytree, as that of `vjp`.
 
     Raises:
       TypeError, ValueError: as for `jvp`.
@@ -128,11 +131,38 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     call.check_arrays()
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
-
-    def derivative(*tangents: Any) -> Any:
-        return push(*call.tangents(tangents))
-
+    derivative = Pushforward(push, call.form.outline())
     return (out, derivative, aux) if has_aux else (out, derivative)
+
+
+@partial(register_dataclass, data_fields=["pull", "primals"], meta_fields=["out"])
+@dataclass(frozen=True, eq=False)
+class Pullback:
+    """From cotangents to gradients: what `vjp` returns, a pytree of its residuals."""
+
+    pull: Any
+    primals: Primals
+    out: Static
+
+    def __call__(self, cotangent: Any) -> tuple[Any, ...]:
+        """Return the gradient of each primal."""
+        if cotangent is None:
+            raise TypeError("vjp: the cotangent is None; pass one of the structure of the output, or a Python number.")
+        values = self.pull(seed("vjp", self.out.value, cotangent))
+        return tuple(self.primals.gradient(i, value) for i, value in enumerate(values))
+
+
+@partial(register_dataclass, data_fields=["push", "primals"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Pushforward:
+    """From tangents to that of the output: what `linearize` returns, a pytree of its residuals."""
+
+    push: Any
+    primals: Primals
+
+    def __call__(self, *tangents: Any) -> Any:
+        """Return the tangent of the output."""
+        return self.push(*self.primals.tangents(tangents))
 
 
 def all_of(api: str, fun: Callable[..., Any], primals: Any, has_aux: bool) -> Call:

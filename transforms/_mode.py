@@ -93,13 +93,28 @@ def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def choose_mode(api: str, call: Call) -> Choice:
-    """The cheaper mode for a dense Jacobian."""
+def choose_mode(api: str, call: Call, origin: tuple[Any, Any] | None = None) -> Choice:
+    """The cheaper mode for a dense Jacobian, decided once for each function and kind of arguments.
+
+    Args:
+      api: what to call the transform in an error.
+      call: what is differentiated.
+      origin: as for `jacobian_of`.
+    """
+    fun, made = origin or (call.fun, None)
+    return call.remembered(fun, ("mode", made), lambda: _decide(api, call))
+
+
+def _decide(api: str, call: Call) -> Choice:
     out = output_shapes(api, call)
     inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
     choice = partial(Choice, inputs=inputs, outputs=outputs)
-    if _is_complex(out):
-        return choice("forward", flops=None, why="the output is complex, which reverse mode does not take")
+    if not call.holomorphic:
+        real = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(call.primals))
+        if not real:
+            return choice("reverse", flops=None, why="forward mode takes real arguments only")
+        if _is_complex(out):
+            return choice("forward", flops=None, why="the output is complex, which reverse mode does not take")
     first, other = ("reverse", "forward") if outputs < inputs else ("forward", "reverse")
     few, many = sorted((inputs, outputs))
     flops: dict[str, float] = {}
@@ -144,7 +159,7 @@ def output_shapes(api: str, call: Call) -> Any:
     return out
 
 
-def dense_way(api: str, call: Call, mode: str, row_axis: int = 0) -> Way:
+def dense_way(api: str, call: Call, mode: str, row_axis: int = 0, origin: tuple[Any, Any] | None = None) -> Way:
     """How to compute a dense Jacobian.
 
     Args:
@@ -152,7 +167,8 @@ def dense_way(api: str, call: Call, mode: str, row_axis: int = 0) -> Way:
       call: what is differentiated.
       mode: "auto", "forward" or "reverse".
       row_axis: as for `by_rows`.
+      origin: as for `jacobian_of`.
     """
-    if (choose_mode(api, call).mode if mode == "auto" else mode) == "forward":
+    if (choose_mode(api, call, origin).mode if mode == "auto" else mode) == "forward":
         return Way(by_columns, lambda: max([1, *sizes_of(call.primals)]))
     return Way(partial(by_rows, axis=row_axis), lambda: max([1, *sizes_of(output_shapes(api, call))]))

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
-from ._budget import check_budget, largest_chunk, temporaries
+from ._budget import check_budget, chunk_within
 from ._call import Call
 from ._dense import by_array, map_slices
 from ._keys import check_key
 from ._products import gradient_of, seed_of
+from ._weak import weak_like
 
 
 def hessian_diagonal(
@@ -33,7 +34,7 @@ def hessian_diagonal(
       argnums: as for `jacfwd`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(diagonal, aux)`.
       chunk_size: how many entries to compute at a time; None computes all at once.
-      memory_budget: as for `jacfwd`.
+      memory_budget: as for `jacfwd`, with its warning.
 
     Returns:
       A function of the same arguments that returns the second derivative by each number of the argument: its structure,
@@ -205,7 +206,7 @@ def of_scalar(
         chunk = chunk_size
         if budget is not None:
             size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
-            chunk = largest_chunk(api, lambda k: temporaries(partial(compute, call, k)), size, budget)
+            chunk = chunk_within(api, partial(compute, call), size, budget)
         result = result_of(call, compute(call, chunk))
         aux = whole.finish(rest)
         return (result, aux) if has_aux else result
@@ -236,7 +237,10 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
             return map_slices(of_unit, size, 0, chunk_size)
 
         found = by_array(inputs, entries, 0, chunk_size)
-        return [part.astype(jnp.result_type(x)).reshape(jnp.shape(x)) for (part,), x in zip(found, inputs, strict=True)]
+        return [
+            weak_like(part.astype(jnp.result_type(x)).reshape(jnp.shape(x)), x)
+            for (part,), x in zip(found, inputs, strict=True)
+        ]
 
     def along(unit: list[Any]) -> jax.Array:
         """The second derivative along a line: forward over forward mode, without what leads back to the inputs."""
@@ -267,4 +271,4 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
 def total(parts: list[jax.Array]) -> jax.Array:
     """The sum of all numbers of some arrays."""
-    return jnp.stack([part.sum() for part in parts]).sum() if parts else jnp.zeros(())
+    return weak_like(jnp.stack([part.sum() for part in parts]).sum(), *parts) if parts else jnp.zeros(())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from ._axes import (
     check_out_axes,
     mapped_size,
 )
-from ._budget import check_budget, largest_chunk, temporaries
+from ._budget import check_budget, chunk_within
 from ._changes import call_with_models, changes
 from ._chunk import map_in_chunks
 from ._model import (
@@ -69,9 +68,10 @@ def vmap(
       spmd_axis_name: as for `jax.vmap`.
       chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
         and are written in place.
-      memory_budget: bytes, or a string such as "512MiB": takes the largest chunk whose temporaries, as the compiler
-        counts them beside arguments and results, are within it (under an outer
-        `vmap`, those of one of its slices). In place of `chunk_size`.
+      memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in letters
+        of either case: takes the largest chunk whose temporaries, as the compiler counts them beside arguments and
+        results, are within it; inside of another `vmap`, a loop or a derivative those of one slice, turn or evaluation,
+        with a warning. In place of `chunk_size`.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis where `out_axes` says.
@@ -82,6 +82,10 @@ def vmap(
         nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; the axis of
         an ensemble, or of a model in the output, is not 0; a model would change its own state (BatchNorm in training,
         dropout) and is not returned; models share a variable.
+
+    Warns:
+      UserWarning: a memory budget inside of another `vmap`, a loop or a derivative, for which the program around needs
+        more.
 
     Cost:
       One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, beside the
@@ -99,34 +103,51 @@ def vmap(
       >>> vmap(jnp.sin, chunk_size=2)(jnp.zeros(5)).shape
       (5,)
     """
-    check_callable("vmap", fun)
-    in_axes = check_in_axes("vmap", in_axes)
-    out_axes = check_axes("vmap", "out_axes", out_axes)
-    check_count("vmap", "axis_size", axis_size, 0, optional=True)
-    check_count("vmap", "chunk_size", chunk_size, optional=True)
-    budget = check_budget("vmap", memory_budget, chunk_size)
+    limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+    return vmap_of("vmap", fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, **limits)
+
+
+def vmap_of(
+    api: str,
+    fun: Callable[..., Any],
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Any = None,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """`vmap` for any transform, which `api` names in errors."""
+    check_callable(api, fun)
+    in_axes = check_in_axes(api, in_axes)
+    out_axes = check_axes(api, "out_axes", out_axes)
+    check_count(api, "axis_size", axis_size, 0, optional=True)
+    check_count(api, "chunk_size", chunk_size, optional=True)
+    budget = check_budget(api, memory_budget, chunk_size)
     if axis_name is not None and (chunk_size is not None or budget is not None):
         raise ValueError(
-            f"vmap: {'chunk_size' if budget is None else 'memory_budget'} and axis_name exclude each other, since a "
+            f"{api}: {'chunk_size' if budget is None else 'memory_budget'} and axis_name exclude each other, since a "
             "collective would see the slices of one chunk only; leave one of them out."
         )
     owner, function = owner_of(fun)
     if is_members(fun) and axis_size not in (None, len(owner)):
         raise ValueError(
-            f"vmap: axis_size={axis_size}, but the ensemble has {len(owner)} members; leave axis_size out."
+            f"{api}: axis_size={axis_size}, but the ensemble has {len(owner)} members; leave axis_size out."
         )
     owner_axis = 0 if is_members(fun) else None
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        argument_axes = axes_per_argument("vmap", in_axes, args)
+        argument_axes = axes_per_argument(api, in_axes, args)
         for model in models_of((args, kwargs)):
             if is_members(model):
                 len(model)  # refuses an ensemble whose axis 0 is not its members
-        _check_model_axes(fun, args, argument_axes)
-        refuse_shared_state("vmap", fun, owner, args, kwargs)
+        _check_model_axes(api, fun, args, argument_axes)
+        refuse_shared_state(api, fun, owner, args, kwargs)
         size = mapped_size(
-            "vmap",
+            api,
             fun,
             args,
             kwargs,
@@ -139,7 +160,7 @@ def vmap(
         arrays = _take_apart((owner, args, kwargs))
 
         def lane(owner: Any, args: Any, kwargs: Any) -> Any:
-            return _evaluate_lane(function, (owner, args, kwargs), axes, out_axes)
+            return _evaluate_lane(api, function, (owner, args, kwargs), axes, out_axes)
 
         def over_lanes(size: int) -> Callable[..., Any]:
             return jax.vmap(lane, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name)
@@ -149,23 +170,13 @@ def vmap(
                 return over_lanes(size)(*arrays)
             return map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk)
 
-        if budget is None:
-            return from_parts(in_chunks(chunk_size))
-        return from_parts(in_chunks(largest_chunk("vmap", lambda k: temporaries(partial(in_chunks, k)), size, budget)))
+        return from_parts(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
 
     def again(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return vmap(
-            fun,
-            in_axes,
-            out_axes,
-            axis_name=axis_name,
-            axis_size=axis_size,
-            spmd_axis_name=spmd_axis_name,
-            chunk_size=chunk_size,
-            memory_budget=memory_budget,
-        )
+        limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+        return vmap_of(api, fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, **limits)
 
-    return wrap_like(fun, "vmap", mapped, again)
+    return wrap_like(fun, api, mapped, again)
 
 
 def _is_stacked(x: Any) -> bool:
@@ -177,12 +188,12 @@ def _take_apart(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
 
 
-def _check_model_axes(fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
+def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
     """Refuse axes for a model that are not one axis for all of it, for an ensemble that of its members."""
     for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
         if models_of(axes_of_value):
             raise ValueError(
-                f"vmap: in_axes for `{argument_name(fun, args, i)}` reaches into a model; give one axis for all of it."
+                f"{api}: in_axes for `{argument_name(fun, args, i)}` reaches into a model; give one axis for all of it."
             )
         if not any(is_members(x) for x in models_of(value)):
             continue
@@ -193,12 +204,12 @@ def _check_model_axes(fun: Callable[..., Any], args: tuple[Any, ...], axes: tupl
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
             if is_members(leaf) and axis not in (0, None):
                 raise ValueError(
-                    f"vmap: in_axes is {axis} for the ensemble `{leaf_name(argument_name(fun, args, i), path)}`, whose "
-                    "members are its axis 0; pass 0 to map over them, or None to hand on the whole ensemble."
+                    f"{api}: in_axes is {axis} for the ensemble `{leaf_name(argument_name(fun, args, i), path)}`, "
+                    "whose members are its axis 0; pass 0 to map over them, or None to hand on the whole ensemble."
                 )
 
 
-def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
+def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
     """`function` on one slice: models are put together for it, and what it returns is taken apart again."""
     ensembles: list[tuple[Any, Parts]] = []
 
@@ -219,7 +230,7 @@ def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axe
     for model, lost in zip(models, changes(function, arguments, models, returned), strict=True):
         if lost:
             raise ValueError(
-                f"vmap: the mapped function changes the state of {type(model).__name__} (`{lost[0]}`), which would "
+                f"{api}: the mapped function changes the state of {type(model).__name__} (`{lost[0]}`), which would "
                 "be lost; return the model as well, or map its evaluation mode: nnx.view(model, "
                 "use_running_average=True) for BatchNorm, deterministic=True for dropout."
             )
@@ -231,7 +242,7 @@ def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axe
             return x
         if is_members(x):
             raise ValueError(
-                "vmap: the mapped function returns a whole ensemble, whose members would no longer be its axis 0; "
+                f"{api}: the mapped function returns a whole ensemble, whose members would no longer be its axis 0; "
                 "return its arrays or outputs, or map over its members with in_axes=0."
             )
         parts = split(x)
@@ -241,5 +252,5 @@ def _evaluate_lane(function: Callable[..., Any], arrays: Any, axes: Any, out_axe
         return parts
 
     out = jax.tree.map(take_apart, out, is_leaf=is_model)
-    check_out_axes("vmap", out_axes, out, _is_stacked)
+    check_out_axes(api, out_axes, out, _is_stacked)
     return out

@@ -141,7 +141,7 @@ def test_calls_without_a_meaning_are_refused(rows: str) -> None:
         batch_jacobian(jnp.mean, rows=rows)(BATCH)
     with refused(TypeError, r"with has_aux=True, fun must return a pair \(output, aux\), but it returned an array of"):
         batch_jacobian(jnp.sin, has_aux=True, rows=rows)(BATCH)
-    with refused(TypeError, r"argument `x` is an array of .* int\d+, but only arrays of real floating point"):
+    with refused(TypeError, r"argument `x` is an array of .* int\d+, but only arrays of (real )?floating point"):
         batch_jacobian(layer, rows=rows)(np.arange(6).reshape(2, 3))
     with refused(ValueError, r"argnums selects argument 2, but the call has 1 positional"):
         batch_jacobian(layer, 2, rows=rows)(BATCH)
@@ -153,3 +153,20 @@ def test_auxiliary_arrays_without_samples_are_not_cut() -> None:
     """Of what does not have the sample along axis 0, all but the first row was lost."""
     with pytest.raises(ValueError, match=r"^batch_jacobian: for a batch of 1, `aux\['w'\]` is an .*, nor return what"):
         batch_jacobian(lambda x: (jnp.sin(x), {"w": W, "n": 3, "text": "a string"}), has_aux=True)(BATCH)
+
+
+@pytest.mark.parametrize("rows", ["vmap", "independent"])
+@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_holomorphic_functions_have_complex_jacobians(rows: str, mode: str, chunk_size: Any) -> None:
+    batch = (BATCH + 1j * BATCH[::-1]).astype(np.complex64)
+    fun = lambda z: jnp.stack([jnp.sin(z[..., 0]) * z[..., 1], z[..., 2] ** 3], axis=-1)
+    expected = jax.vmap(jax.jacfwd(fun, holomorphic=True))(batch)
+    found = batch_jacobian(fun, rows=rows, mode=mode, chunk_size=chunk_size, holomorphic=True)(batch)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_that_branches_on_values_may_be_independent() -> None:
+    branching = lambda x: x**2 if x[0, 0] < 10 else x
+    found = batch_jacobian(branching, rows="independent")(BATCH)
+    chex.assert_trees_all_close(found, jax.vmap(jax.jacrev(jnp.square))(BATCH), rtol=1e-6)

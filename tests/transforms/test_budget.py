@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import warnings
 from typing import Any
 
 import chex
@@ -13,7 +16,16 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import _budget as budgets
-from plurax.transforms import batch_jacobian, hessian, jacfwd, jacobian, jacrev, vmap
+from plurax.transforms import (
+    batch_jacobian,
+    hessian,
+    hessian_diagonal,
+    jacfwd,
+    jacobian,
+    jacrev,
+    per_sample_grad,
+    vmap,
+)
 
 W = np.sin(np.arange(96.0 * 64)).reshape(96, 64).astype(np.float32)
 X = np.cos(np.arange(64.0)).astype(np.float32)
@@ -50,12 +62,12 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     measure = budgets.temporaries
 
-    def counted(fun: Any) -> int:
-        found.append(measure(fun))
-        return found[-1]
+    def counted(fun: Any) -> Any:
+        need, around = measure(fun)
+        found.append(need)
+        return need, around
 
-    for user in ("_vmap", "_jacobian"):
-        monkeypatch.setattr(f"plurax.transforms.{user}.temporaries", counted)
+    monkeypatch.setattr(budgets, "temporaries", counted)
     return found
 
 
@@ -121,7 +133,10 @@ def test_budgets_of_vmap(probes: list[int]) -> None:
 def test_budgets_work_inside_other_traces(outer: Any, plain: Any, request: Any) -> None:
     kind = request.node.callspec.id
     arg = X if kind == "jit" else np.float32(0.5) if kind == "grad" else np.array([0.5, -0.3], np.float32)
-    actual = outer(jacfwd(layer, memory_budget="20KiB"))(arg)
+    around = {"jit": None, "vmap": "vmap", "grad": "derivative", "scan": "scan"}[kind]
+    warned = pytest.warns(UserWarning, match=f"but the {around} around it") if around else contextlib.nullcontext()
+    with warned:
+        actual = outer(jacfwd(layer, memory_budget="20KiB"))(arg)
     chex.assert_trees_all_close(actual, jax.jit(plain(jax.jacfwd(layer)))(arg), rtol=1e-4, atol=1e-4)
 
 
@@ -129,7 +144,54 @@ def test_budgets_close_over_tracers() -> None:
     within = lambda scale: jacrev(lambda x: layer(scale * x), memory_budget="20KiB")(X)
     expected = jax.jit(jax.jacrev(lambda x: layer(0.5 * x)))(X)
     chex.assert_trees_all_close(jax.jit(within)(0.5), expected, rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_close(jax.vmap(within)(np.array([0.5], np.float32))[0], expected, rtol=1e-4, atol=1e-5)
+    with pytest.warns(
+        UserWarning, match=r"^jacrev: memory_budget=20 KiB is kept by this part .* but the vmap around it"
+    ):
+        mapped = jax.vmap(within)(np.array([0.5], np.float32))[0]
+    chex.assert_trees_all_close(mapped, expected, rtol=1e-4, atol=1e-5)
+
+
+def grad_of(fun: Any) -> Any:
+    return jax.grad(lambda scale: jnp.sum(fun(scale) ** 2))
+
+
+@pytest.mark.parametrize(
+    ("outer", "names"),
+    [
+        pytest.param(lambda f: jax.jit(jax.vmap(f)), "vmap", id="jit of vmap"),
+        pytest.param(lambda f: jax.vmap(lambda s: jax.jit(f)(s)), "vmap", id="vmap of jit"),
+        pytest.param(lambda f: lambda s: jax.lax.map(f, s), "scan", id="map"),
+        pytest.param(lambda f: jax.vmap(grad_of(f)), "derivative", id="vmap of grad"),
+        pytest.param(lambda f: grad_of(lambda s: jax.lax.map(f, s)), "scan", id="grad of map"),
+        pytest.param(
+            lambda f: lambda s: jax.lax.fori_loop(0, 2, lambda i, c: c + f(jnp.take(s, i)), 0.0), "fori_loop", id="fori"
+        ),
+        pytest.param(lambda f: vmap(f, chunk_size=1), "vmap", id="chunks"),
+        pytest.param(lambda f: jax.jit(lambda s: f(s[0])), None, id="jit"),
+        pytest.param(lambda f: jax.vmap(lambda s: s + f(0.5)), None, id="not mapped"),
+    ],
+)
+@pytest.mark.parametrize("transform", [jacrev, hessian_diagonal, "vmap"])
+def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, outer: Any, names: Any) -> None:
+    """At the line of the caller, with the budget and what was compiled."""
+    xs = X[:12].reshape(4, 3)
+
+    def within(scale: Any) -> Any:
+        if transform == "vmap":
+            return vmap(lambda x: jnp.sin(scale * x).sum(), memory_budget="1MiB")(xs).sum()
+        return transform(lambda x: jnp.sin(scale * x).sum(), memory_budget="1MiB")(X).sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        outer(within)(np.array([0.5, -0.3], np.float32))
+    assert len(caught) == (names is not None)
+    for warning in caught:
+        name = transform if transform == "vmap" else transform.__name__
+        assert re.match(
+            rf"{name}: memory_budget=1 MiB is kept .* \(it needs .*B, with \d+ of \d+", str(warning.message)
+        )
+        assert f"but the {names} around it may need more" in str(warning.message)
+        assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("mode", ["fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd"])
@@ -164,7 +226,8 @@ def test_an_impossible_budget_of_a_hessian() -> None:
 def test_budgets_of_modules() -> None:
     ens = Ensemble.create(lambda rngs: nnx.Linear(8, 3, rngs=rngs), 2, seed=0)
     of_member = lambda model, x: jacrev(lambda m: jnp.tanh(m(x)), memory_budget="1MB")(model)
-    rows = vmap(of_member, (0, None))(ens, X[:8])
+    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=977 KiB is kept .* but the vmap around it"):
+        rows = vmap(of_member, (0, None))(ens, X[:8])
     plain = vmap(lambda model, x: jacrev(lambda m: jnp.tanh(m(x)))(model), (0, None))(ens, X[:8])
     chex.assert_trees_all_close(rows, plain, rtol=1e-6)
 
@@ -198,16 +261,22 @@ def test_an_impossible_budget_names_the_least_need(call: Any, probes: list[int])
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"memory_budget": "12 parsecs"}, ValueError, r'bytes or a string such as "512MiB" or "2GB", but got \'12 par'),
-        ({"memory_budget": "12"}, ValueError, r"memory_budget must be a number of bytes or a string"),
+        ({"memory_budget": "12 parsecs"}, ValueError, r'such as "512MiB" .* or "2GB" .*, but got \'12 parsecs'),
+        ({"memory_budget": "12 bytes"}, ValueError, r"memory_budget must be a number of bytes .* but got '12 bytes'"),
+        ({"memory_budget": "512M"}, ValueError, r"memory_budget must be a number of bytes .* but got '512M'"),
+        ({"memory_budget": "1e"}, ValueError, r"memory_budget must be a number of bytes .* but got '1e'"),
+        ({"memory_budget": "-1kB"}, ValueError, r"memory_budget must be a number of bytes .* but got '-1kB'"),
+        ({"memory_budget": ""}, ValueError, r"memory_budget must be a number of bytes .* but got ''"),
+        ({"memory_budget": "1e999"}, ValueError, r"must be at least one byte, and finite, but got '1e999'"),
+        ({"memory_budget": "0.1B"}, ValueError, r"must be at least one byte, and finite, but got '0\.1B'"),
         (
             {"memory_budget": 1e9},
             TypeError,
             r"memory_budget must be a number of bytes .* but got 1000000000\.0 of type",
         ),
         ({"memory_budget": True}, TypeError, r"memory_budget must be a number of bytes"),
-        ({"memory_budget": 0}, ValueError, r"memory_budget must be positive, but got 0"),
-        ({"memory_budget": -5}, ValueError, r"memory_budget must be positive, but got -5"),
+        ({"memory_budget": 0}, ValueError, r"memory_budget must be at least one byte, and finite, but got 0"),
+        ({"memory_budget": -5}, ValueError, r"memory_budget must be at least one byte, and finite, but got -5"),
         ({"memory_budget": "1GB", "chunk_size": 2}, ValueError, r"chunk_size and memory_budget both set .* give one"),
         ({"chunk_size": 0}, ValueError, r"chunk_size must be at least 1, but got 0"),
         ({"chunk_size": 1.5}, TypeError, r"chunk_size must be an int or None, but got 1\.5"),
@@ -221,7 +290,22 @@ def test_budgets_that_say_nothing_are_refused_at_once(transform: Any, options: A
 
 
 @pytest.mark.parametrize(
-    ("written", "size"), [("512MiB", 2**29), ("2GB", 2 * 10**9), (" 1.5 KiB ", 1536), ("7kB", 7000), (np.int64(9), 9)]
+    ("written", "size"),
+    [
+        ("512MiB", 2**29),
+        ("2GB", 2 * 10**9),
+        (" 1.5 KiB ", 1536),
+        ("7kB", 7000),
+        ("1kb", 1000),
+        ("1KB", 1000),
+        ("256mib", 2**28),
+        ("3tib", 3 * 2**40),
+        ("2Tb", 2 * 10**12),
+        ("1e6", 10**6),
+        ("2.5E3 b", 2500),
+        ("12", 12),
+        (np.int64(9), 9),
+    ],
 )
 def test_sizes_as_people_write_them(written: Any, size: int) -> None:
     assert budgets.check_budget("vmap", written, None) == size
@@ -233,6 +317,20 @@ def test_a_function_that_asks_for_values_has_no_budget() -> None:
     for fun in (branching, lambda x: x * np.asarray(x).sum()):
         with pytest.raises(ValueError, match=r"^jacfwd: memory_budget needs a program .* fun asks for a value"):
             jacfwd(fun, memory_budget="1GB")(X)
+
+
+@pytest.mark.parametrize("rows", ["vmap", "independent"])
+def test_refusals_name_what_was_called(rows: str) -> None:
+    batch = lambda x: jnp.tanh(jnp.tanh(x * x) @ W.T)
+    with pytest.raises(ValueError, match=r"^batch_jacobian: no chunk fits into memory_budget=9 B"):
+        batch_jacobian(batch, rows=rows, memory_budget=9)(X.reshape(1, 64) * np.ones((40, 1), np.float32))
+    branching = lambda x: x**2 if x[0, 0] > 0 else x
+    with pytest.raises(ValueError, match=r"^batch_jacobian: memory_budget needs a program .* fun asks for a value"):
+        batch_jacobian(branching, rows=rows, memory_budget="1GB")(X[:6].reshape(2, 3))
+    if rows == "vmap":
+        loss = lambda w, x: jnp.sum(jnp.tanh(w @ jnp.tanh(w.T @ x[0])) ** 2)
+        with pytest.raises(ValueError, match=r"^per_sample_grad: no chunk fits into memory_budget=9 B"):
+            per_sample_grad(loss, memory_budget=9)(W.T, np.ones((40, 64), np.float32))
 
 
 def test_a_budget_and_an_axis_name_exclude_each_other() -> None:

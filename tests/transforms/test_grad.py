@@ -661,3 +661,57 @@ def test_a_whole_ensemble_is_differentiated(outer: Any) -> None:
     assert counted.rest["count"].tolist() == [1, 1]
     gradients = vmap(grad(lambda pair, x: total(pair["e"], x)[0]), (None, 0))({"e": ens}, BATCH[:, None])
     assert_close(gradients, {"e": {"gain": jnp.stack([BATCH] * 2, 1)}})
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_holomorphic_functions_have_complex_gradients(dtype: Any) -> None:
+    with jax.enable_x64(dtype == np.complex128):
+        z, w = np.array([0.5 + 1j, -1.0 - 0.25j, 2j], dtype), np.array(1.5 - 1j, dtype)
+        fun = lambda z, w: jnp.sum(jnp.sin(z) * w**2)
+        options: Any = {"argnums": (1, 0), "holomorphic": True}
+        expected = jax.value_and_grad(fun, **options)(z, w)
+        chex.assert_trees_all_close(value_and_grad(fun, **options)(z, w), expected, rtol=1e-6)
+        chex.assert_trees_all_close(jax.jit(grad(fun, **options))(z, w), expected[1], rtol=1e-6)
+        mapped = jax.vmap(grad(fun, **options))(z[:2], np.stack([w, -w]))
+        chex.assert_trees_all_close(mapped, jax.vmap(jax.grad(fun, **options))(z[:2], np.stack([w, -w])), rtol=1e-6)
+        seeded = grad(lambda z: jnp.sin(z), cotangent=1.0, holomorphic=True)(z)
+        chex.assert_trees_all_close(seeded, jnp.cos(z), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [3, True, np.arange(3), np.array([True, False, True])])
+def test_integers_have_gradients_of_float0_as_in_jax(n: Any) -> None:
+    fun = lambda x, n: jnp.sum(jnp.sin(x) * n)
+    for ours, plain in ((grad, jax.grad), (value_and_grad, jax.value_and_grad)):
+        found = ours(fun, (0, 1), allow_int=True)(2.0, n)
+        expected = plain(fun, (0, 1), allow_int=True)(2.0, n)
+        chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+        chex.assert_trees_all_close(*(jax.tree.leaves(tree)[:-1] for tree in (found, expected)))
+        assert jax.tree.leaves(found)[-1].dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "options", "match"),
+    [
+        (
+            jnp.sum,
+            1.0,
+            {"holomorphic": True},
+            r"argument `\w+` is 1\.0 .* complex floating point, with holomorphic=True",
+        ),
+        (jnp.sum, 3, {"holomorphic": True, "allow_int": True}, r"argument `\w+` is 3 of type int, but only .* complex"),
+        (
+            jnp.real,
+            1j,
+            {"holomorphic": True},
+            r"`output` is .* float32, but holomorphic=True takes complex outputs only",
+        ),
+        (jnp.sin, np.array([1j]), {"holomorphic": True}, r"without a cotangent, fun must return one complex scalar"),
+        (jnp.sin, 1j, {}, r"without a cotangent, fun must return one real scalar"),
+        (jnp.sin, 3, {}, r"argument `x` is 3 of type int, but only arrays of floating point can be differentiated"),
+        (jnp.sin, "a", {"allow_int": True}, r"argument `x` is 'a' of type str, but only arrays of floating point"),
+    ],
+)
+def test_other_kinds_of_numbers_are_refused_by_name(fun: Any, x: Any, options: Any, match: str) -> None:
+    for transform in (grad, value_and_grad):
+        with pytest.raises(TypeError, match=f"^{transform.__name__}: {match}"):
+            transform(fun, **options)(x)

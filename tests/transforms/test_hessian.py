@@ -101,3 +101,16 @@ def test_modules_are_carried_once(mode: str) -> None:
 def test_refusals_name_the_hessian(call: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^hessian: {match}"):
         call()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("mode", ["auto", "rev_rev", "fwd_fwd", "rev_fwd"])
+def test_holomorphic_functions_have_complex_hessians(mode: str, chunk_size: Any) -> None:
+    z = np.array([0.5 + 1j, -1.0 - 0.25j, 2j], np.complex64)
+    fun = lambda z: {"a": jnp.sum(jnp.sin(z) * z[::-1] ** 2), "b": z[:2] ** 3}
+    found = hessian(fun, mode=mode, chunk_size=chunk_size, holomorphic=True)(z)
+    chex.assert_trees_all_close(found, jax.hessian(fun, holomorphic=True)(z), rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match=r"^hessian: argument `z` is .* complex64, but only arrays of real floating"):
+        hessian(lambda z: jnp.sum(jnp.abs(z)), mode=mode)(z)
+    with pytest.raises(ValueError, match=r"^hessian: sparsity takes real arguments only, without holomorphic"):
+        hessian(fun, mode=mode, sparsity="auto", holomorphic=True)

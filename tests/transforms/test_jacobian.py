@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from typing import Any, NamedTuple
 
 import chex
@@ -15,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from plurax.transforms import jacfwd, jacobian, jacrev
+from plurax.transforms import _mode as modes
+from plurax.transforms import _remember as memory
+from plurax.transforms import batch_jacobian, jacfwd, jacobian, jacrev
 
 X = np.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]], np.float32)
 BATCH = np.sin(np.arange(15.0, dtype=np.float32)).reshape(5, 3)
@@ -140,7 +144,9 @@ def test_complex_outputs_are_for_forward_mode() -> None:
     assert jacobian(fun).explain(X[0]).mode == "forward"
     with pytest.raises(TypeError, match=r"^jacrev: `output` is an array of .* complex64, but reverse mode takes real"):
         jacrev(fun)(X[0])
-    with pytest.raises(TypeError, match=r"^jacobian: `output\['z'\]` is .* use jacfwd, or return its real and imag"):
+    with pytest.raises(
+        TypeError, match=r"^jacobian: `output\['z'\]` is .* use jacfwd for real arguments, return its real and imag"
+    ):
         jacobian(lambda x: {"z": fun(x)}, mode="reverse")(X[0])
 
 
@@ -259,15 +265,17 @@ def assign(model: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("fun", "args", "options", "error", "match"),
     [
-        (jnp.sin, (3,), {}, TypeError, r"argument `x` is 3 of type int, but only arrays of real floating point"),
+        (jnp.sin, (3,), {}, TypeError, r"argument `x` is 3 of type int, but only arrays of (real )?floating point"),
         (tree, (X, Point(np.arange(2), 1.0)), {"argnums": 1}, TypeError, r"argument `point\.x` is an array .* int64"),
+        (lambda z: z, (1j,), {}, TypeError, r".*1j.* of type .*omplex, .* pass holomorphic=True where fun is"),
         (
             lambda z: z,
-            (1j,),
-            {},
+            (1.0,),
+            {"holomorphic": True},
             TypeError,
-            r"argument `z` is 1j of type complex, .* real floating .*; give it",
+            r"argument `z` is 1\.0 .* complex floating point, with",
         ),
+        (jnp.real, (1j,), {"holomorphic": True}, TypeError, r"`output` is .* holomorphic=True takes complex outputs"),
         (tree, (X,), {"argnums": 3}, ValueError, r"argnums selects argument 3, but the call has 1 positional"),
         (lambda x: {"n": jnp.sum(x).astype(int)}, (X,), {}, TypeError, r"`output\['n'\]` is an array .* int32, but on"),
         (lambda x: None, (X,), {}, TypeError, r"fun must return a number or arrays to differentiate, but .* None"),
@@ -296,6 +304,176 @@ def test_options_without_a_meaning_are_refused_at_once(transform: Any, options: 
         transform(jnp.sin, **options)
     with pytest.raises(TypeError, match=f"^{transform.__name__}: fun must be a function, a bound method or a module"):
         transform("f")
+
+
+def swirl(z: Any, w: Any) -> Any:
+    return {"a": jnp.sin(z) * w[0], "b": (jnp.sum(z) * w**2,)}
+
+
+Z = np.array([0.5 + 1j, -1.0 - 0.25j, 2j], np.complex64)
+
+
+@TRANSFORMS
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_holomorphic_functions_have_complex_jacobians(transform: Any, plain: Any, chunk_size: Any, dtype: Any) -> None:
+    with jax.enable_x64(dtype == np.complex128):
+        args, options = (Z.astype(dtype), Z[:2].astype(dtype)), {"argnums": (1, 0), "holomorphic": True}
+        expected = plain(swirl, **options)(*args)
+        assert_close(transform(swirl, chunk_size=chunk_size, **options)(*args), expected)
+        assert_close(jax.jit(transform(swirl, memory_budget="1mb", **options))(*args), expected)
+        both = jax.vmap(transform(swirl, **options), (0, None))(np.stack([args[0], -args[0]]), args[1])
+        assert_close(jax.tree.map(lambda x: x[0], both), expected)
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse", "auto"])
+def test_both_modes_are_those_of_a_holomorphic_function(mode: str) -> None:
+    of = jacobian(lambda z: jnp.sin(z) * z[0], mode=mode, holomorphic=True)
+    assert_close(of(Z), jax.jacfwd(lambda z: jnp.sin(z) * z[0], holomorphic=True)(Z))
+    assert of.explain(Z).mode in ("forward", "reverse")
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_real_functions_of_complex_numbers_are_those_of_jax(chunk_size: Any) -> None:
+    real = lambda z, x: {"r": jnp.abs(z) ** 2 * x, "i": (z**2).imag}
+    expected = jax.jacrev(real, (0, 1))(Z, 2.0)
+    for transform in (jacrev, jacobian):
+        assert_close(transform(real, (0, 1), chunk_size=chunk_size)(Z, 2.0), expected)
+    assert jacobian(real).explain(Z, 2.0).why == "forward mode takes real arguments only"
+    with pytest.raises(TypeError, match=r"^jacfwd: argument `z` is .* complex64, but only arrays of real floating"):
+        jacfwd(real)(Z, 2.0)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("transform", [jacrev, jacobian])
+@pytest.mark.parametrize("n", [np.arange(3), 3, True, np.array([True, False, True])])
+def test_integers_have_jacobians_of_zeros_as_in_jax(transform: Any, n: Any, chunk_size: Any) -> None:
+    scaled = lambda x, n: {"y": x[0] * n, "s": jnp.sum(x)}
+    numbers = jax.tree.map(lambda x: 1 * x, n)  # with booleans that of JAX fails
+    expected = jax.jacrev(scaled, (1, 0), allow_int=True)(X[0], numbers)
+    expected = jax.tree.map(lambda x: x.astype(jnp.result_type(n)) if x.dtype == jnp.int32 else x, expected)
+    assert_close(transform(scaled, (1, 0), allow_int=True, chunk_size=chunk_size)(X[0], n), expected)
+    with pytest.raises(
+        TypeError, match=rf"^{transform.__name__}: argument `n` is .*, but only arrays of floating point"
+    ):
+        transform(scaled, (1, 0))(X[0], n)
+
+
+def test_what_takes_no_complex_numbers_or_integers_says_so() -> None:
+    for option in ("holomorphic", "allow_int"):
+        with pytest.raises(ValueError, match=r"^jacobian: sparsity takes real arguments only, without holomorphic and"):
+            jacobian(jnp.sin, sparsity="auto", **{option: True})
+    with pytest.raises(ValueError, match=r"^jacobian: allow_int=True needs reverse mode; take mode=\"reverse\" or"):
+        jacobian(jnp.sin, mode="forward", allow_int=True)
+    with pytest.raises(TypeError, match=r"^jacobian: argument `x` is .* complex64, but only arrays of real floating"):
+        jacobian(jnp.sin, sparsity="auto")(Z)
+
+
+@pytest.fixture
+def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A number for each program that is lowered to be counted."""
+    found: list[Any] = []
+    lower = modes.lower_apart
+
+    def counted(fun: Any) -> Any:
+        found.append(1)
+        return lower(fun)
+
+    monkeypatch.setattr(modes, "lower_apart", counted)
+    return found
+
+
+def wave(x: Any, n: int = 2, *, scale: Any = 1.0) -> Any:
+    return jnp.sin(x * scale) * n
+
+
+class Waves(nnx.Module):
+    def __init__(self) -> None:
+        self.gain = nnx.Param(jnp.array([1.0, -2.0, 3.0]))
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.sin(x * self.gain[...])
+
+    def of(self, x: Any) -> Any:
+        return self(x)
+
+
+def test_the_mode_is_decided_once_for_each_kind_of_arguments(lowerings: list[Any]) -> None:
+    def fresh(x: Any, n: int = 2, *, scale: Any = 1.0) -> Any:
+        return wave(x, n, scale=scale)
+
+    def decisions(*args: Any, argnums: Any = 0, **kwargs: Any) -> int:
+        before = len(lowerings)
+        expected = jax.jacrev(fresh, argnums)(*args, **kwargs)
+        assert_close(jacobian(fresh, argnums)(*args, **kwargs), expected)
+        return (len(lowerings) - before) // 2
+
+    assert decisions(X[0]) == 1
+    assert decisions(X[1]) == decisions(jnp.asarray(X[0])) == 0  # other values
+    assert decisions(X) == 1  # another shape
+    assert decisions(X.astype(np.float16)) == 1  # another dtype
+    assert decisions(X[0], 3) == 1  # another number that a program may depend on
+    assert decisions(X[0], 3) == 0
+    assert decisions(X[0], 2.5) == 1
+    assert decisions(X[0], 3.5) == 0  # one that it does not
+    assert decisions(X[0], scale=X[1]) == 1
+    assert decisions(X[0], scale=X[0]) == 0
+    assert decisions(X[0], X[1], argnums=(0, 1)) <= 1
+    jax.jit(jacobian(fresh))(X[0])
+    jax.vmap(jacobian(fresh))(X)
+    assert decisions(X[0]) == 0
+
+
+def test_models_and_methods_are_remembered_by_their_structure(lowerings: list[Any]) -> None:
+    model = Waves()
+    for of, first in ((model, 2), (model.of, 2), (Waves(), 0), (Waves().of, 0), (lambda x: model(x), 2)):
+        before = len(lowerings)
+        for x in (X[0], X[1]):
+            assert_close(jacobian(of)(x), jnp.diag(jnp.cos(x * model.gain[...]) * model.gain[...]))
+        assert len(lowerings) - before == first
+    by_model = lambda model, x: model(x)
+    for each, first in ((model, 2), (Waves(), 0)):
+        before = len(lowerings)
+        jacobian(by_model)(each, X[0])
+        assert len(lowerings) - before == first
+
+
+def test_batches_are_remembered_too(lowerings: list[Any]) -> None:
+    layer = lambda x: jnp.sin(x) * x[:, :1]
+    for x in (BATCH, 2 * BATCH, BATCH[:3]):
+        assert_close(batch_jacobian(layer)(x), jax.vmap(jax.jacrev(lambda x: jnp.sin(x) * x[0]))(x))
+    assert len(lowerings) == 2
+    batch_jacobian(layer, in_axes=(0,))(BATCH)
+    assert len(lowerings) == 4
+
+
+def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MOST", 3)
+
+    class Data:
+        """Something that is no array."""
+
+    data = Data()
+    fun: Any = lambda x, data: jnp.sin(x)
+    gone = [weakref.ref(fun), weakref.ref(data)]
+    for size in range(1, 6):
+        jacobian(fun)(jnp.ones(size), data)
+    assert len(memory._decisions) == 3
+    del fun, data
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_what_has_no_hash_is_decided_anew(lowerings: list[Any]) -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.sin(x)
+
+    for _ in range(2):
+        assert_close(jacobian(Unhashable())(X[0]), jnp.diag(jnp.cos(X[0])))
+    assert len(lowerings) == 4
 
 
 def test_unknown_modes_and_patterns_are_refused() -> None:

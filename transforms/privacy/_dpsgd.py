@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arguments import check_callable, check_count, check_number, describe, is_int, leaf_name
-from .._call import trainable_of
 from .._compat import Tracer
 from .._keys import check_key
 from .._model import is_members, models_of, shared_variable, to_parts
+from .._primals import trainable_of
 from ._accounting import ACCOUNTANTS, Ledger, calibrate
 from ._choice import check_method
 from ._noise import privatizer

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from .._call import with_trainable
 from .._changes import call_with_models, changes, with_changes
 from .._grad import scalar_seed
 from .._keys import is_key
 from .._model import Parts, dotted, is_module, is_parts, parts_of, split, with_parts
+from .._primals import with_trainable
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array) -> Callable[..., Any]:

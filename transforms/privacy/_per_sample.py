@@ -11,7 +11,7 @@ from jax import lax
 
 from .._arguments import Argnums, check_count, wrap_like
 from .._budget import check_budget
-from .._vmap import vmap
+from .._vmap import vmap_of
 from ._backward import Backward, each_gradient, first_that_traces, routes
 from ._choice import Choice, check_method
 from ._per_example import per_example
@@ -37,7 +37,7 @@ def per_sample_grad(
         split along axis 0 too.
       keep_batch_dim: whether `fun` gets each sample as a batch of one (else without that axis).
       chunk_size: how many samples to compute at a time.
-      memory_budget: as for `vmap`.
+      memory_budget: as for `vmap`, with its warning.
 
     Returns:
       A function of the same arguments that returns the gradients, like the parameters with the samples along axis 0.
@@ -75,7 +75,8 @@ def per_sample_grad(
             if not in_chunks:
                 (_, aux), leaves = each_gradient(of, of.examples)
                 return leaves, aux
-            some = vmap(jax.grad(of.loss, has_aux=True), (None, 0), chunk_size=chunk_size, memory_budget=memory_budget)
+            limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+            some = vmap_of("per_sample_grad", jax.grad(of.loss, has_aux=True), (None, 0), **limits)
             return some(of.parameters, of.examples)
 
         ways = routes(of, Choice("vmap", of.size, ""))

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._call import trainable_of, with_trainable
 from .._model import Parts, split
+from .._primals import trainable_of, with_trainable
 from ._accounting import Ledger
 from ._clipped import clipped_grad
 from ._example import of_example, with_random_state

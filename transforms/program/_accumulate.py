@@ -34,6 +34,7 @@ from .._model import (
     to_parts,
     with_parts,
 )
+from .._weak import weak_like
 
 
 def accumulate(
@@ -129,7 +130,11 @@ def accumulate(
         (totals, last), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (zeros, first), batch)
         update("accumulate", models_of((owner, args, kwargs)), apart, with_changes(apart, last))
         number = micro_batches if reduction == "mean" else 1
-        return jax.tree.map(lambda x, like: (x / number if number > 1 else x).astype(like.dtype), totals, outline[0])
+
+        def scaled(x: Any, like: Any) -> Any:
+            return weak_like((x / number if number > 1 else x).astype(like.dtype), like)
+
+        return jax.tree.map(scaled, totals, outline[0])
 
     return wrap_like(
         fun,

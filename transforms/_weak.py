@@ -1,0 +1,36 @@
+"""Weak types: what is made of Python's numbers alone takes the dtype of what it meets, here as in JAX."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_ZEROS: dict[str, complex] = {"i": 0, "f": 0.0, "c": 0j}
+
+
+def weak_like(x: Any, *like: Any) -> Any:
+    """Return `x`, weakly typed if all of `like`, arrays, shapes or numbers of its dtype, are."""
+    zero = all(map(is_weak, like)) and weak_zero(x.dtype)
+    if zero is False or zero is None or is_weak(x) or any(jnp.result_type(one) != x.dtype for one in like):
+        return x
+    # `full_like` gives a number the type of another; mapped over all of them it is one operation.
+    convert = partial(lax.full_like, zero)
+    for _ in jnp.shape(x):
+        convert = jax.vmap(convert)
+    return convert(x)
+
+
+def weak_zero(dtype: Any) -> Any:
+    """Return the weakly typed zero of this dtype that Python's numbers or comparisons of them make, or None."""
+    kind = jnp.dtype(dtype).kind
+    zero = jnp.asarray(0) > 0 if kind == "b" else jnp.asarray(_ZEROS[kind]) if kind in _ZEROS else None
+    return None if zero is None or zero.dtype != dtype else zero
+
+
+def is_weak(x: Any) -> bool:
+    """Whether an array, a shape or a number is weakly typed."""
+    return (x if hasattr(x, "weak_type") else jax.typeof(x)).weak_type
