@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,8 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns:
       The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, for
       arrays full of it) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
-      The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it. As in JAX,
+      The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it; its method
+      `with_refs` says which gradients are added to a `jax.Ref` and which are left out, as in JAX. As there, too,
       integers and booleans among primals and outputs have gradients and cotangents of dtype `jax.dtypes.float0`.
 
     Raises:
@@ -144,12 +145,26 @@ class Pullback:
     primals: Primals
     out: Static
 
-    def __call__(self, cotangent: Any) -> tuple[Any, ...]:
+    def __call__(self, cotangent: Any, *more: Any) -> tuple[Any, ...]:
         """Return the gradient of each primal."""
+        if more:
+            raise TypeError(
+                f"vjp: the function takes one cotangent of the whole output, but got {1 + len(more)}; pass those of "
+                "several outputs in one tuple, or whatever fun returns them in."
+            )
         if cotangent is None:
             raise TypeError("vjp: the cotangent is None; pass one of the structure of the output, or a Python number.")
         values = self.pull(seed("vjp", self.out.value, cotangent))
         return tuple(self.primals.gradient(i, value) for i, value in enumerate(values))
+
+    def with_refs(self, *refs: Any) -> Pullback:
+        """Return the function that leaves gradients where `refs` say, as that of `jax.vjp` does.
+
+        Args:
+          *refs: one for each primal and of its structure, in place of each array a `jax.Ref`, to which its gradient is
+            added; `jax.ad.GradValue()`, for it to be returned; or `jax.ad.DontWant()`, for it not to be computed.
+        """
+        return replace(self, pull=self.pull.with_refs(*self.primals.matched(refs, "with_refs", "with_refs")))
 
 
 @partial(register_dataclass, data_fields=["push", "primals"], meta_fields=[])

@@ -52,15 +52,25 @@ class Primals:
 
     def tangents(self, values: Any) -> tuple[Any, ...]:
         """Return `values`, one for each primal, as tangents: checked, and models' as what they train."""
+        matched = self.matched(values, "tangents", "the tangent")
+        return tuple(self._tangent(i, value) for i, value in enumerate(matched))
+
+    def matched(self, values: Any, all_of_them: str, one: str) -> tuple[Any, ...]:
+        """Return `values`, one for each primal and of its structure, models' as what they train.
+
+        Raises:
+          TypeError: another number of them, which are `all_of_them` in the error.
+          ValueError: another structure; each is `one` of its primal in the error.
+        """
         if not isinstance(values, (tuple, list)) or len(values) != len(self._trees):
             got = f"{len(values)} of them" if isinstance(values, (tuple, list)) else describe(values)
             raise TypeError(
-                f"{self._api}: tangents must be a tuple with one for each of the {len(self._trees)} primals, but got "
-                f"{got}."
+                f"{self._api}: {all_of_them} must be a tuple with one for each of the {len(self._trees)} primals, but "
+                f"got {got}."
             )
-        return tuple(self._tangent(i, value) for i, value in enumerate(values))
+        return tuple(self._matched(i, value, one) for i, value in enumerate(values))
 
-    def _tangent(self, i: int, value: Any) -> Any:
+    def _matched(self, i: int, value: Any, one: str) -> Any:
         name, tree, primal = self._name(i), self._trees[i], self.values[i]
         try:
             value = jax.tree.map(lambda x, v: to_pure(v) if isinstance(x, Parts) else v, tree, value, is_leaf=is_parts)
@@ -70,9 +80,13 @@ class Primals:
             same = False
         if not same:
             raise ValueError(
-                f"{self._api}: the tangent of `{name}` has the structure {jax.tree.structure(value)}, but the primal "
+                f"{self._api}: {one} of `{name}` has the structure {jax.tree.structure(value)}, but the primal "
                 f"has {jax.tree.structure(primal)}; give one array for each of its arrays."
             )
+        return value
+
+    def _tangent(self, i: int, value: Any) -> Any:
+        name, primal = self._name(i), self.values[i]
 
         def check(path: Any, tangent: Any, leaf: Any) -> Any:
             place = leaf_name(name, path)

@@ -139,6 +139,45 @@ def test_integers_have_gradients_of_float0_as_in_jax(n: Any) -> None:
     assert_close(push(V, zeros(n))["out"], jax.jvp(scaled, (X, n), (V, zeros(n)))[1]["out"])
 
 
+def test_gradients_are_added_to_references_as_in_jax() -> None:
+    def product(x: Any, gains: Any) -> jax.Array:
+        return x * gains["one"] * gains["two"]
+
+    def bound(vjp: Any) -> Any:
+        gains = {"one": jnp.float32(2.0), "two": jnp.float32(3.0)}
+        of_x, of_one = jax.new_ref(V), jax.new_ref(jnp.float32(100.0))
+        out, pull = vjp(product, X, gains)
+        pull = pull.with_refs(of_x, {"one": of_one, "two": jax.ad.DontWant()})
+        gradients = [jax.jit(pull)(V), pull(X)]
+        _, more = vjp(product, X, gains)
+        gradients.append(more.with_refs(jax.ad.GradValue(), {"one": of_one, "two": jax.ad.GradValue()})(V))
+        return out, gradients, (of_x[...], of_one[...])
+
+    assert_close(bound(vjp), bound(jax.vjp))
+    _, [(of_x, of_gains), _, _], (sums, _) = bound(vjp)
+    assert_close(sums, V + 6 * V + 6 * X)
+    assert isinstance(of_x, jax.ad.GradRef)
+    assert isinstance(of_gains["one"], jax.ad.GradRef)
+    assert isinstance(of_gains["two"], jax.ad.DidntWant)
+
+
+def test_gradients_of_a_module_are_added_to_references() -> None:
+    model, place = Counted(), jax.new_ref(jnp.ones(3))
+    _, pull = vjp(lambda model, x: model(x), model, X[0])
+    state, by_x = pull.with_refs({"gain": place}, jax.ad.GradValue())(V[0])
+    slope = np.cos(X[0] * model.gain[...])
+    assert isinstance(state, nnx.State)
+    assert_close((place[...], by_x), (1 + slope * X[0] * V[0], slope * model.gain[...] * V[0]))
+
+
+def test_references_that_do_not_fit_are_refused() -> None:
+    pull = vjp(fun, X, {"a": [2.0, None]})[1]
+    with pytest.raises(TypeError, match=r"^vjp: with_refs must be a tuple with one for each of the 2 primals"):
+        pull.with_refs(jax.ad.DontWant())
+    with pytest.raises(ValueError, match=r"^vjp: with_refs of `tree` has the structure PyTreeDef\(\*\), but"):
+        pull.with_refs(jax.ad.GradValue(), jax.ad.DontWant())
+
+
 def test_devices_of_a_shard_map_pull_back_numbers() -> None:
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     pulled = jax.shard_map(lambda x: vjp(jnp.sin, x)[1](2.0)[0], mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i"))
@@ -222,6 +261,8 @@ def test_cotangents_and_arguments_of_vjp_are_checked() -> None:
         pull({"out": X[0], "sum": (1.0,)})
     with pytest.raises(TypeError, match=r"^vjp: the cotangent is None; pass one of the structure of the output"):
         pull(None)
+    with pytest.raises(TypeError, match=r"^vjp: the function takes one cotangent .* but got 2; .* in one tuple"):
+        pull(V, V)
     with pytest.raises(TypeError, match=r"^vjp: `tree\['a'\]\[0\]` is 'a' of type str, which has no derivative"):
         vjp(fun, X, {"a": ["a"]})
     pull = vjp(lambda x: {"x": x, "n": jnp.arange(3)}, X)[1]
