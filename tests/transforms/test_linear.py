@@ -15,6 +15,7 @@ from plurax.transforms import grad, jvp, linearize, vjp, vmap
 
 X = np.array([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]], np.float32)
 V = np.cos(X)
+AD: Any = jax.ad
 FLOAT0 = np.zeros((), jax.dtypes.float0)
 
 
@@ -147,24 +148,24 @@ def test_gradients_are_added_to_references_as_in_jax() -> None:
         gains = {"one": jnp.float32(2.0), "two": jnp.float32(3.0)}
         of_x, of_one = jax.new_ref(V), jax.new_ref(jnp.float32(100.0))
         out, pull = vjp(product, X, gains)
-        pull = pull.with_refs(of_x, {"one": of_one, "two": jax.ad.DontWant()})
+        pull = pull.with_refs(of_x, {"one": of_one, "two": AD.DontWant()})
         gradients = [jax.jit(pull)(V), pull(X)]
         _, more = vjp(product, X, gains)
-        gradients.append(more.with_refs(jax.ad.GradValue(), {"one": of_one, "two": jax.ad.GradValue()})(V))
+        gradients.append(more.with_refs(AD.GradValue(), {"one": of_one, "two": AD.GradValue()})(V))
         return out, gradients, (of_x[...], of_one[...])
 
     assert_close(bound(vjp), bound(jax.vjp))
     _, [(of_x, of_gains), _, _], (sums, _) = bound(vjp)
     assert_close(sums, V + 6 * V + 6 * X)
-    assert isinstance(of_x, jax.ad.GradRef)
-    assert isinstance(of_gains["one"], jax.ad.GradRef)
-    assert isinstance(of_gains["two"], jax.ad.DidntWant)
+    assert isinstance(of_x, AD.GradRef)
+    assert isinstance(of_gains["one"], AD.GradRef)
+    assert isinstance(of_gains["two"], AD.DidntWant)
 
 
 def test_gradients_of_a_module_are_added_to_references() -> None:
     model, place = Counted(), jax.new_ref(jnp.ones(3))
     _, pull = vjp(lambda model, x: model(x), model, X[0])
-    state, by_x = pull.with_refs({"gain": place}, jax.ad.GradValue())(V[0])
+    state, by_x = pull.with_refs({"gain": place}, AD.GradValue())(V[0])
     slope = np.cos(X[0] * model.gain[...])
     assert isinstance(state, nnx.State)
     assert_close((place[...], by_x), (1 + slope * X[0] * V[0], slope * model.gain[...] * V[0]))
@@ -173,9 +174,9 @@ def test_gradients_of_a_module_are_added_to_references() -> None:
 def test_references_that_do_not_fit_are_refused() -> None:
     pull = vjp(fun, X, {"a": [2.0, None]})[1]
     with pytest.raises(TypeError, match=r"^vjp: with_refs must be a tuple with one for each of the 2 primals"):
-        pull.with_refs(jax.ad.DontWant())
+        pull.with_refs(AD.DontWant())
     with pytest.raises(ValueError, match=r"^vjp: with_refs of `tree` has the structure PyTreeDef\(\*\), but"):
-        pull.with_refs(jax.ad.GradValue(), jax.ad.DontWant())
+        pull.with_refs(AD.GradValue(), AD.DontWant())
 
 
 def test_devices_of_a_shard_map_pull_back_numbers() -> None:
