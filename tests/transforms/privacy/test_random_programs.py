@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from plurax.transforms import clipped_grad
 from plurax.transforms.privacy._pieces import Factors
@@ -264,6 +264,9 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
         weights = np.where(finite & ~padding, np.minimum(1, bound / np.maximum(np.where(finite, norms, 1), 1e-300)), 0)
         expected = np.tensordot(weights, np.where(finite[:, None, None, None], gradients, 0), 1)
 
+        if data.draw(st.integers(0, 7), label="explicit axes") == 7:
+            mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+            examples = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in examples]
         of = clipped_grad(loss, l2_clip_norm=bound, method=method, return_grad_norms=True, keep_batch_dim=False)
         call = jax.jit(of) if data.draw(st.integers(0, 7), label="compiled") == 7 else of.__call__
         total, aux = call(parameters, examples, is_padding_example=padding)
