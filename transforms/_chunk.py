@@ -38,14 +38,21 @@ def map_in_chunks(
     """
     leaves, treedef = jax.tree.flatten(args)
     leaf_axes = broadcast_axes(in_axes, args)
+    axes = {i: axis % leaves[i].ndim for i, axis in enumerate(leaf_axes) if axis is not None}
+    references = [i for i in axes if isinstance(leaves[i], jax.Ref)]
     chunk_size = min(chunk_size, size)
 
     def evaluate(start: Any, length: int) -> Any:
-        slices = [
-            leaf if axis is None else lax.dynamic_slice_in_dim(leaf, start, length, axis % jnp.ndim(leaf))
-            for leaf, axis in zip(leaves, leaf_axes, strict=True)
-        ]
-        return mapped(length)(*_fitted(jax.tree.unflatten(treedef, slices)))
+        slices = list(leaves)
+        for i, axis in axes.items():
+            whole = leaves[i][...] if i in references else leaves[i]
+            slices[i] = lax.dynamic_slice_in_dim(whole, start, length, axis)
+        for i in references:
+            slices[i] = jax.new_ref(slices[i])
+        out = mapped(length)(*_fitted(jax.tree.unflatten(treedef, slices)))
+        for i in references:
+            leaves[i][...] = lax.dynamic_update_slice_in_dim(leaves[i][...], slices[i][...], start, axes[i])
+        return out
 
     shardings: list[Any] = []
 

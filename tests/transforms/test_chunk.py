@@ -221,3 +221,21 @@ def test_the_result_is_held_once(out_axes: int) -> None:
     # Mapping with `lax.map` and moving the axis afterwards is what this avoids.
     twice = lambda x: jnp.moveaxis(lax.map(fun, x, batch_size=4), 0, out_axes)
     assert out_axes == 0 or temporaries(twice, x) >= result
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit])
+def test_references_are_mapped_and_shared_in_chunks(chunk_size: int, transform: Any) -> None:
+    def fun(x: Any, rows: Any, both: Any, shared: Any) -> Any:
+        rows[...] = rows[...] * x + shared[1]
+        both["half"][1] += x.sum().astype(jnp.float16)
+        return x + rows[0]
+
+    def of(vmap: Any) -> Any:
+        rows = jax.new_ref(jnp.arange(15.0).reshape(5, 3))
+        both = {"half": jax.new_ref(jnp.ones((5, 2), jnp.float16))}
+        mapped = transform(vmap(fun, (0, 0, 0, None)))
+        out = mapped(jnp.linspace(0.0, 1.0, 15).reshape(5, 3), rows, both, jax.new_ref(jnp.arange(2.0)))
+        return out, rows[...], both["half"][...]
+
+    chex.assert_trees_all_close(of(functools.partial(vmap, chunk_size=chunk_size)), of(jax.vmap), rtol=1e-6)
