@@ -29,10 +29,10 @@ def routes(of: PerExample, choice: Choice) -> list[Choice]:
     return [choice, one]
 
 
-def first_that_traces(routes: Sequence[Choice], compute: Callable[[Choice], Any]) -> tuple[Choice, Any]:
+def first_that_traces(api: str, routes: Sequence[Choice], compute: Callable[[Choice], Any]) -> tuple[Choice, Any]:
     """The first of some ways to compute something that JAX can trace, and what it gave.
 
-    What an operation can do is known only by asking it: it may have no rule to be mapped with, or none for a backward
+    A refusal of ours, which begins with `api`, is raised. What an operation can do is known only by asking it: it may have no rule to be mapped with, or none for a backward
     pass of which an ordinary gradient needs no part. The last way is the gradient of one example, as `jax.grad` has it.
     """
     said = ""
@@ -42,6 +42,8 @@ def first_that_traces(routes: Sequence[Choice], compute: Callable[[Choice], Any]
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:  # of any kind: a rule that is missing raises what its author thought of
+            if str(error).startswith(f"{api}: "):  # a refusal
+                raise
             first = f"{type(error).__name__}: {error}".splitlines()[0]
             said = f'{said}; method="{route.method}" cannot do it ({first})'
     return routes[-1]._replace(why=routes[-1].why + said), compute(routes[-1])

@@ -244,7 +244,7 @@ def clipped_grad(
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
         of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        _, (total, each) = first_that_traces(chosen(of), lambda choice: compute(of, padding, choice))
+        _, (total, each) = first_that_traces("clipped_grad", chosen(of), lambda choice: compute(of, padding, choice))
         values, norms, aux = each
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
         if not (has_aux or return_values or return_grad_norms):
@@ -260,6 +260,7 @@ def clipped_grad(
         padding = _padding(is_padding_example, of.size)
         program = of.program
         choice, _ = first_that_traces(
+            "clipped_grad",
             chosen(of),
             lambda choice: jax.eval_shape(lambda padding: compute(of, padding, choice), padding),
         )

@@ -83,7 +83,7 @@ def per_sample_grad(
         ways = routes(of, Choice("vmap", of.size, ""))
         if in_chunks and jax.device_count() > 1 and of.program.mapped_wrongly():
             ways = ways[-1:]
-        leaves, aux = first_that_traces(ways, each)[1]
+        leaves, aux = first_that_traces("per_sample_grad", ways, each)[1]
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
 
@@ -139,6 +139,6 @@ def per_sample_norm(
                 return Backward(of, of.examples, route.method).squares
             return lax.map(lambda one: Backward(of, [x[None] for x in one], route.method).squares[0], of.examples)
 
-        return jnp.sqrt(first_that_traces(routes(of, Choice(method, of.size, "")), squares)[1])
+        return jnp.sqrt(first_that_traces("per_sample_norm", routes(of, Choice(method, of.size, "")), squares)[1])
 
     return wrap_like(fun, "per_sample_norm", on_any_mesh("per_sample_norm", fun, batch_argnums, norms))
