@@ -32,9 +32,9 @@ def routes(of: PerExample, choice: Choice) -> list[Choice]:
 def first_that_traces(api: str, routes: Sequence[Choice], compute: Callable[[Choice], Any]) -> tuple[Choice, Any]:
     """The first of some ways to compute something that JAX can trace, and what it gave.
 
-    A refusal of ours, which begins with `api`, is raised. What an operation can do is known only by asking it: it may have
-    no rule to be mapped with, or none for a backward pass of which an ordinary gradient needs no part. The last way is the
-    gradient of one example, as `jax.grad` has it.
+    A refusal of ours, which begins with `api`, is raised. What an operation can do is known only by asking it: it may
+    have no rule to be mapped with, or none for a backward pass of which an ordinary gradient needs no part. The last
+    way is the gradient of one example, as `jax.grad` has it.
     """
     said = ""
     for route in routes[:-1]:
