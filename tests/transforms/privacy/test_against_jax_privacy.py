@@ -378,7 +378,6 @@ REFUSED_BY_BOTH: dict[str, Wrong] = {
     "prng_argnum with keys": wrong(noisy, (PARAMS, X, jax.random.split(KEY, 6)), batch_argnums=1, prng_argnum=2),
     "unknown dtype": wrong(dtype="floatish"),
     "a transform that is none": wrong(pre_clipping_transform=3),
-    "integer parameters": wrong(args=({"w": np.ones((4, 3), int), "b": PARAMS["b"]}, X, Y)),
     "sizes that differ": wrong(args=(PARAMS, X, Y[:5])),
     "an argument without an axis": wrong(args=(PARAMS, X, np.int32(3))),
     "a batch that is a number": wrong(args=(PARAMS, X, 3)),
@@ -443,6 +442,7 @@ REFUSED_HERE: dict[str, Wrong] = {
     "padding of integers": wrong(kwargs={"is_padding_example": np.zeros(6, int)}),
 }
 REFUSED_THERE: dict[str, Wrong] = {
+    "integer parameters": wrong(args=({"w": np.ones((4, 3), int), "b": PARAMS["b"]}, X, Y)),
     "argnums a list": wrong(argnums=[0]),
     "batch_argnums a list": wrong(batch_argnums=[1, 2]),
     "argnums an int of numpy": wrong(argnums=np.int64(0)),
