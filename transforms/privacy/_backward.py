@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._keys import is_key
 from ._choice import Choice
 from ._gradients import ExampleGradients
 from ._per_example import PerExample
@@ -112,7 +113,11 @@ class Backward:
         It would merge both passes into one. `lax.optimization_barrier` does not keep it from that on a CPU.
         """
         unchanged = ~(weights < 0)  # for each of them
-        return [jnp.where(unchanged.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1]) for x in self._examples]
+
+        def hidden(x: jax.Array) -> jax.Array:
+            return jnp.where(unchanged.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+
+        return [x if is_key(x) else hidden(x) for x in self._examples]
 
 
 def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str | None = None) -> Any:
