@@ -466,7 +466,7 @@ def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pyte
 
 def test_what_has_no_hash_is_decided_anew(lowerings: list[Any]) -> None:
     class Unhashable:
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None  # type: ignore[assignment]  # as a class with an `__eq__` has it
 
         def __call__(self, x: Any) -> Any:
             return jnp.sin(x)

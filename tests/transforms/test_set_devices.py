@@ -107,7 +107,7 @@ def failure_of(name: str) -> str:
             gives_up()
         else:
             check(name)
-    except Exception:
+    except Exception:  # is told to the test, in another process
         return traceback.format_exc()
     return ""
 

@@ -85,7 +85,7 @@ def _settle_all() -> None:
         try:
             with _settings_of(found):
                 said.append(found.program.compare(at_end=True))
-        except Exception as error:
+        except Exception as error:  # an error of the function itself, say: at the end nobody could catch it
             said.append(
                 f"whether {found.program.path} is stale is not known, since fun cannot be traced at the end of the "
                 f"process ({type(error).__name__}: {error}); the file is removed."
