@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from operator import attrgetter
@@ -17,7 +18,7 @@ from .._compat import inside_a_transform
 from .._model import from_parts, models_of, owner_of, parts_of, refuse_shared_state, to_parts
 from . import _aot_waiting as waiting
 from ._aot_call import Call, abstract
-from ._aot_program import prepare
+from ._aot_program import Program, prepare
 from ._compile_cache import checked_directory
 from ._environment import current_mesh, names_of_settings
 
@@ -37,14 +38,18 @@ def aot(
 
     With `key` nothing is traced before the first result. The key is your word that the code is the same: the file is
     found by the key, the name of `fun`, and the kinds of its arguments, and nothing of the code is looked at. Your word
-    is checked later: a program that was loaded is traced and compared with the file before its second call returns, or
-    at the end of the process if there was none. If it is another one, the call raises an error with the word "stale"
-    (at the end there is a warning), the file is replaced, and further calls run the new program. So at most the first
-    result is that of old code, and you hear of it. With `verify=False` nothing is checked: change the key with all that
-    `fun` is made of, and with what it calls and closes over.
+    is checked later: the program of the first call is traced and compared with the file before a second call returns,
+    or at the end of the process if there was none, and the programs of other kinds of arguments at once. If one is
+    another, the call raises an error with the word "stale" (at the end there is a warning), the file is replaced, and
+    further calls run the new program. So at most the first result in a process is that of old code, and you hear of it.
+    With `verify=False` nothing is checked: change the key with all that `fun` is made of, and with what it calls and
+    closes over. Two functions of one name need keys of their own, as do two closures, partials or objects.
 
     What is compared is what `fun` is then: what it uses (global variables, attributes) must not change between its
-    first call and the second, or the end of the process. A process that is killed or ends by `os._exit` checks nothing.
+    first call and the second, or the end of the process, and it must trace to the same program each time (a loop over a
+    set of strings does not). Until the end of the process only JAX's settings and `jax.set_mesh` are remembered of what
+    was set around the call; so not `with mesh:`, which JAX has deprecated. A process that is killed or ends by
+    `os._exit`, as those of `multiprocessing` may, checks nothing.
 
     Either way what `fun` closes over is a part of the program, as it was when it was compiled. A module that `fun` is,
     or is a method of, is an argument. What is static in arguments (the configuration of a module) and what is bound by
@@ -68,7 +73,8 @@ def aot(
 
     Args:
       fun: a function of arrays, numbers and modules in any pytrees, a bound method or a module. It may be under
-        `jax.jit` with donated arguments, but not with static ones: bind these with `functools.partial`.
+        `jax.jit` with donated arguments, but not with static ones (bind these with `functools.partial`), nor with
+        options of the compiler.
       path: the directory, made when something is written. `~` is your home.
       key: any text, such as "loss 3". It need not name the shapes.
       verify: whether a program that was found by its key is compared with `fun` later.
@@ -79,10 +85,10 @@ def aot(
     Raises:
       TypeError: `fun` is not callable, `path` no path, or `key` no string; in a call, an argument is neither array,
         number nor module.
-      ValueError: `path` or `key` is empty, or `path` is a file; in a call, `fun` has static arguments, is under
-        `jax.jit` and is given a module, or changes the structure of a module.
+      ValueError: `path` or `key` is empty, or `path` is a file; in a call, `fun` has static arguments or options, or is
+        under `jax.jit` and is given a module, or changes the structure of a module.
       PermissionError: in a call, the file is not yours, or everybody may write it.
-      RuntimeError: in a call, what has been loaded is stale.
+      RuntimeError: in a call, what was loaded is stale.
 
     Cost:
       Of the time that `jax.jit` takes to the first result in a new process, imports aside, 1/16 for a loop of 200
@@ -120,9 +126,10 @@ def aot(
     config: Any = jax.config
     names = names_of_settings()
     settings = attrgetter(*(name for name in names if hasattr(config, name)))
-    programs: dict[Any, Any] = {}
+    programs: dict[Any, Program] = {}
     structures: dict[Any, Any] = {}
     without_models = set()
+    alone = threading.RLock()  # so that no two threads have a first call
 
     def call(*args: Any, **kwargs: Any) -> Any:
         step_by_step = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
@@ -138,15 +145,25 @@ def aot(
                 leaves, structure = jax.tree.flatten(apart)
             else:
                 without_models.add(structure)
-        kind = structure, current_mesh(), *map(_kind, leaves), settings(config)
+        around = current_mesh(), settings(config)
+        kind = around, structure, *map(_kind, leaves)
         program = programs.get(kind)
         if program is None:
             _check_leaves(fun, args, kwargs)
-            wanted = Call(fun, function, key, verify, [abstract(x) for x in leaves], structure, names)
-            program, said = prepare(wanted, directory, structures)
-            for message in said:
-                warnings.warn(f"aot: {message}", stacklevel=2)
-            programs[kind] = program
+            with alone:
+                for other, known in programs.items():
+                    if known.line is not None and other[0] == around:  # that of the first call
+                        waiting.settle(known)
+                if kind not in programs:
+                    wanted = Call(fun, function, key, verify, [abstract(x) for x in leaves], structure, names)
+                    programs[kind], said, stale = prepare(wanted, directory, structures)
+                    for message in said:
+                        warnings.warn(f"aot: {message}", stacklevel=2)
+                    if stale:
+                        raise RuntimeError(f"aot: {stale}")
+                    if programs[kind].line is not None:
+                        waiting.add(programs[kind])
+                program = programs[kind]
         elif program.line is not None:
             waiting.settle(program)
         out, changed = program.run(*leaves)

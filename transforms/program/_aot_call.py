@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from .._changes import call_purely
 from .._compat import Jitted, lowered_for
@@ -59,7 +60,7 @@ class Call:
         traced = jax.jit(program, donate_argnums=donated, keep_unused=True).trace(*self.leaves)
         lowered = traced.lower()
         types = [str(x) for x in jax.tree.leaves(traced.out_info)]
-        return Lowered(lowered, lowered.as_text().replace(self.tag, ""), types)
+        return Lowered(lowered, lowered.as_text().replace(f"_{self.tag}", ""), types)
 
     def _donated(self, jitted: Any) -> tuple[int, ...]:
         _, args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
@@ -78,9 +79,11 @@ class Call:
         if self.key is None:
             program: Any = lower().identity
         else:
-            program = [self.key, self.name, described(self.structure), _bound(self.fun)]
+            devices = len(jax.devices(self.device.platform))  # a function may be for all of them
+            program = [self.key, self.name, described(self.structure), _bound(self.fun), devices]
         mesh = current_mesh()
-        around = [settings_of_a_call(), f"{mesh} {[x.id for x in mesh.devices.flat]}" if mesh else "", str(self.device)]
+        among = [x.id for x in mesh.devices.flat] if isinstance(mesh, Mesh) else ""
+        around = [settings_of_a_call(), f"{mesh} {among}" if mesh else "", str(self.device)]
         return [program, around, [_argument(x) for x in self.leaves]]
 
     @property

@@ -39,8 +39,11 @@ def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes
     rest = memoryview(content)[_SIZE:]
     if hashlib.sha256(rest).digest() != content[:_SIZE]:
         raise Unfit("is damaged: it does not have the checksum that it was written with")
-    end = content.index(b"\n", _SIZE)
-    line = json.loads(content[_SIZE:end])
+    try:
+        end = content.index(b"\n", _SIZE)
+        line = json.loads(content[_SIZE:end])
+    except ValueError as error:
+        raise Unfit("is damaged: it does not begin with a line of JSON") from error
     for name, ours in expected.items():
         if line.get(name) != ours:
             raise Unfit(f"was made for {name} {line.get(name)!r}, but here it is {ours!r}")
@@ -65,6 +68,15 @@ def _refuse_others(file: Path, found: os.stat_result) -> None:
         f"aot: {file} {problem}, and a program that is read can do whatever you can; delete the file, or give a "
         "directory of your own."
     )
+
+
+def remove(file: Path) -> str:
+    """Remove a file; returns what became of it, the end of a sentence."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        return f"cannot be removed ({error}); remove it"
+    return "is removed"
 
 
 def write(file: Path, line: Mapping[str, Any], program: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from ._structure import nodes, read, written
 _FORMAT = "2"
 # What a program may call outside of XLA, though nothing has been lowered in its process.
 _READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
+# The files that were found to be stale in this process: two functions may take turns with one of them.
+_stale: set[Path] = set()
 
 
 class Program:
@@ -45,10 +46,11 @@ class Program:
         self.run = run
         self.returns_models = any(x.node_data() and x.node_data()[0] is Parts for x in nodes(run.out_tree))
 
-    def compare(self, *, at_end: bool = False) -> str | None:
+    def compare(self, lower: Callable[[], Lowered] | None = None, *, at_end: bool = False) -> str | None:
         """Compare what was loaded with what `fun` is; where they differ, take that, and replace the file.
 
         Args:
+          lower: traces and lowers `fun`; given where nothing of the program has been returned yet.
           at_end: whether the process ends, so that no directory is to be made anew.
 
         Returns:
@@ -57,47 +59,56 @@ class Program:
         line = self.line
         if line is None:
             return None
-        lower = functools.cache(self.call.lower)
+        returned, lower = lower is None, lower or functools.cache(self.call.lower)
         try:
             stale = not lower().is_of(self.call, line)
         except Exception as error:
-            _remove(self.path)  # so that the next process sees it at its first call
-            error.add_note(f"aot: fun was traced to compare it with {self.path}, which is removed.")
-            raise
-        outcome = "The file is gone."
-        if stale and not (at_end and not self.path.exists()):
-            run, failed = _compiled(self.call, lower, self.path, line)
-            if failed:
-                _remove(self.path)
-            self._set(run)
-            outcome = " ".join(failed) or "The file is replaced."
-        self.line = None  # last, as another thread may be about to run it
+            error.add_note(f"aot: fun was traced to compare it with {self.path}, which {file.remove(self.path)}.")
+            raise  # what was in the file is not known, so the next process sees it at its first call
         if not stale:
+            self.line = None
             return None
+        _stale.add(self.path)
+        if at_end and not self.path.exists():
+            outcome = "The file is gone."
+        else:
+            run, failed = _compiled(self.call, lower, self.path, line)
+            outcome = " ".join([*failed, f"The file {file.remove(self.path)}."]) if failed else "The file is replaced."
+            self._set(run)
+        self.line = None  # last, as another thread may be about to run it
+        code = "other code than fun is, or with other values that it closes over"
+        discard = ", and what has been returned so far is the result of that" if returned else ""
+        then = "Discard those results and what they changed of modules" if returned else "Call it again"
         return (
             f"the program of `{self.call.name}` for key {self.call.key!r} was stale: {self.path} was compiled from "
-            "other code than fun is, or with other values that it closes over, and what has been returned so far is "
-            f"the result of that. {outcome} Discard those results, and give new code a new key."
+            f"{code}{discard}. {outcome} {then}, and give new code a new key. (If the code is the same, fun does not "
+            "trace to the same program each time, as with a loop over a set of strings; then verify=False.)"
         )
 
 
-def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[Program, list[str]]:
+def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[Program, list[str], str | None]:
     """The compiled program for a call, and what there is to be said of its file.
 
     Args:
       call: the call.
       directory: where its file is.
-      structures: for each file that the function has found by its key, of which structure of arguments.
+      structures: of the arguments for which the function has found a file by its key, by the file; empty at its first
+        call, so that what is found then is compared later.
+
+    Returns:
+      The program, which waits to be compared if it has a `line`; warnings; an error, if it was stale.
     """
     lower = functools.cache(call.lower)
     identity, here = call.identity(lower), installation(call.device)
     # Machines of several kinds may share a directory; other versions are the next ones, and replace the file.
     name = digest([identity, here["device"], here.get("processor")])[:32]
-    label = re.sub(r"[^\w.-]+", "_", call.name)[:60]
+    label = re.sub(r"[^\w.-]+", "_", call.name, flags=re.ASCII)[:60]
     path = directory / f"{label}-{name}.aot"
-    if call.key is not None and structures.setdefault(path, call.structure) != call.structure:
-        return prepare(replace(call, key=None), directory, structures)  # static parts that the name does not tell apart
     if call.key is not None:
+        first = not structures and path not in _stale
+        if structures.setdefault(path, call.structure) != call.structure:
+            # Static parts of the arguments that the name of the file does not tell apart.
+            return prepare(replace(call, key=None), directory, structures)
         waiting.settle_those_of(path)
     # In this order, so that of another version that has other settings the version is named.
     expected = {"format": _FORMAT, "program": digest(identity), **here, **settings_of_a_process(call.names)}
@@ -105,16 +116,18 @@ def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[P
     try:
         found = file.read(path, expected)
         if found:
-            run = _load(call, lower, *found)
-            if call.key is None or not call.verify or lower.cache_info().currsize:
-                return Program(call, path, run), said
-            program = Program(call, path, run, line=found[0])
-            waiting.add(program)
-            return program, said
+            line, payload = found
+            program = Program(call, path, _load(call, lower, line, payload))
+            if call.key is None or not call.verify:
+                return program, said, None
+            program.line = line
+            if first and not lower.cache_info().currsize:  # it has not been traced to be loaded
+                return program, said, None
+            return program, said, program.compare(lower)
     except file.Unfit as unfit:
         said.append(f"{path} {unfit}; the program is compiled anew, and the file replaced.")
     run, failed = _compiled(call, lower, path, expected)
-    return Program(call, path, run), said + failed
+    return Program(call, path, run), said + failed, None
 
 
 def _compiled(call: Call, lower: Callable[[], Lowered], path: Path, expected: dict[str, Any]) -> tuple[Any, list[str]]:
@@ -125,11 +138,6 @@ def _compiled(call: Call, lower: Callable[[], Lowered], path: Path, expected: di
     except Exception as error:  # which, depends on what is in the program
         return compiled, [f"{path} cannot be written ({error}); other processes will compile the program again."]
     return compiled, []
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
 
 
 def _line(call: Call, lowered: Lowered, compiled: Any) -> dict[str, Any]:
@@ -149,8 +157,6 @@ def _load(call: Call, lower: Callable[[], Lowered], line: dict[str, Any], payloa
     calls = line["calls"]
     if any(not name.startswith("lapack_") for name in calls):
         lower()
-        if call.key is not None and call.verify and not lower().is_of(call, line):
-            raise file.Unfit("is stale: it was compiled from other code")
     elif calls:
         _prepare_lapack(call.device)
     try:

@@ -1,12 +1,13 @@
 """Programs that have run without being traced, because of a key, and wait to be compared with their functions.
 
-Each is compared before the next call that would use its file, and the others at the end of the process.
+Each is compared before the next call of its function or of its file, and the others at the end of the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from . import _aot_file as file
 from ._environment import current_mesh
 
 if TYPE_CHECKING:
@@ -78,21 +80,29 @@ def _forget(program: Program) -> None:
 
 
 def _settle_all() -> None:
-    said = []
     for found in list(_waiting):
         if found.process != os.getpid():  # this is a fork of it, without the threads of JAX
             continue
         try:
             with _settings_of(found):
-                said.append(found.program.compare(at_end=True))
+                said = found.program.compare(at_end=True)
         except Exception as error:  # an error of the function itself, say: at the end nobody could catch it
-            said.append(
+            said = (
                 f"whether {found.program.path} is stale is not known, since fun cannot be traced at the end of the "
-                f"process ({type(error).__name__}: {error}); the file is removed."
+                f"process ({type(error).__name__}: {error})."
             )
-    _waiting.clear()
-    for message in filter(None, said):
-        warnings.warn(f"aot: {message}", stacklevel=1)
+            if found.program.line is not None:
+                said += f" The file {file.remove(found.program.path)}."
+        _forget(found.program)
+        if said:
+            _warn(f"aot: {said}")
+
+
+def _warn(message: str) -> None:
+    try:
+        warnings.warn(message, stacklevel=1)
+    except Warning:  # an error by the user's filter, which must not hide what else there is to be said
+        sys.stderr.write(f"{message}\n")
 
 
 @contextmanager
@@ -102,5 +112,11 @@ def _settings_of(found: _Waiting) -> Iterator[None]:
     for name, value in found.settings.items():
         if values[name] != value:
             jax.config.update(name, value)
-    with nullcontext() if found.mesh == current_mesh() else jax.set_mesh(found.mesh or _NO_MESH):
+    if found.mesh == current_mesh():
+        around: Any = nullcontext()
+    elif isinstance(found.mesh, AbstractMesh):
+        around = jax.sharding.use_abstract_mesh(found.mesh)
+    else:
+        around = jax.set_mesh(found.mesh or _NO_MESH)
+    with around:
         yield

@@ -55,8 +55,12 @@ def default_device() -> Any:
 
 
 def current_mesh() -> Any:
-    """The mesh of `jax.set_mesh`, or None."""
-    return None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
+    """The mesh of `jax.set_mesh`, or the abstract one of `jax.sharding.use_abstract_mesh`, or None."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        return None
+    mesh = jax.sharding.get_mesh()
+    return mesh if mesh.axis_names == abstract.axis_names else abstract
 
 
 def installation(device: Any) -> dict[str, str]:
@@ -65,7 +69,7 @@ def installation(device: Any) -> dict[str, str]:
     found["Python"] = ".".join(platform.python_version_tuple()[:2])
     found["backend"] = f"{device.platform} {device.client.platform_version}"
     found["device"] = device.device_kind
-    found["XLA_FLAGS"] = " ".join(sorted(_flags()))
+    found["XLA_FLAGS"] = " ".join(_flags())
     # On a CPU it is the processor's own code, and one without an instruction that it uses would crash.
     return found | ({"processor": _processor()} if device.platform == "cpu" else {})
 

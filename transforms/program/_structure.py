@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import sys
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -101,4 +100,4 @@ def _is_global(x: Any) -> bool:
 
 
 def _find(module: str, name: str) -> Any:
-    return reduce(getattr, name.split("."), sys.modules.get(module) or importlib.import_module(module))
+    return reduce(getattr, name.split("."), importlib.import_module(module))

@@ -30,7 +30,13 @@ from plurax.transforms.program import _aot_waiting as aot_waiting
 from plurax.transforms.program import aot
 
 X = np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32)
-STALE = "aot: the program of `.*` for key '1' was stale: .*The file is replaced. Discard those results, and give new"
+STALE = (
+    "aot: the program of `.*` for key '1' was stale: .*, and what has been returned so far is the result of that. "
+    "The file is replaced. Discard those results and what they changed of modules, and give new code a new key. "
+)
+STALE_AT_ONCE = (
+    "aot: the program of `.*` for key '1' was stale: .* that it closes over. The file is replaced. Call it again, and "
+)
 
 
 @pytest.fixture(autouse=True)
@@ -262,12 +268,34 @@ def test_each_kind_of_arguments_is_compared_by_itself(tmp_path):
     for n in sizes:
         aot(lambda x: 2.0 * x, tmp_path, key="1")(X[:n])
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
-    for n in sizes:
-        np.testing.assert_array_equal(program(X[:n]), 2 * X[:n])
-    for n in sizes:
-        with pytest.raises(RuntimeError, match=STALE):
+    np.testing.assert_array_equal(program(X[:1]), 2 * X[:1])
+    with pytest.raises(RuntimeError, match=STALE):  # of the first call
+        program(X[:2])
+    for n in (2, 3):
+        with pytest.raises(RuntimeError, match=STALE_AT_ONCE):
             program(X[:n])
+    for n in sizes:
         np.testing.assert_array_equal(program(X[:n]), 3 * X[:n])
+
+
+def test_only_the_first_call_of_a_function_is_compared_later(tmp_path, waiting):
+    def step(x: Any) -> Any:
+        traces.append(x.shape)
+        return 2.0 * x
+
+    traces: list[Any] = []
+    sizes = (1, 2, 3)
+    for n in sizes:
+        aot(step, tmp_path, key="1")(X[:n])
+    traces.clear()
+    program = aot(step, tmp_path, key="1")
+    program(X[:1])
+    assert (traces, len(waiting)) == ([], 1)
+    program(X[:2])
+    assert (traces, waiting) == ([(1, 4), (2, 4)], [])
+    for n in sizes:
+        program(X[:n])
+    assert (traces, waiting) == ([(n, 4) for n in sizes], [])
 
 
 def test_the_second_call_may_be_that_of_another_function_of_the_same_file(tmp_path, waiting):
@@ -277,7 +305,41 @@ def test_the_second_call_may_be_that_of_another_function_of_the_same_file(tmp_pa
         aot(lambda x: 3.0 * x, tmp_path, key="1")(X)
     for _ in range(3):
         np.testing.assert_array_equal(aot(lambda x: 3.0 * x, tmp_path, key="1")(X), 3 * X)
-        assert len(waiting) == 1  # however many functions are made
+        assert waiting == []  # what has been stale is compared at once
+
+
+def test_two_objects_of_one_key_are_right_or_refused_from_the_second_call_on(tmp_path, monkeypatch):
+    class Loss:
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
+
+        def __call__(self, x: Any) -> Any:
+            return self.rate * x
+
+    for process in range(4):
+        monkeypatch.setattr(aot_program, "_stale", set())
+        said = "was stale"
+        programs = {rate: aot(Loss(rate), tmp_path, key="1") for rate in (2.0, 3.0)}
+        calls = dict.fromkeys(programs, 0)
+        for rate in [2.0, 3.0, 3.0, 2.0, 3.0, 2.0, 3.0][process % 2 :]:
+            for _ in range(3):  # each file is of one of the two, so both may be stale
+                try:
+                    found = programs[rate](X)
+                    break
+                except RuntimeError as error:
+                    said = str(error)
+            assert "was stale" in said
+            assert not calls[rate] or np.array_equal(found, rate * X)
+            calls[rate] += 1
+
+
+def test_no_two_threads_have_a_first_call(tmp_path):
+    for n in range(1, 4):
+        aot(lambda x: 2.0 * x, tmp_path, key="1")(X[:n])
+    program = aot(lambda x: 3.0 * x, tmp_path, key="1")
+    found = called_at_once(program, [X[: 1 + i % 3] for i in range(9)])
+    assert sum(x == 2.0 for x in found) == 1
+    assert all(x in (2.0, 3.0) or "was stale" in str(x) for x in found)
 
 
 def test_static_parts_that_cannot_be_told_apart_by_name_are_traced_in_one_process(tmp_path):
@@ -377,8 +439,9 @@ def test_what_has_to_be_traced_to_be_loaded_is_compared_at_once(tmp_path, monkey
     monkeypatch.setattr(aot_program, "_line", lambda *args: line(*args) | {"calls": ["somebody_elses"]})
     aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
-    with pytest.warns(UserWarning, match="is stale: it was compiled from other code; the program is compiled anew"):
-        np.testing.assert_array_equal(program(X), 3 * X)
+    with pytest.raises(RuntimeError, match=STALE_AT_ONCE):
+        program(X)
+    np.testing.assert_array_equal(program(X), 3 * X)
     assert waiting == []
 
 
@@ -397,24 +460,30 @@ def test_threads_that_call_at_once_all_hear_of_it_or_have_the_new_result(tmp_pat
     aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
     program(X)
-    found: list[Any] = []
-    together = threading.Barrier(4)
+    found = called_at_once(program, [X] * 4)
+    assert any("was stale" in str(x) for x in found)
+    assert all(x == 3.0 or "was stale" in x for x in found)
 
-    def work() -> None:
+
+def called_at_once(program: Callable[..., Any], arguments: list[Any]) -> list[Any]:
+    """For each argument, which has a thread of its own: by what the first number was multiplied, or the error."""
+    found: list[Any] = []
+    together = threading.Barrier(len(arguments))
+
+    def work(x: Any) -> None:
         together.wait()
         try:
-            found.append(float(program(X)[0, 0] / X[0, 0]))
+            found.append(float(program(x)[0, 0] / x[0, 0]))
         except RuntimeError as error:
             found.append(str(error))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(x,)) for x in arguments]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    assert any("was stale" in str(x) for x in found)
-    assert all(x == 3.0 or "was stale" in x for x in found)
+    assert len(found) == len(arguments)
+    return found
 
 
 # Programs that are wanted once in a process, in several surroundings; how it ends is the last argument.
