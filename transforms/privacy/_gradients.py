@@ -56,6 +56,8 @@ class ExampleGradients:
     """
 
     def __init__(self, program: Program, examples: Sequence[Any], spmd_axis_name: str | None = None) -> None:
+        if program.has_refs:
+            raise NotImplementedError("the loss has a jax.Ref, through which values go unseen")
         self._program, self._parameters = program, program.parameters
         self._plan, self._sites, self._spmd = program.plan, program.sites, spmd_axis_name
         self._shared = [n for n, site in enumerate(self._sites) if _is_number(site)]
@@ -102,7 +104,8 @@ class ExampleGradients:
         closed, numbers = self._program.closed, frozenset(wanted)
 
         def operands(parameters: list[Any]) -> dict[int, Any]:
-            return rearranged(closed.jaxpr, closed.consts, parameters, self._plan, self._sites, numbers)
+            given = self._parameters
+            return rearranged(closed.jaxpr, closed.consts, parameters, given, self._plan, self._sites, numbers)
 
         return operands, [x.astype(wide(x.dtype, dtype)) for x in self._parameters]
 
@@ -138,8 +141,8 @@ class ExampleGradients:
     def squared_norms(self) -> jax.Array:
         """The squared norm of each example's gradient."""
         total = self._without_shared()
-        # What goes beside may make less of it, down to a rounding error.
-        return jnp.maximum(total + self._beside(), 0) if self._shared else total
+        # Where terms cancel each other, a rounding error is left, of either sign.
+        return jnp.maximum(total + self._beside() if self._shared else total, 0)
 
     def upper_norms(self, twice: bool) -> jax.Array:
         """The norms to clip by, which are those of the gradients, rounded up.
@@ -162,9 +165,9 @@ class ExampleGradients:
                 piece, taken = self._pieces.get(n), self._taken[n]
                 if isinstance(piece, (Factors, Rows)):
                     terms.append(self._scaled(n, self._norms[n].terms))
-                if isinstance(piece, (Factors, Rows)) and piece.eps() > eps:
-                    lost.append(_ROUNDINGS * piece.eps() * terms[-1])
-                elif twice and not isinstance(piece, (Factors, Rows)):
+                    if piece.eps() > eps:
+                        lost.append(_ROUNDINGS * piece.eps() * terms[-1])
+                elif twice:
                     summed = self._norms[n].terms if piece is taken else taken.terms()
                     lost.append(_ROUNDINGS * taken.eps() * self._scaled(n, summed))
         squares = squares + _ROUNDINGS * eps * sum(terms)
@@ -194,7 +197,11 @@ class ExampleGradients:
         return total
 
     def _factor(self, n: int) -> jax.Array:
-        """By what the gradient of a single number is multiplied at each example."""
+        """By what `self._directions[n]` is multiplied at each example."""
+        return self._cotangents(n) / self._pulled[n][0]
+
+    def _cotangents(self, n: int) -> jax.Array:
+        """The cotangent of a single number at each example."""
         return widened(self._pieces[n].direct().reshape(self.values.shape))
 
     def _scaled(self, n: int, squares: Any) -> Any:
@@ -202,11 +209,11 @@ class ExampleGradients:
         layout = self._sites[n].value.layout
         if layout is None or not is_scaled(layout):
             return squares
-        (leaf,) = self._sites[n].value.leaves
         operands, parameters = self._rearranged([n])
         given, pull = jax.vjp(operands, parameters)
         (factors,) = pull({n: jnp.ones_like(given[n])})
-        return squares * jnp.square(factors[leaf]).max(initial=0)  # zero where the part is not
+        largest = [jnp.square(factors[leaf]).max(initial=0) for leaf in self._leaves(n)]  # zero where the part is not
+        return squares * jnp.stack(largest).max()
 
     def _beside(self) -> Any:
         """What the numbers in `self._shared` add to the squared norms, with what they have in common with all else.
@@ -228,15 +235,30 @@ class ExampleGradients:
         return total
 
     @cached_property
-    def _directions(self) -> dict[int, dict[int, jax.Array]]:
-        """The gradients of the numbers in `self._shared`, for each parameter that they are computed from."""
+    def _pulled(self) -> dict[int, tuple[jax.Array, dict[int, jax.Array]]]:
+        """For each number in `self._shared` a cotangent of it, and the gradients for that of its parameters.
+
+        The cotangent is the largest among the examples, so that the gradients neither overflow nor vanish where those
+        of the examples do not; if they overflow, the smallest, so that only the examples whose own do are left out.
+        """
         found = {}
         for n in self._shared:
             chain, leaves = self._chain(self._leaves(n), frozenset([n]))
             operand, pull = jax.vjp(lambda leaves: chain(leaves)[n], leaves)  # noqa: B023 (used at once)
-            (gradients,) = pull(jnp.ones_like(operand))
-            found[n] = dict(zip(sorted(self._leaves(n)), map(widened, gradients), strict=True))
+            sizes = jnp.abs(self._cotangents(n))
+            counted = jnp.isfinite(sizes) & (sizes > 0)
+            largest = jnp.where(counted, sizes, 0).max(initial=0)
+            smallest = jnp.where(counted, sizes, jnp.inf).min(initial=jnp.inf)
+            ends = [jnp.where(counted.any(), end, 1) for end in (largest, smallest)]
+            large, small = ([*map(widened, pull(jnp.full_like(operand, end))[0])] for end in ends)
+            fits = jnp.stack([jnp.isfinite(x).all() for x in large]).all()
+            gradients = [jnp.where(fits, x, y) for x, y in zip(large, small, strict=True)]
+            found[n] = jnp.where(fits, *ends), dict(zip(sorted(self._leaves(n)), gradients, strict=True))
         return found
+
+    @cached_property
+    def _directions(self) -> dict[int, dict[int, jax.Array]]:
+        return {n: gradients for n, (_, gradients) in self._pulled.items()}
 
     def _chain(self, parameters: Iterable[int], wanted: frozenset[int]) -> tuple[Callable[..., Any], list[jax.Array]]:
         """The operands of some sites as a function of some parameters, in their order, and these."""
@@ -287,9 +309,14 @@ class ExampleGradients:
         parameters = frozenset[int]().union(*map(self._leaves, pieces))
         chain, leaves = self._chain(parameters, frozenset(pieces))
         (gradients,) = jax.vmap(jax.vjp(chain, leaves)[1], spmd_axis_name=self._spmd)(
-            {n: piece.direct() for n, piece in pieces.items()}
+            {n: self._like_operand(n, piece.direct()) for n, piece in pieces.items()}
         )
         return dict(zip(sorted(parameters), gradients, strict=True))
+
+    def _like_operand(self, n: int, gradients: jax.Array) -> jax.Array:
+        """In the dtype of the operand: a product may be of another."""
+        site = self._sites[n]
+        return gradients.astype(aval(site.eqn.invars[site.operand]).dtype)
 
     def each(self) -> list[jax.Array]:
         """The gradient of each parameter at each example: shape (batch, *parameter)."""
@@ -312,7 +339,7 @@ class ExampleGradients:
         for n in self._shared:
             factor = Direct(self._factor(n)).weighted(weights, dtype)
             for i, direction in self._directions[n].items():
-                sums[i] += factor * direction
+                sums[i] += jnp.where(factor == 0, 0, factor * direction)  # all are left out where it is not finite
         for i, gradients in self._held.items():
             sums[i] += Direct(gradients).weighted(weights, dtype)
         return sums

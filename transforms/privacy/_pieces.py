@@ -149,21 +149,17 @@ class Rows(NamedTuple):
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
         right = widened(kept(self.right, weights)).astype(wide(self.right.dtype, dtype))
-        return self.restore(self._table(right * weights[:, None, None, None].astype(right.dtype)))
+        return self._table(self.taken, right * weights[:, None, None, None].astype(right.dtype))
 
-    def _table(self, right: jax.Array) -> jax.Array:
+    def _table(self, taken: jax.Array, right: jax.Array) -> jax.Array:
         """The sum over the examples."""
-        stack = jnp.broadcast_to(jnp.arange(right.shape[1])[None, :, None], self.taken.shape)
+        stack = jnp.broadcast_to(jnp.arange(right.shape[1])[None, :, None], taken.shape)
         table = jnp.zeros((right.shape[1], self.height, right.shape[3]), right.dtype)
-        return table.at[stack, self.taken].add(right)
+        return self.restore(table.at[stack, taken].add(right))
 
     def direct(self) -> jax.Array:
         """The gradient of each example: shape (batch, *operand)."""
-
-        def of_example(taken: jax.Array, right: jax.Array) -> jax.Array:
-            return self.restore(Rows(taken[None], right[None], self.height, self.restore)._table(right[None]))
-
-        return jax.vmap(of_example)(self.taken, self.right)
+        return jax.vmap(lambda taken, right: self._table(taken[None], right[None]))(self.taken, self.right)
 
     def inner(self, direction: jax.Array) -> jax.Array:
         """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
@@ -255,9 +251,9 @@ def merged(pieces: list[tuple[int, Site, Piece]]) -> dict[int, Piece] | None:
         n, row = next(iter(rows.items()))
         taken = jnp.concatenate([row.taken for row in rows.values()], axis=2)
         result[n] = row._replace(taken=taken, right=jnp.concatenate([row.right for row in rows.values()], axis=2))
-    if factors and rows:
+    if factors and rows:  # of which `Rows.cross` wants the rows at one side, and the rest as it is at the other
         stack, *sides = first.axes or ((), ())
-        if stack or (0,) not in sides:
+        if stack or set(sides) != {(0,), tuple(range(1, sum(map(len, sides))))}:
             return None
     return result
 
@@ -324,10 +320,11 @@ def widened(x: jax.Array) -> jax.Array:
     """`x` in float32 or wider.
 
     XLA leaves out a rounding to bfloat16 and back where it likes (`xla_allow_excess_precision`): of one gradient, its
-    norm and its part of a sum could then be of different numbers. It does not leave out `reduce_precision`.
+    norm and its part of a sum could then be of different numbers. It does not leave out `reduce_precision`, which knows
+    no numbers of 8 bits without infinities.
     """
-    if x.dtype.itemsize >= 4:
-        return x
+    if x.dtype.itemsize != 2:
+        return x.astype(wide(x.dtype))
     digits = jnp.finfo(x.dtype)
     return lax.reduce_precision(x.astype(jnp.float32), digits.nexp, digits.nmant)
 

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr
 
 from .._compat import one_of
 from .._convolutions import has_convolution
-from .._jaxpr import bodies
+from .._jaxpr import aval, bodies
 from ._sites import find_sites
 
 # Operations that name an axis of devices, where each does its own.
@@ -30,6 +30,7 @@ class Program:
       parameters: the parameters, as arrays.
       closed: the program, of the parameters, an example, and a zero.
       treedef: the structure of what it returns.
+      has_refs: whether it has mutable arrays, `jax.Ref`.
       plan: what to do with each of its operations.
       sites: where parameters meet data.
     """
@@ -50,6 +51,7 @@ class Program:
 
         self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
         self.treedef = jax.tree.structure(shapes)
+        self.has_refs = _has_refs(self.closed.jaxpr)
         self.plan, self.sites = find_sites(self.closed, len(self.parameters))
 
     def exchanged_over(self, axes: Iterable[str]) -> str:
@@ -67,6 +69,11 @@ class Program:
         """An operation with parameters for which there is no other way, since it has such a convolution in a body."""
         found = (site.eqn for site in self.sites if any(map(has_convolution, bodies(site.eqn))))
         return next((eqn.primitive.name for eqn in found), "")
+
+
+def _has_refs(jaxpr: Jaxpr) -> bool:
+    found = any(hasattr(aval(x), "inner_aval") for eqn in jaxpr.eqns for x in (*eqn.invars, *eqn.outvars))
+    return found or any(_has_refs(body) for eqn in jaxpr.eqns for body in bodies(eqn))
 
 
 def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:

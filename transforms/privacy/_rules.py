@@ -13,7 +13,7 @@ from jax import lax
 
 from .._jaxpr import aval, evaluate
 from ._pieces import Direct, Factors, Piece, Rows
-from ._sites import Site
+from ._sites import Site, has_backward_rule
 
 
 def pieces_at(
@@ -47,7 +47,12 @@ def _by_derivative(
     cotangents: list[jax.Array],
     spmd_axis_name: str | None,
 ) -> list[Piece]:
-    """For any operation: its own derivative, for each example."""
+    """For any operation: its own derivative, for each example.
+
+    A custom backward rule in it need not be linear, so it must see the cotangents of each turn of a loop by themselves:
+    then each turn has an operand of its own, and the gradients are summed.
+    """
+    apart = has_backward_rule(sites[0].eqn)
 
     def outputs(operands: list[Any], values: list[Any]) -> list[Any]:
         filled = list(values)
@@ -57,10 +62,20 @@ def _by_derivative(
 
     mapped: Callable[..., Any] = outputs
     for loop in reversed(sites[0].loops):
-        mapped = jax.vmap(mapped, ([0 if loop.number in site.value.stacked else None for site in sites], 0))
+        mapped = jax.vmap(mapped, ([0 if apart or loop.number in site.value.stacked else None for site in sites], 0))
+
+    def in_each_turn(site: Site, operand: jax.Array) -> jax.Array:
+        shape = aval(site.eqn.invars[site.operand]).shape
+        sizes = [loop.length if loop.number in site.value.stacked else 1 for loop in site.loops]
+        return jnp.broadcast_to(operand.reshape(*sizes, *shape), (*(loop.length for loop in site.loops), *shape))
 
     def of_example(values: list[Any], cotangents: list[Any]) -> Any:
-        return jax.vjp(lambda operands: mapped(operands, values), operands)[1](cotangents)[0]
+        given = list(map(in_each_turn, sites, operands)) if apart else operands
+        found = jax.vjp(lambda operands: mapped(operands, values), given)[1](cotangents)[0]
+        if not apart:
+            return found
+        axes = [[i for i, loop in enumerate(site.loops) if loop.number not in site.value.stacked] for site in sites]
+        return [x.sum(over) for x, over in zip(found, map(tuple, axes), strict=True)]
 
     return [Direct(x) for x in jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(values, cotangents)]
 
@@ -74,6 +89,8 @@ def _product(site: Site, operand: jax.Array, values: list[Any], cotangents: list
     shape = aval(site.eqn.invars[site.operand]).shape
     (value,) = (x for x in values if x is not None)
     (cotangent,) = cotangents
+    if jnp.dtype(value.dtype).itemsize == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
+        value = value.astype(cotangent.dtype)  # integers, say, which JAX multiplies with floats
     value, cotangent = _loops_in_order(site, value), _loops_in_order(site, cotangent)
     my_free, free = _rest(len(shape), *mine), _rest(value.ndim - 3, *other)
     count = len(mine[1])
@@ -85,10 +102,11 @@ def _product(site: Site, operand: jax.Array, values: list[Any], cotangents: list
     sizes = [shape[axis] for axis in (*mine[1], *mine[0], *my_free)]
     stack = value.shape[1]
     groups, p, d = (math.prod(shape[axis] for axis in axes) for axes in (mine[1], mine[0], my_free))
+    count_positions = math.prod(value.shape[axis] for axis in (2, *(axis + 3 for axis in free)))
     order = (0, 1, *(axis + 3 for axis in other[1]), 2, *(axis + 3 for axis in free), *(axis + 3 for axis in other[0]))
-    left = value.transpose(order).reshape(value.shape[0], stack * groups, -1, p)
+    left = value.transpose(order).reshape(value.shape[0], stack * groups, count_positions, p)
     order = (0, 1, *(axis + 3 for axis in range(count)), 2, *(axis + 3 for axis in (*positions, *columns)))
-    right = cotangent.transpose(order).reshape(value.shape[0], stack * groups, -1, d)
+    right = cotangent.transpose(order).reshape(value.shape[0], stack * groups, count_positions, d)
     back = [(*mine[1], *mine[0], *my_free).index(axis) for axis in range(len(shape))]
 
     def restore(gradient: jax.Array) -> jax.Array:
@@ -176,12 +194,14 @@ def _gather(site: Site, operand: jax.Array, values: list[Any], cotangents: list[
     batch, stack, d = *index.shape[:2], math.prod(shape[1:])
     places = [axis for axis in range(cotangent.ndim - 3) if axis not in numbers.offset_dims]
     order = (0, 1, 2, *(axis + 3 for axis in places), *(axis + 3 for axis in numbers.offset_dims))
-    right = cotangent.transpose(order).reshape(batch, stack, -1, d)
-    index = index.reshape(batch, stack, -1)
+    right = cotangent.transpose(order).reshape(batch, stack, math.prod(index.shape[2:]), d)
+    index = index.reshape(right.shape[:3])
+    last = min(shape[0] - 1, int(jnp.iinfo(index.dtype).max))
     if params["mode"] != lax.GatherScatterMode.CLIP:  # an index out of range has no gradient, whatever was read
-        inside = (index >= 0) & (index < shape[0])
+        inside = (index >= 0) & (index <= last)
         right = jnp.where(inside[..., None], right, 0)
-    index = jnp.clip(index, 0, shape[0] - 1)
+    index = jnp.clip(index, 0, last)
+    index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index  # the height of the table is no uint8
     return Rows(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
 
 
@@ -209,7 +229,7 @@ def norm_cost(site: Site) -> tuple[float, int]:
     name, operand = site.eqn.primitive.name, aval(site.eqn.invars[site.operand])
     shared = math.prod(loop.length for loop in site.loops if loop.number not in site.value.stacked)
     stack = math.prod(loop.length for loop in site.loops if loop.number in site.value.stacked)
-    if not has_rule(site) or name in _ELEMENTWISE:
+    if not operand.size or not has_rule(site) or name in _ELEMENTWISE:
         return 0.0, stack * operand.size
     out = aval(site.eqn.outvars[0])
     if name == "gather":

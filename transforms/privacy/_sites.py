@@ -8,6 +8,7 @@ parameter goes through sites, and through nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -104,8 +105,8 @@ class Plan(NamedTuple):
         return found
 
 
-# Operations that move the numbers of their operand and change none. A reshape or a transpose is told apart from others
-# of its kind by its parameters.
+# Operations that move the numbers of their operand, and change none but for its sign. A reshape or a transpose is told
+# apart from others of its kind by its parameters.
 _REARRANGING = frozenset(["copy", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"])
 
 
@@ -122,6 +123,10 @@ def find_sites(closed: ClosedJaxpr, parameters: int) -> tuple[Plan, list[Site]]:
 def is_real(variable: Any) -> bool:
     """Whether a variable of a program is of real floating point."""
     return jnp.issubdtype(aval(variable).dtype, jnp.floating)
+
+
+class _RuleInLoop(Exception):
+    """A custom backward rule on the same parameters in each turn of a loop, which must not see the turns' sum."""
 
 
 class _Finder:
@@ -151,7 +156,10 @@ class _Finder:
         if not places or name == "stop_gradient":
             return None, [_known(operands)] * count
         if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
-            return None, [_rearranged(eqn, operands, places, k) for k in range(count)]
+            outputs = [_rearranged(eqn, operands, places, k) for k in range(count)]
+            if outputs and has_backward_rule(eqn) and any(loop.number not in outputs[0].stacked for loop in loops):
+                raise _RuleInLoop
+            return None, list(outputs)
         if name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
@@ -171,14 +179,18 @@ class _Finder:
         """The plan of a body; None where parameters come out of it alone, so that it must be taken as a whole."""
         before = len(self.sites), self.loops
         self.within.append(eqn)
-        if eqn.primitive.name == "scan":
-            found = self.scan(eqn, operands, loops)
-        else:
-            body = eqn.params["jaxpr"]
-            found = self.plan(getattr(body, "jaxpr", body), operands, loops)
-            if eqn.primitive.name in REMAT and any(isinstance(x, Parameters) for x in found.outputs):
-                found = None
-        self.within.pop()
+        found = None
+        try:
+            if eqn.primitive.name == "scan":
+                with suppress(_RuleInLoop):
+                    found = self.scan(eqn, operands, loops)
+            else:
+                body = eqn.params["jaxpr"]
+                found = self.plan(getattr(body, "jaxpr", body), operands, loops)
+                if eqn.primitive.name in REMAT and any(isinstance(x, Parameters) for x in found.outputs):
+                    found = None
+        finally:
+            self.within.pop()
         if found is None:
             del self.sites[before[0] :]
             self.loops = before[1]
@@ -217,7 +229,9 @@ def _known(operands: Sequence[Any]) -> Origin:
     """Where a value comes from through which no gradient of a parameter goes, or only that of earlier sites."""
     if Origin.BOTH in operands:
         return Origin.BOTH
-    return Origin.DATA if Origin.DATA in operands else Origin.CONSTANT
+    # What comes from another slice of the parameters in each turn of a loop is no constant in its body.
+    changing = any(isinstance(x, Parameters) and x.stacked for x in operands)
+    return Origin.DATA if changing or Origin.DATA in operands else Origin.CONSTANT
 
 
 def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: int) -> Parameters:
@@ -226,7 +240,7 @@ def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: i
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
     layouts = [value.layout for value in values if value.layout is not None and value.stacked == stacked]
-    linear = all(value.linear for value in values) and not _has_backward_rule(eqn)
+    linear = all(value.linear for value in values) and not has_backward_rule(eqn)
     step: Any = None
     if len(layouts) == len(values) == 1:
         step = _moved(eqn) or _scaled(eqn, places[0]) or _part(eqn, output)
@@ -237,10 +251,10 @@ def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: i
     return Parameters(leaves, None if step is None else (*layouts[0], step), stacked, linear)
 
 
-def _has_backward_rule(eqn: JaxprEqn) -> bool:
+def has_backward_rule(eqn: JaxprEqn) -> bool:
     """Whether there is a `jax.custom_vjp` in an operation."""
     inside = (inner for body in bodies(eqn) for inner in body.eqns)
-    return eqn.primitive.name.startswith("custom_vjp") or any(map(_has_backward_rule, inside))
+    return eqn.primitive.name.startswith("custom_vjp") or any(map(has_backward_rule, inside))
 
 
 def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:

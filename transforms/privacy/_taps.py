@@ -71,7 +71,7 @@ def _evaluate(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     contract, batch = eqn.params["dimension_numbers"]
     squeezed, contracted, mapped = [], [], []
     for value, *used in zip(values, contract, batch, strict=True):
-        left = [axis for axis, size in enumerate(value.shape) if size > 1 or any(axis in axes for axes in used)]
+        left = [axis for axis, size in enumerate(value.shape) if size != 1 or any(axis in axes for axes in used)]
         squeezed.append(value.reshape([value.shape[axis] for axis in left]))
         contracted.append(tuple(left.index(axis) for axis in used[0]))
         mapped.append(tuple(left.index(axis) for axis in used[1]))
@@ -129,9 +129,10 @@ _UNKNOWN = object()
 
 
 class _Wide(NamedTuple):
-    """What a rearrangement of the parameters, in their wider dtype, has given."""
+    """What a rearrangement has given: of numbers like the parameters, in a wider dtype, and of the parameters."""
 
     value: jax.Array
+    plain: jax.Array
 
 
 def operands(
@@ -151,13 +152,20 @@ def operands(
 
 
 def rearranged(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, sites: Sequence[Site], wanted: frozenset[int]
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    parameters: Sequence[Any],
+    plan: Plan,
+    sites: Sequence[Site],
+    wanted: frozenset[int],
 ) -> dict[int, Any]:
     """The operands of the sites `wanted`, which have a layout, of numbers that are wider than those of the program.
 
-    A linear function of `args`, in which nothing is rounded to fewer digits on the way; otherwise as `operands`.
+    A linear function of `args`, in which nothing is rounded to fewer digits on the way; otherwise as `operands`. What
+    they are multiplied by may have been computed from the `parameters`.
     """
-    found = _operands(jaxpr, consts, [_Wide(x) for x in args], plan, sites, wanted)[0]
+    found = _operands(jaxpr, consts, list(map(_Wide, args, parameters)), plan, sites, wanted)[0]
     return {n: x.value for n, x in found.items()}
 
 
@@ -188,8 +196,9 @@ def _operands(
         places = [k for k, value in enumerate(values) if isinstance(value, _Wide)]
         if not places:
             return evaluate(eqn, *values)
+        plain = evaluate(eqn, *[x.plain if isinstance(x, _Wide) else x for x in values])
         moved = rearrange(eqn, places[0], [x.value if isinstance(x, _Wide) else x for x in values])
-        return unknown if moved is None else [_Wide(x) for x in moved]
+        return plain if moved is None else list(map(_Wide, moved, plain))
 
     missing = [_UNKNOWN] * (len(jaxpr.invars) - len(args))
     outputs = interpret(jaxpr, consts, [*args, *missing], visit)

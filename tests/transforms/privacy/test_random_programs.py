@@ -117,6 +117,12 @@ def repeated_on_both(a: Any, b: Any) -> Any:
     return a * lax.stop_gradient(lax.while_loop(lambda c: jnp.sum(c**2) < 9, lambda c: 2 * c + 1, jnp.tanh(a * b)))
 
 
+def through_a_reference(a: Any, b: Any) -> Any:
+    kept = jax.new_ref(a)
+    kept[0] += b[1]
+    return kept[...] * b
+
+
 def in_groups(a: Any, b: Any) -> Any:
     """Which JAX cannot map."""
     sizes = jnp.array([1, N - 1], jnp.int32)
@@ -165,6 +171,15 @@ STEPS: dict[str, Any] = {
     "scan over rows": lambda a, b: lax.scan(lambda h, row: (jnp.tanh(h @ a + row), h), b[0], b)[1],
     "scan over a stack": lambda a, b: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), a, jnp.stack([b, b.T]))[0],
     "scan that carries": lambda a, b: lax.scan(lambda c, _: ((c[0] @ b, c[1] + c[0]), None), (a, b), None, 2)[0][1],
+    "scan with a rule": lambda a, b: lax.scan(
+        lambda c, row: (jnp.tanh(c + row @ clipped_cotangent(a)), clipped_cotangent(a[0, 0]) * c), b[0], b
+    )[1],
+    "scan over a scaled stack": lambda a, b: lax.scan(
+        lambda h, w: (jnp.tanh(h @ (w / lax.stop_gradient(1 + jnp.abs(w).max()))), None), a, jnp.stack([b, b.T])
+    )[0],
+    "scaled by its largest": lambda a, b: (a / lax.stop_gradient(1 + jnp.abs(a).max())) @ b,
+    "scaled parts": lambda a, b: (0.5 * jnp.concatenate([a, b])).reshape(2, N, N).sum(0) @ b,
+    "through a reference": through_a_reference,
     "branch": lambda a, b: lax.cond(a[0, 0] > b[0, 0], lambda: a @ b, lambda: a * b),
     "branches": lambda a, b: lax.switch(places(b[0, 0]), [lambda: a @ b, lambda: a * b, lambda: jnp.sin(a)]),
     # Complex numbers in the middle.
@@ -183,6 +198,7 @@ STEPS: dict[str, Any] = {
     "one row": lambda a, b: a[places(b[0, 0])] * b,
     "a window": lambda a, b: b[:, :2] @ lax.dynamic_slice(a, places(b[0, :2]), (2, 3)),
     "put into a window": lambda a, b: lax.dynamic_update_slice(a, b[:2, :1], places(b[0, :2])),
+    "rows by bytes": lambda a, b: jnp.take(a, places(b[0]).astype(jnp.uint8), axis=0, mode="clip") * b,
     # Half precision, with operations on parameters alone.
     **{f"{dtype.__name__} product": partial(half, dtype) for dtype in (jnp.float16, jnp.bfloat16)},
     **{f"{dtype.__name__} norm": partial(half_norm, dtype) for dtype in (jnp.float16, jnp.bfloat16)},

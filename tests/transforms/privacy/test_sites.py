@@ -58,8 +58,8 @@ def layout_and_operand(move: Any, dtype: Any) -> tuple[Any, Any]:
     (site,) = program.sites
     if site.value.layout is None:
         return None, None
-    consts = program.closed.consts
-    linear = lambda w: rearranged(program.closed.jaxpr, consts, [w], program.plan, program.sites, frozenset([0]))[0]
+    closed, plan, sites = program.closed, program.plan, program.sites
+    linear = lambda w: rearranged(closed.jaxpr, closed.consts, [w], [w], plan, sites, frozenset([0]))[0]
     return site.value.layout, linear
 
 
