@@ -116,6 +116,10 @@ def per_sample_norm(
     Cost:
       About a forward and a backward pass of the batch; no sample's gradient is held where its norm has a shorter form.
 
+    Rounding:
+      Such a norm is a sum of inner products, so it is as close as the rounding of the largest of them: where all of a
+      gradient cancels, up to a thousandth of the norm of its terms may be left. With "vmap" each gradient is held.
+
     Source:
       Goodfellow 2015, "Efficient Per-Example Gradient Computations"; Li et al. 2022, "Large Language Models Can Be
       Strong Differentially Private Learners" (ghost clipping).
