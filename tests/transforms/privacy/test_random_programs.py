@@ -293,3 +293,20 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
     assert not np.isfinite(found[~finite]).any()
     # Terms that cancel each other are bounded by more than their sum.
     np.testing.assert_allclose(total, expected, 0, (rough or 1e-6) * scale)
+
+
+def test_no_other_step_falls_back_to_one_example_at_a_time() -> None:
+    generator = np.random.default_rng(0)
+    fallen = set()
+    with jax.enable_x64(True):
+        parameter, example = jnp.array(generator.normal(size=(N, N))), jnp.array(generator.normal(size=(BATCH, N, N)))
+        for name, step in STEPS.items():
+
+            def loss(q: Any, x: Any, step: Any = step) -> Any:
+                return jnp.sum(jnp.sin(step(q, x)) + jnp.cos(step(x, q)))
+
+            of = clipped_grad(loss, l2_clip_norm=1.0, method="book_keeping", keep_batch_dim=False)
+            if of.explain(parameter, example).method != "book_keeping":
+                fallen.add(name)
+    # What JAX cannot map, what has no backward pass, and what holds a `jax.Ref`.
+    assert fallen == {"in groups", "while", "through a reference"}
