@@ -61,7 +61,7 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
 
     def block(y: Any, x: Any, array: Any) -> Any:
         shape = (*jnp.shape(x)[:axis], *jnp.shape(y), *jnp.shape(x)[axis:])
-        return jnp.zeros(shape, jnp.result_type(x)) if array is None else weak_like(array.reshape(shape), x)
+        return weak_like(jnp.zeros(shape, jnp.result_type(x)) if array is None else array.reshape(shape), x)
 
     blocks = []
     for y, part in zip(outputs, by_array(outputs, rows, axis, chunk_size), strict=True):
