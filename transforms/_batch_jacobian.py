@@ -193,20 +193,22 @@ def _summed(
     size: int,
     options: Any,
 ) -> Callable[..., Any]:
-    def shifted(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
-        moved = list(args)
+    def moved(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
+        """`function` of the arguments plus shifts, whose axis 0 is that of the samples."""
+        sums = list(args)
         for i, shift in zip(selected, shifts, strict=True):
-            leaf_axes = iter(broadcast_axes(axes[i], args[i]))
-            moved[i] = jax.tree.map(lambda x, s: x + jnp.expand_dims(s, next(leaf_axes) % x.ndim), args[i], shift)  # noqa: B023 (used at once)
-        return function(owner, *moved, **kwargs)
+            leaves, treedef = jax.tree.flatten(args[i])
+            pairs = zip(leaves, jax.tree.leaves(shift), broadcast_axes(axes[i], args[i]), strict=True)
+            sums[i] = jax.tree.unflatten(treedef, [x + jnp.moveaxis(s, 0, axis) for x, s, axis in pairs])
+        return function(owner, *sums, **kwargs)
 
-    def summed(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
-        """With a shift of each sample's own, the batch along axis 0 of it."""
-        moved = list(args)
-        for i, shift in zip(selected, shifts, strict=True):
-            leaf_axes = iter(broadcast_axes(axes[i], args[i]))
-            moved[i] = jax.tree.map(lambda x, s: x + jnp.moveaxis(s, 0, next(leaf_axes)), args[i], shift)  # noqa: B023 (used at once)
-        out = function(owner, *moved, **kwargs)
+    def shifted(shifts: tuple[Any, ...], *call: Any) -> Any:
+        """With one shift for all samples."""
+        return moved(jax.tree.map(lambda s: jnp.expand_dims(s, 0), shifts), *call)
+
+    def summed(shifts: tuple[Any, ...], *call: Any) -> Any:
+        """With a shift of each sample's own."""
+        out = moved(shifts, *call)
         out, aux = out if has_aux else (out, None)
         total = jax.tree.map(lambda x: x.sum(axis=0), out)
         return (total, aux) if has_aux else total
@@ -230,8 +232,8 @@ def _summed(
             sum(math.prod(x.shape[skip:]) for x in jax.tree.leaves(tree)) for tree, skip in ((one, 0), (out, 1))
         )
         forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
-        way, moved, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
-        rows = jacobian_of("batch_jacobian", moved, 0, has_aux, way, row_axis=1, **options)
+        way, fun, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
+        rows = jacobian_of("batch_jacobian", fun, 0, has_aux, way, row_axis=1, **options)
         result = rows(shifts, owner, args, kwargs)
         result, aux = result if has_aux else (result, None)
         if not isinstance(argnums, (tuple, list)):

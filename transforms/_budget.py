@@ -21,10 +21,13 @@ from ._compat import NeedsValues, Tracer, transforms_around
 
 _UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
 _UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate(["k", "m", "g", "t"], 1)}
-_SIZE = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)"
+_SIZE = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)"
 # A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
 # that does; more only until any fits.
 _ENOUGH, _PROBES = 0.9, 6
+
+# Whose lines may be between what the user called and what warns.
+_LIBRARIES = ("plurax", "jax", "flax", "equinox")
 
 
 def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
@@ -121,9 +124,10 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
 
     chunk = largest_chunk(api, need, size, budget)
     if around:
+        need_of_part = in_words(needs[chunk]) if needs[chunk] else "nothing beside arguments and results"
         warnings.warn(
             f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
-            f"{in_words(needs[chunk])}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "
+            f"{need_of_part}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "
             "need more; give the outermost transform the budget, or compile the whole and read its memory_analysis().",
             stacklevel=_level_of_the_user(),
         )
@@ -131,9 +135,9 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
 
 
 def _level_of_the_user() -> int:
-    """Return the `stacklevel`, for the caller's warning, of the first line that is not ours."""
+    """Return the `stacklevel`, for the caller's warning, of the first line of the user's own."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("plurax."):
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     return level
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._arguments import describe, leaf_name
 from ._call import Call, check_complex, check_output
+from ._compat import Tracer, inside_a_transform
 from ._vmap import vmap
 from ._weak import weak_like
 
@@ -61,7 +63,7 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
 
     def block(y: Any, x: Any, array: Any) -> Any:
         shape = (*jnp.shape(x)[:axis], *jnp.shape(y), *jnp.shape(x)[axis:])
-        return jnp.zeros(shape, jnp.result_type(x)) if array is None else weak_like(array.reshape(shape), x)
+        return weak_like(jnp.zeros(shape, jnp.result_type(x)) if array is None else array.reshape(shape), x)
 
     blocks = []
     for y, part in zip(outputs, by_array(outputs, rows, axis, chunk_size), strict=True):
@@ -116,6 +118,18 @@ def whole(x: Any) -> Any:
     """Return an array that is cut over explicit axes of a mesh as one that is not."""
     sharding = jax.typeof(x).sharding
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
+
+
+def mesh_of(tree: Any) -> AbstractContextManager[Any]:
+    """Set the mesh over whose explicit axes an array is cut, without which JAX compiles no program of it.
+
+    Inside of a transform, and where a mesh is set, this changes nothing.
+    """
+    for x in jax.tree.leaves(tree):
+        cut = isinstance(x, jax.Array) and not isinstance(x, Tracer) and any(jax.typeof(x).sharding.spec)
+        if cut and jax.sharding.get_abstract_mesh().empty and not inside_a_transform():
+            return jax.set_mesh(x.sharding.mesh)
+    return nullcontext()
 
 
 # What is differentiated in chunks keeps nothing of one for the next.

@@ -34,11 +34,15 @@ def differentiated(tree: Any, integers: bool = False) -> Any:
 
     def keep(x: Any) -> Any:
         if is_equinox(x):
-            return jax.tree.map(lambda leaf: leaf if is_array(leaf) and _is_inexact(leaf) else None, x)
+            return jax.tree.map(lambda leaf: leaf if isinstance(leaf, _ARRAYS) and _is_inexact(leaf) else None, x)
         number = isinstance(x, (bool, int, float, complex))
         return x if (number or hasattr(x, "dtype")) and (not integers or _is_inexact(x)) else None
 
     return jax.tree.map(keep, tree, is_leaf=is_equinox)
+
+
+# The last is the shape that stands for an array in `Primals.outline`.
+_ARRAYS = (jax.Array, np.ndarray, jax.core.ShapedArray)
 
 
 def _is_inexact(x: Any) -> bool:

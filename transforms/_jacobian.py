@@ -12,7 +12,8 @@ from ._arguments import Argnums, check_argnums, check_callable, check_count, wra
 from ._budget import check_budget, chunk_within
 from ._call import Call
 from ._compressed import sparse_way
-from ._mode import Choice, Way, choose_mode, dense_way
+from ._dense import mesh_of
+from ._mode import Choice, Way, choose_mode, dense_way, in_cheaper_mode
 from ._sparsity import check_sparsity, has_symmetric_hessian
 
 
@@ -176,14 +177,16 @@ def jacobian(
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[sparse]'`.
 
     Warns:
-      UserWarning: as for `jacfwd`; of a primitive that the message names nothing is known (a Fourier transform, a
-        linear solve), so that what comes out of it is taken to depend on all that goes in; or `fun` branches on values,
-        and every entry is computed and kept.
+      UserWarning: as for `jacfwd`; of a primitive that the message names nothing is known (a call of Python, one of
+        another library), so that what comes out of it is taken to depend on all that goes in; or `fun` branches on
+        values, and every entry is computed and kept.
 
     Cost:
       As the better one of `jacfwd` and `jacrev`. Where inputs and outputs are alike in number, both are lowered once
-      for each kind of arguments (structure, shapes, dtypes, values of integers and strings), which is remembered as
-      long as the function lives. What it closes over is taken not to bear on which mode is the cheaper.
+      for each kind of arguments (structure, shapes, dtypes, values of integers and strings), and the mode is remembered
+      as long as the function lives. What it closes over, and other values, are taken not to bear on which mode is the
+      cheaper; where they make the remembered one impossible, it is decided anew. `.explain` always decides anew, as
+      does each call of an object that cannot be referred to weakly (by its `__slots__`).
 
       A sparse one: one linearization and a product for each colour. Columns that meet in no row have the same colour,
       or rows that meet in no column; with mode "auto" few full rows, or columns, are had in the other mode than the
@@ -272,21 +275,33 @@ def jacobian_of(
         symmetric = inner is not None and has_symmetric_hessian(prepare(args, kwargs, None))
         return sparse_way(api, call, partial(nest, call), sparsity, check, mode, symmetric)
 
-    def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        call, chunk = prepare(args, kwargs), chunk_size
-        way = dense_way(api, call, mode, row_axis, origin) if sparsity is None else sparse_of(call, args, kwargs)[0]
+    def computed(call: Call, way: Way, args: Any, kwargs: Any) -> tuple[Call, Any, list[list[Any]], Any]:
+        chunk = chunk_size
         if budget is not None:
             inner_size = 1 if inner is None else dense_way(api, prepare(args, kwargs, None), inner).slices()
 
             def cut(k: int) -> tuple[Call, int]:
                 """The inner Jacobian whole for some slices of the outer one, or in chunks for one of them."""
-                return (call, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
+                return (whole, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
 
-            size = way.slices() * inner_size
+            whole, size = call, way.slices() * inner_size
             call, chunk = cut(chunk_within(api, lambda k: way.compute(api, *cut(k)), size, budget))
-        out, blocks, rest = way.compute(api, call, chunk)
-        aux = call.finish(rest)
-        result = nest(call, out, blocks)
+        return call, *way.compute(api, call, chunk)
+
+    def of_arguments(*args: Any, **kwargs: Any) -> Any:
+        whole = prepare(args, kwargs)
+
+        def dense(mode: str) -> Any:
+            return computed(whole, dense_way(api, whole, mode, row_axis), args, kwargs)
+
+        with mesh_of((args, kwargs)):
+            if sparsity is not None:
+                found = computed(whole, sparse_of(whole, args, kwargs)[0], args, kwargs)
+            else:
+                found = in_cheaper_mode(api, whole, dense, origin) if mode == "auto" else dense(mode)
+            call, out, blocks, rest = found
+            aux = call.finish(rest)
+            result = nest(call, out, blocks)
         return (result, aux) if has_aux else result
 
     def again(fun: Callable[..., Any]) -> Any:
@@ -299,9 +314,10 @@ def jacobian_of(
 
         def explain(*args: Any, **kwargs: Any) -> Choice:
             call = prepare(args, kwargs)
-            if sparsity is not None:
-                return sparse_of(call, args, kwargs)[1]
-            choice = choose_mode(api, call)
+            with mesh_of((args, kwargs)):
+                if sparsity is not None:
+                    return sparse_of(call, args, kwargs)[1]
+                choice = choose_mode(api, call, anew=mode == "auto")
             asked = f'it was asked for by mode="{mode}"' if inner is None else f"the outer Jacobian is in {mode} mode"
             return choice if mode == "auto" else choice._replace(mode=mode, why=asked)
 

@@ -94,16 +94,46 @@ def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def choose_mode(api: str, call: Call, origin: tuple[Any, Any] | None = None) -> Choice:
-    """The cheaper mode for a dense Jacobian, decided once for each function and kind of arguments.
+def choose_mode(api: str, call: Call, *, anew: bool = False) -> Choice:
+    """The cheaper mode for a dense Jacobian, decided once for each function and kind of arguments, or anew."""
+    choices = _choices(call, None)
+    if anew or not choices:
+        choices[:] = [_decide(api, call)]
+    return choices[0]
+
+
+def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin: tuple[Any, Any] | None = None) -> Any:
+    """Return what `compute` gives for the cheaper mode, which is decided anew where one that is remembered fails.
+
+    Another value of what `fun` is given or closes over may have made it impossible: another branch is taken, the output
+    has become complex.
 
     Args:
       api: what to call the transform in an error.
       call: what is differentiated.
+      compute: a function of a mode.
       origin: as for `jacobian_of`.
     """
+    choices = _choices(call, origin)
+    remembered = bool(choices)
+    if not remembered:
+        choices[:] = [_decide(api, call)]
+    mode = choices[0].mode
+    try:
+        return compute(mode)
+    except _NO_DERIVATIVE:
+        if not remembered:
+            raise
+        choices[:] = [_decide(api, call)]
+        if choices[0].mode == mode:
+            raise
+    return compute(choices[0].mode)
+
+
+def _choices(call: Call, origin: tuple[Any, Any] | None) -> list[Choice]:
+    """Return the list that is remembered for such calls: of the choice that was made, or of none yet."""
     fun, made = origin or (call.fun, None)
-    return call.remembered(fun, ("mode", made), lambda: _decide(api, call))
+    return call.remembered(fun, ("mode", made), list)
 
 
 def _decide(api: str, call: Call) -> Choice:
@@ -118,6 +148,7 @@ def _decide(api: str, call: Call) -> Choice:
             return choice("forward", flops=None, why="the output is complex, which reverse mode does not take")
     first, other = ("reverse", "forward") if outputs < inputs else ("forward", "reverse")
     few, many = sorted((inputs, outputs))
+    vectors = {"forward": call.primals, "reverse": out}
     flops: dict[str, float] = {}
     errors: dict[str, Exception] = {}
     for mode in (first, other):
@@ -128,7 +159,13 @@ def _decide(api: str, call: Call) -> Choice:
             analysis = lower_apart(partial(DENSE[mode], api, call, None)).cost_analysis() or {}
             flops[mode] = analysis.get("flops", 0.0)
         except NeedsValues:
-            return choice(first, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
+            try:  # whether the branch that these values take has this derivative
+                product_in(mode, call)(call.primals, jax.tree.map(jnp.zeros_like, vectors[mode]))
+            except _NO_DERIVATIVE as error:
+                errors[mode] = error
+                continue
+            mode = first if flops else mode
+            return choice(mode, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
         except _NO_DERIVATIVE as error:
             errors[mode] = error
     if len(errors) == 2:
@@ -164,16 +201,15 @@ def output_shapes(api: str, call: Call) -> Any:
     return out
 
 
-def dense_way(api: str, call: Call, mode: str, row_axis: int = 0, origin: tuple[Any, Any] | None = None) -> Way:
+def dense_way(api: str, call: Call, mode: str, row_axis: int = 0) -> Way:
     """How to compute a dense Jacobian.
 
     Args:
       api: what to call the transform in an error.
       call: what is differentiated.
-      mode: "auto", "forward" or "reverse".
+      mode: "forward" or "reverse".
       row_axis: as for `by_rows`.
-      origin: as for `jacobian_of`.
     """
-    if (choose_mode(api, call, origin).mode if mode == "auto" else mode) == "forward":
+    if mode == "forward":
         return Way(by_columns, lambda: max([1, *sizes_of(call.primals)]))
     return Way(partial(by_rows, axis=row_axis), lambda: max([1, *sizes_of(output_shapes(api, call))]))

@@ -187,11 +187,28 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     assert len(caught) == (names is not None)
     for warning in caught:
         name = transform if transform == "vmap" else transform.__name__
+        need = r"[1-9].*B|nothing beside arguments and results"
         assert re.match(
-            rf"{name}: memory_budget=1 MiB is kept .* \(it needs .*B, with \d+ of \d+", str(warning.message)
+            rf"{name}: memory_budget=1 MiB is kept .* \(it needs ({need}), with \d+ of \d+", str(warning.message)
         )
         assert f"but the {names} around it may need more" in str(warning.message)
         assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "outer", [jax.vmap, lambda f: lambda xs: jax.lax.map(f, xs), lambda f: nnx.vmap(f), lambda f: vmap(f, chunk_size=1)]
+)
+@pytest.mark.parametrize(
+    ("within", "need"),
+    [
+        (jacfwd(lambda x: jnp.sin(x), memory_budget="1MiB"), "36 B"),
+        (jacrev(lambda x: jnp.sum(x), memory_budget="1MiB"), "nothing beside"),
+    ],
+)
+def test_the_line_of_the_user_is_named_where_jax_calls_what_has_the_budget(outer: Any, within: Any, need: str) -> None:
+    with pytest.warns(UserWarning, match=rf"\(it needs {need}") as caught:
+        outer(within)(jnp.ones((2, 3)))
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 @pytest.mark.parametrize("mode", ["fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd"])
@@ -263,6 +280,7 @@ def test_an_impossible_budget_names_the_least_need(call: Any, probes: list[int])
     [
         ({"memory_budget": "12 parsecs"}, ValueError, r'such as "512MiB" .*, "2GB" .* or "1e9", but got \'12 parsecs'),
         ({"memory_budget": "12 bytes"}, ValueError, r"memory_budget must be a number of bytes .* but got '12 bytes'"),
+        ({"memory_budget": "\uff11\uff12"}, ValueError, r"memory_budget must be .* but got '\uff11\uff12'"),
         ({"memory_budget": "512M"}, ValueError, r"memory_budget must be a number of bytes .* but got '512M'"),
         ({"memory_budget": "1e"}, ValueError, r"memory_budget must be a number of bytes .* but got '1e'"),
         ({"memory_budget": "-1kB"}, ValueError, r"memory_budget must be a number of bytes .* but got '-1kB'"),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
+import sys
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -351,12 +355,44 @@ def test_integers_have_jacobians_of_zeros_as_in_jax(transform: Any, n: Any, chun
     scaled = lambda x, n: {"y": x[0] * n, "s": jnp.sum(x)}
     numbers = jax.tree.map(lambda x: 1 * x, n)  # with booleans that of JAX fails
     expected = jax.jacrev(scaled, (1, 0), allow_int=True)(X[0], numbers)
-    expected = jax.tree.map(lambda x: x.astype(jnp.result_type(n)) if x.dtype == jnp.int32 else x, expected)
-    assert_close(transform(scaled, (1, 0), allow_int=True, chunk_size=chunk_size)(X[0], n), expected)
+    booleans = jnp.result_type(n) == jnp.bool_
+    expected = jax.tree.map(lambda x: x.astype(bool) if booleans and x.dtype == jnp.int32 else x, expected)
+    found = transform(scaled, (1, 0), allow_int=True, chunk_size=chunk_size)(X[0], n)
+    assert_close(found, expected)
+    weak = lambda tree: [x.weak_type for x in jax.tree.leaves(tree)]
+    assert booleans or weak(found) == weak(expected)
     with pytest.raises(
         TypeError, match=rf"^{transform.__name__}: argument `n` is .*, but only arrays of floating point"
     ):
         transform(scaled, (1, 0))(X[0], n)
+
+
+ON_FOUR_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+from plurax.transforms import hessian, jacfwd, jacobian, jacrev
+
+jax.config.update("jax_num_cpu_devices", 4)
+mesh = jax.make_mesh((4,), ("i",))
+x = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
+cut = jax.device_put(x, jax.NamedSharding(mesh, jax.P("i")))
+for transform in (jacfwd, jacrev, jacobian, hessian):
+    fun = (lambda x: jnp.sum(jnp.sin(x))) if transform is hessian else jnp.sin
+    expected = getattr(jax, transform.__name__, jax.jacrev)(fun)(x)
+    for options in ({}, {"chunk_size": 5}, {"memory_budget": "1MiB"}):
+        of = transform(fun, **options)
+        found = of(cut)
+        assert jax.sharding.get_abstract_mesh().empty
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        with jax.set_mesh(mesh):
+            assert jax.typeof(found) == jax.typeof(of(cut)) != jax.typeof(expected)
+    if transform is jacobian:
+        assert of.explain(cut).inputs == 24
+"""
+
+
+def test_arrays_cut_over_explicit_axes_need_no_mesh_around() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_FOUR_DEVICES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_takes_no_complex_numbers_or_integers_says_so() -> None:
@@ -447,6 +483,188 @@ def test_batches_are_remembered_too(lowerings: list[Any]) -> None:
     assert len(lowerings) == 4
 
 
+def test_equinox_modules_and_their_methods_are_remembered_by_their_structure(lowerings: list[Any]) -> None:
+    class Gain(eqx.Module):
+        gain: jax.Array
+        power: int = eqx.field(static=True)
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.sin(x * self.gain) ** self.power
+
+        def of(self, x: Any) -> Any:
+            return self(x)
+
+    first, second, other = Gain(jnp.ones(3), 1), Gain(2 * jnp.ones(3), 1), Gain(jnp.ones(3), 2)
+    for of, expected in ((first, 2), (second, 0), (other, 2), (first.of, 2), (second.of, 0)):
+        before = len(lowerings)
+        for x in (X[0], X[1]):
+            assert_close(jacobian(of)(x), jax.jacrev(of)(x))
+            batch_jacobian(of, in_axes=(0,), mode="reverse")(X)
+        assert len(lowerings) - before == expected
+
+
+@jax.custom_vjp
+def cubed(x: Any) -> Any:
+    return x**3
+
+
+cubed.defvjp(lambda x: (x**3, x), lambda x, seed: (3 * x**2 * seed,))
+
+
+@dataclass(frozen=True)
+class Cube:
+    """x³, by a loop that has no reverse mode or by a rule that has no forward mode; all are equal."""
+
+    loop: Any = field(compare=False)
+
+    def __call__(self, x: Any) -> Any:
+        return power(x) if self.loop else cubed(x)
+
+    def of(self, x: Any) -> Any:
+        return self(x)
+
+    def turned(self, loop: Any) -> Cube:
+        object.__setattr__(self, "loop", loop)
+        return self
+
+
+BY_CUBE = lambda x, cube: cube(x)
+BOTH = (True, False, True)
+
+
+def captured_flag() -> Any:
+    cube = Cube(True)
+    fun = lambda x: cube(x)
+    for loop in BOTH:
+        cube.turned(loop)
+        yield fun, ()
+
+
+def flag_of_an_object() -> Any:
+    cube = Cube(True)
+    return ((cube.turned(loop), ()) for loop in BOTH)
+
+
+def flag_of_a_method() -> Any:
+    cube = Cube(True)
+    return ((cube.turned(loop).of, ()) for loop in BOTH)
+
+
+def flag_of_an_argument() -> Any:
+    cube = Cube(True)
+    return ((BY_CUBE, (cube.turned(loop),)) for loop in BOTH)
+
+
+def branch_on_a_float() -> Any:
+    fun = lambda x, p: Cube(p > 0)(x)
+    return ((fun, (p,)) for p in (1.0, -1.0, 2.0))
+
+
+def branch_on_an_array() -> Any:
+    fun = lambda x, p: Cube(p[0] > 0)(x)
+    return ((fun, (p * np.ones(2),)) for p in (1.0, -1.0, 2.0))
+
+
+def branch_on_the_configuration() -> Any:
+    fun = lambda x: Cube(jnp.result_type(float) == jnp.float64)(x)
+    for on in BOTH:
+        with jax.enable_x64(on):
+            yield fun, ()
+
+
+@pytest.mark.parametrize("way", ["whole", "chunks", "budget", "batch"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        captured_flag,
+        flag_of_an_object,
+        flag_of_a_method,
+        flag_of_an_argument,
+        branch_on_a_float,
+        branch_on_an_array,
+        branch_on_the_configuration,
+    ],
+)
+def test_a_mode_that_has_become_impossible_is_decided_anew(calls: Any, way: str) -> None:
+    options: Any = {"chunks": {"chunk_size": 2}, "budget": {"memory_budget": "1MiB"}}.get(way, {})
+    x = jnp.asarray(X)
+    expected = jax.vmap(jnp.diag)(3 * x**2)
+    for fun, more in calls():
+        if way == "batch":
+            found = batch_jacobian(fun, in_axes=(0, *(None for _ in more)))(x, *more)
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+        else:
+            np.testing.assert_allclose(jacobian(fun, **options)(x[0], *more), expected[0], rtol=1e-5)
+            assert jacobian(fun).explain(x[0], *more).mode in ("forward", "reverse")
+
+
+def test_a_branch_on_what_is_differentiated_has_the_mode_of_its_value() -> None:
+    for loop_above_zero in (True, False):
+        fun = lambda x, loop=loop_above_zero: Cube((x[0] > 0) == loop)(x)
+        for x in (X[0], -X[0], X[1]):
+            np.testing.assert_allclose(jacobian(fun)(x), np.diag(3 * x**2), rtol=1e-5)
+
+
+def test_an_output_that_has_become_complex_is_decided_anew() -> None:
+    matrices = [np.sin(np.arange(9, dtype=np.float32)).reshape(3, 3)]
+    fun = lambda x: matrices[-1] @ x
+    of = jacobian(fun)
+    assert of.explain(X[0]).mode == "reverse"
+    for factor in (1, 1j, 1):
+        matrices.append(factor * matrices[0])
+        assert_close(of(X[0]), jax.jacfwd(fun)(X[0]))
+    matrices.append(1j * matrices[0])
+    with pytest.raises(TypeError, match=r"^jacobian: `output` is .* complex64, but reverse mode takes real outputs"):
+        jacobian(fun, mode="reverse")(X[0])
+
+
+def test_explain_says_what_is_taken_now() -> None:
+    cube = Cube(True)
+    of = jacobian(cube)
+    for loop, mode in ((True, "forward"), (False, "reverse")):
+        cube.turned(loop)
+        assert of.explain(X[0]).mode == mode
+
+
+def test_mistakes_of_a_remembered_function_are_raised(lowerings: list[Any]) -> None:
+    bad: list[type[Exception]] = []
+
+    def fun(x: Any) -> Any:
+        if bad:
+            raise bad[-1]("a mistake")
+        return jnp.sin(x)
+
+    jacobian(fun)(X[0])
+    for error in (ValueError, RuntimeError):
+        bad.append(error)
+        with pytest.raises(error, match="^a mistake"):
+            jacobian(fun)(X[0])
+    bad.clear()
+    assert_close(jacobian(fun)(X[0]), jnp.diag(jnp.cos(X[0])))
+    assert len(lowerings) == 2
+
+
+def test_equal_objects_are_told_apart(lowerings: list[Any]) -> None:
+    class Odd:
+        """Something that cannot be compared, nor hashed."""
+
+        __hash__ = None  # type: ignore[assignment]  # as a class with an `__eq__` has it
+
+        def __eq__(self, other: object) -> Any:
+            return np.zeros(2, bool)
+
+    for things in ((Cube(True), Cube(True)), (Odd(), Odd())):
+        for known in (0, 1):
+            for thing in things:
+                before = len(lowerings)
+                jacobian(wave_of)(X[0], thing)
+                assert len(lowerings) - before == (0 if known else 2)
+
+
+def wave_of(x: Any, _: Any) -> Any:
+    return jnp.sin(x)
+
+
 def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST", 3)
 
@@ -458,22 +676,65 @@ def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pyte
     gone = [weakref.ref(fun), weakref.ref(data)]
     for size in range(1, 6):
         jacobian(fun)(jnp.ones(size), data)
-    assert len(memory._decisions) == 3
+    assert len(memory._decisions[id(fun)]) == 3
     del fun, data
     gc.collect()
     assert [each() for each in gone] == [None, None]
 
 
-def test_what_has_no_hash_is_decided_anew(lowerings: list[Any]) -> None:
-    class Unhashable:
-        __hash__ = None  # type: ignore[assignment]  # as a class with an `__eq__` has it
+def test_what_is_static_in_arguments_goes_with_the_function() -> None:
+    class Told(eqx.Module):
+        gain: jax.Array
+        note: Any = eqx.field(static=True)
+
+    class Note:
+        """Something that is no array."""
+
+    class Waving:
+        def of(self, x: Any, _: Any) -> Any:
+            return jnp.sin(x)
+
+    owners: list[Any] = [lambda x, _: jnp.sin(x), Waving()]
+    many = len(memory._decisions)
+    for owner in owners:
+        note = Note()
+        jacobian(getattr(owner, "of", owner))(X[0], Told(jnp.ones(3), note))
+        gone = weakref.ref(note)
+        del note
+        assert gone() is not None
+        assert len(memory._decisions) == many + 1
+        owners[owners.index(owner)] = None
+        del owner
+        jax.clear_caches()
+        gc.collect()
+        assert gone() is None
+        assert len(memory._decisions) == many
+
+
+def test_what_cannot_be_told_apart_is_decided_anew(lowerings: list[Any]) -> None:
+    class Slotted:
+        __slots__ = ()
 
         def __call__(self, x: Any) -> Any:
             return jnp.sin(x)
 
-    for _ in range(2):
-        assert_close(jacobian(Unhashable())(X[0]), jnp.diag(jnp.cos(X[0])))
-    assert len(lowerings) == 4
+    class Odd:
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> Any:
+            return np.zeros(2, bool)
+
+    class Told(eqx.Module):
+        note: Any = eqx.field(static=True)
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.sin(x)
+
+    for make in (Slotted, lambda: Told(Odd())):
+        before = len(lowerings)
+        for _ in range(2):
+            assert_close(jacobian(make())(X[0]), jnp.diag(jnp.cos(X[0])))
+        assert len(lowerings) - before == 4
 
 
 def test_unknown_modes_and_patterns_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,6 +170,26 @@ def test_gradients_of_a_module_are_added_to_references() -> None:
     slope = np.cos(X[0] * model.gain[...])
     assert isinstance(state, nnx.State)
     assert_close((place[...], by_x), (1 + slope * X[0] * V[0], slope * model.gain[...] * V[0]))
+
+
+def test_equinox_modules_take_part_with_their_arrays() -> None:
+    model, xs = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)), X
+    loss = lambda model, xs: jnp.sum(jax.vmap(model)(xs) ** 2)
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    of_arrays = lambda arrays, xs: loss(eqx.combine(arrays, rest), xs)
+    tangent = jax.tree.map(jnp.cos, arrays)
+    expected = jax.jvp(of_arrays, (arrays, xs), (tangent, V))
+    assert_close(jvp(loss, (model, xs), (tangent, V)), expected)
+    out, push = linearize(loss, model, xs)
+    assert_close((out, push(tangent, V)), expected)
+    assert_close(jax.jit(lambda push: push(tangent, V))(push), expected[1])
+    with pytest.raises(ValueError, match=r"^linearize: the tangent of `model` has the structure"):
+        push(None, V)
+    gradients = jax.grad(of_arrays, (0, 1))(arrays, xs)
+    places = jax.tree.map(lambda x: jax.new_ref(jnp.ones_like(x)), arrays)
+    by_xs = vjp(loss, model, xs)[1].with_refs(places, AD.GradValue())(1.0)[1]
+    sums = jax.tree.map(lambda place: place[...] - 1, places)
+    chex.assert_trees_all_close((sums, by_xs), gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_references_that_do_not_fit_are_refused() -> None:
