@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._compat import Tracer, scan_counts
-from ._jaxpr import CALLS, aval, called, evaluate, interpret
+from ._jaxpr import CALLS, aval, bodies, called, evaluate, holds_refs, interpret
 from ._set_batches import program_of, sets_by_batches
 from ._set_devices import crosses, on_devices
 from ._set_indices import keeps_apart, partly_computed
@@ -26,6 +26,8 @@ from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit
 
 # Loops of so many turns are gone through one by one, with what is known in each; of longer ones the body just once.
 _TURNS = 32
+# What these give is something else on another platform, or at another time.
+_ELSEWHERE = frozenset({"platform_index", "rng_bit_generator", "rng_uniform"})
 
 
 def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], list[str]]:
@@ -51,6 +53,8 @@ def _visit(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
     name = eqn.primitive.name
     if not any(map(is_set, values)):
         return _constant(eqn, values)
+    if holds_refs(eqn):
+        raise NotImplementedError(f"`{name}` may write what is asked about to a `jax.Ref`")
     if not any(map(_holds_tangents, eqn.outvars)):
         return [UNKNOWN] * len(eqn.outvars)
     if name == "shard_map":
@@ -90,27 +94,46 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     if eqn.primitive.name in SAME:
         return values[: len(eqn.outvars)]
     unsure = any(value is UNKNOWN for value in values)
-    if unsure and eqn.primitive.name in CALLS:
+    if eqn.primitive.name in CALLS:
         return _run(*called(eqn), values, [])
-    if eqn.effects or (unsure and not (keeps_apart(eqn) and any(value is not UNKNOWN for value in values))):
+    if eqn.primitive.name == "shard_map":
+        return on_devices(eqn, values, _constant, [])
+    if eqn.effects or holds_refs(eqn):
+        return nothing
+    if unsure and not (keeps_apart(eqn) and any(value is not UNKNOWN for value in values)):
         return nothing
 
     @cache
     def compute() -> list[Any]:
-        operands = [value.value() if isinstance(value, Later) else value for value in values]
+        operands = [_operand(value) for value in values]
         some = any(operand is UNKNOWN or isinstance(operand, Partly) for operand in operands)
-        if some and not keeps_apart(eqn):
+        if (some and not keeps_apart(eqn)) or not _always_the_same(eqn):
             return nothing
         try:
-            with jax.ensure_compile_time_eval():
+            with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 return partly_computed(eqn, operands) if some else evaluate(eqn, *operands)
-        except Exception:  # such as the index along an axis that is mapped around all of this
+        except (NameError, NotImplementedError):
+            # An index along an axis that is mapped around all of this; what a `shard_map` divides over further axes.
             return nothing
 
     def number(i: int) -> Later:
         return Later(lambda: compute()[i])
 
     return [number(i) for i in range(len(eqn.outvars))]
+
+
+def _always_the_same(eqn: JaxprEqn) -> bool:
+    """Tell whether an operation, or what is inside it, gives the same on every platform, and each time."""
+    inner = (x for body in bodies(eqn) for x in body.eqns)
+    return eqn.primitive.name not in _ELSEWHERE and all(map(_always_the_same, inner))
+
+
+def _operand(value: Any) -> Any:
+    """Return what is known as NumPy's array: one of JAX's is typed by a mesh, which may not be the one around us."""
+    if isinstance(value, Later):
+        value = value.value()
+    found = known(value)
+    return value if found is None else found
 
 
 # ---- Branches and loops

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._jaxpr import CALLS, aval, bodies, called, interpret
+from ._jaxpr import CALLS, aval, bodies, called, holds_refs, interpret
 from ._sets import UNKNOWN, Later, grouped, is_set, known, matrix_at, picked, rows_of, stacked, united
 
 # From an operation and its operands to its results, on one device.
@@ -36,13 +37,14 @@ def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, blind: list[str])
     found = _run(jaxpr, (), given, devices, visit, blind)
     results = []
     for x, parts, spec in zip(eqn.outvars, found, params["out_specs"], strict=True):
-        shape = aval(x).shape
-        placed = []
-        for part, at in zip(parts, devices, strict=True):
-            if is_set(part):
-                block = _block(shape, spec, at, axes).ravel()
-                placed.append(matrix_at(block, np.arange(block.size), (math.prod(shape), block.size)) @ part)
-        results.append(united(placed))
+        blocks = [_block(aval(x).shape, spec, at, axes) for at in devices]
+        size = math.prod(aval(x).shape)
+        placed = [
+            matrix_at(block, np.arange(block.size), (size, block.size)) @ part
+            for part, block in zip(parts, blocks, strict=True)
+            if is_set(part)
+        ]
+        results.append(united(placed) if placed else Later(partial(_joined, x, parts, blocks)))
     return results
 
 
@@ -81,6 +83,17 @@ def _part(value: Any, block: np.ndarray) -> Any:
     return Later(compute)
 
 
+def _joined(x: Any, parts: list[Any], blocks: list[np.ndarray]) -> Any:
+    """Put together what every device has of an array, if all of it is known."""
+    found = [known(part) for part in parts]
+    if any(part is None for part in found):
+        return UNKNOWN
+    out = np.empty(aval(x).shape, aval(x).dtype)
+    for part, block in zip(found, blocks, strict=True):
+        out.flat[block.ravel()] = np.ravel(part)
+    return out
+
+
 def _run(
     jaxpr: Jaxpr, consts: Sequence[Any], args: list[Any], devices: list[dict[str, int]], visit: Visit, blind: list[str]
 ) -> list[Any]:
@@ -98,6 +111,8 @@ def _run(
         columns = next((x.shape[1] for value in values for x in value if is_set(x)), None)
         if columns is None:
             return [[UNKNOWN] * len(devices) for _ in eqn.outvars]
+        if holds_refs(eqn):
+            raise NotImplementedError(f"`{name}` may write what is asked about to a `jax.Ref`")
         sets = [[rows_of(x, part, columns) for part in value] for x, value in zip(eqn.invars, values, strict=True)]
         out = _exchanged(eqn, sets, devices)
         if out is None:
@@ -114,6 +129,8 @@ def _exchanged(eqn: JaxprEqn, sets: list[list[Any]], devices: list[dict[str, int
     name, params = eqn.primitive.name, eqn.params
     names = params.get("axes", params.get("axis_name"))
     names = names if isinstance(names, tuple) else (names,)
+    if name == "ppermute":  # it counts devices as the mesh does, in whichever order the axes are given
+        names = tuple(sorted(names, key=list(devices[0]).index))
     if params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in names):
         return None
 

@@ -88,6 +88,11 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     return [x for x in found if isinstance(x, Jaxpr)]
 
 
+def holds_refs(eqn: JaxprEqn) -> bool:
+    """Tell whether an operation takes or gives a `jax.Ref`."""
+    return any(isinstance(aval(x), jax.ref.AbstractRef) for x in (*eqn.invars, *eqn.outvars))
+
+
 def aval(variable: Any) -> Any:
     """The shape and dtype of a variable or literal of a program."""
     return variable.aval
