@@ -17,11 +17,11 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._compat import Tracer, scan_counts
-from ._jaxpr import CALLS, aval, bodies, called, evaluate, holds_refs, interpret
+from ._jaxpr import CALLS, IDENTITIES, aval, bodies, called, evaluate, holds_refs, interpret
 from ._set_batches import program_of, sets_by_batches
 from ._set_devices import crosses, on_devices
 from ._set_indices import keeps_apart, partly_computed
-from ._set_rules import SAME, sets_of_results
+from ._set_rules import sets_of_results
 from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets, united
 
 # Loops of so many turns are gone through one by one, with what is known in each; of longer ones the body just once.
@@ -91,7 +91,7 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """What an operation gives that nothing asked about goes into: known as far as its operands are."""
     nothing = [UNKNOWN] * len(eqn.outvars)
     values = [UNKNOWN if isinstance(value, Tracer) else value for value in values]
-    if eqn.primitive.name in SAME:
+    if eqn.primitive.name in IDENTITIES:
         return values[: len(eqn.outvars)]
     unsure = any(value is UNKNOWN for value in values)
     if eqn.primitive.name in CALLS:

@@ -26,8 +26,7 @@ from ._sets import (
 # Operations by which each number is one of an operand's, at a place that depends on no operand.
 PLACED = frozenset(
     """
-    reshape squeeze expand_dims copy copy_p transpose broadcast_in_dim slice rev concatenate split pad stack unstack
-    tile
+    reshape squeeze expand_dims transpose broadcast_in_dim slice rev concatenate split pad stack unstack tile
     """.split()  # noqa: SIM905 (words read better)
 )
 
