@@ -21,11 +21,10 @@ from ._jaxpr import CALLS, IDENTITIES, aval, bodies, called, evaluate, holds_ref
 from ._set_batches import program_of, sets_by_batches
 from ._set_devices import crosses, on_devices
 from ._set_indices import keeps_apart, partly_computed
+from ._set_loops import ITERATIONS, branched, iterated, unrolled
 from ._set_rules import sets_of_results
-from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets, united
+from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets
 
-# Loops of so many turns are gone through one by one, with what is known in each; of longer ones the body just once.
-_TURNS = 32
 # What these give is something else on another platform, or at another time.
 _ELSEWHERE = frozenset({"platform_index", "rng_bit_generator", "rng_uniform"})
 
@@ -139,12 +138,16 @@ def _operand(value: Any) -> Any:
 # ---- Branches and loops
 
 
-def _branched(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
-    which = known(values[0])
-    branches = eqn.params["branches"]
-    taken = branches if which is None else [branches[int(np.clip(which, 0, len(branches) - 1))]]
-    found = [_run(branch.jaxpr, branch.consts, values[1:], blind) for branch in taken]
-    return [united(outs) for outs in zip(*found, strict=True)]
+def _alone(rule: Callable[..., list[list[Any]]]) -> Callable[[JaxprEqn, list[Any], list[str]], list[Any]]:
+    """Use what is written for several devices for one."""
+
+    def on_one(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
+        def run(jaxpr: Jaxpr, consts: Sequence[Any], args: list[list[Any]]) -> list[list[Any]]:
+            return [[out] for out in _run(jaxpr, consts, [arg for (arg,) in args], blind)]
+
+        return [out for (out,) in rule(eqn, [[value] for value in values], run)]
+
+    return on_one
 
 
 def _body(closed: Any, values: list[Any], carried: slice, blind: list[str]) -> tuple[list[bool], list[Any]]:
@@ -173,59 +176,31 @@ def _body(closed: Any, values: list[Any], carried: slice, blind: list[str]) -> t
 
 
 def _scanned(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
-    params, closed = eqn.params, eqn.params["jaxpr"]
-    consts, carries = scan_counts(params)
-    length = params["length"]
+    """A loop of few iterations is gone through one by one; of a longer one the body is looked at once."""
+    closed = eqn.params["jaxpr"]
+    if eqn.params["length"] <= ITERATIONS:
+        return _alone(unrolled)(eqn, values, blind)
+    consts, carries = scan_counts(eqn.params)
     columns = next(value.shape[1] for value in values if is_set(value))
-    order = range(length)[::-1] if params["reverse"] else range(length)
     variables = closed.jaxpr.invars
-    if length <= _TURNS:
+    has, found = _body(closed, values, slice(consts, consts + carries), blind)
 
-        def slice_of(value: Any, x: Any, turn: int) -> Any:
-            if is_set(value):
-                size = math.prod(aval(x).shape)
-                return value[turn * size : (turn + 1) * size]
-            return UNKNOWN if value is UNKNOWN else Later(lambda: _at(value, turn))
+    def body(carry: list[list[Any]], i: int) -> list[list[Any]]:
+        rows = []
+        for k, (x, flag) in enumerate(zip(variables, has, strict=True)):
+            size = math.prod(aval(x).shape)
+            if not flag:
+                continue
+            if k < consts:
+                rows.append(values[k])
+            elif k < consts + carries:
+                rows.append(rows_of(x, carry[k - consts][0], columns))
+            else:
+                rows.append(values[k][i * size : (i + 1) * size])
+        table = stacked(rows)
+        return [[out @ table if is_set(out) else UNKNOWN] for out in found]
 
-        def turn_of(carry: list[Any], turn: int) -> list[Any]:
-            xs = [
-                slice_of(v, x, turn)
-                for v, x in zip(values[consts + carries :], variables[consts + carries :], strict=True)
-            ]
-            return _run(closed.jaxpr, closed.consts, [*values[:consts], *carry, *xs], blind)
-    else:
-        has, found = _body(closed, values, slice(consts, consts + carries), blind)
-
-        def turn_of(carry: list[Any], turn: int) -> list[Any]:
-            rows = []
-            for i, (x, flag) in enumerate(zip(variables, has, strict=True)):
-                size = math.prod(aval(x).shape)
-                if not flag:
-                    continue
-                if i < consts:
-                    rows.append(values[i])
-                elif i < consts + carries:
-                    rows.append(rows_of(x, carry[i - consts], columns))
-                else:
-                    rows.append(values[i][turn * size : (turn + 1) * size])
-            table = stacked(rows)
-            return [out @ table if is_set(out) else UNKNOWN for out in found]
-
-    carry, turns = list(values[consts : consts + carries]), {}
-    for turn in order:
-        outs = turn_of(carry, turn)
-        carry, turns[turn] = outs[:carries], outs[carries:]
-    collected = []
-    for i, x in enumerate(closed.jaxpr.outvars[carries:]):
-        parts = [turns[turn][i] for turn in range(length)]
-        some = any(map(is_set, parts))
-        collected.append(stacked([rows_of(x, p, columns) for p in parts]) if some else UNKNOWN)
-    return [*carry, *collected]
-
-
-def _at(value: Any, turn: int) -> Any:
-    found = known(value)
-    return UNKNOWN if found is None else found[turn]
+    return [out for (out,) in iterated(eqn, [[value] for value in values], body)]
 
 
 def _repeated(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
@@ -248,7 +223,7 @@ def _repeated(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
 
 
 _LOOPS: dict[str, Callable[[JaxprEqn, list[Any], list[str]], list[Any]]] = {
-    "cond": _branched,
+    "cond": _alone(branched),
     "scan": _scanned,
     "while": _repeated,
 }

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._jaxpr import CALLS, aval, bodies, called, holds_refs, interpret
+from ._set_loops import ITERATIONS, branched, unrolled
 from ._sets import UNKNOWN, Later, grouped, is_set, known, matrix_at, picked, rows_of, stacked, united
 
 # From an operation and its operands to its results, on one device.
@@ -99,6 +100,9 @@ def _run(
 ) -> list[Any]:
     """Go through a program as `interpret` does, with the values of all devices in place of each value."""
 
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: list[list[Any]]) -> list[list[Any]]:
+        return _run(jaxpr, consts, args, devices, visit, blind)
+
     def visit_all(eqn: JaxprEqn, values: list[list[Any]]) -> list[Any]:
         name = eqn.primitive.name
         if name == "axis_index" and isinstance(eqn.params["axis_name"], str):
@@ -107,7 +111,11 @@ def _run(
             found = [visit(eqn, [value[d] for value in values]) for d in range(len(devices))]
             return [list(x) for x in zip(*found, strict=True)]
         if name in CALLS:
-            return _run(*called(eqn), values, devices, visit, blind)
+            return run(*called(eqn), values)
+        if name == "cond":
+            return branched(eqn, values, run)
+        if name == "scan" and eqn.params["length"] <= ITERATIONS:
+            return unrolled(eqn, values, run)
         columns = next((x.shape[1] for value in values for x in value if is_set(x)), None)
         if columns is None:
             return [[UNKNOWN] * len(devices) for _ in eqn.outvars]

@@ -45,6 +45,15 @@ LOCAL: dict[str, tuple[Any, int]] = {
     "compiled": (jax.jit(lambda x: x + lax.ppermute(x, "i", AROUND) ** 2), 24),
     "total": (lambda x: x * lax.psum(x.sum(), "i"), 144),
     "around": (lambda x: x * lax.ppermute(x, "i", AROUND), 24),
+    "total in a loop": (lambda x: lax.scan(lambda c, y: (c, lax.psum(y, "i") * y), 0, x)[1], 48),
+    "around in a loop": (lambda x: lax.fori_loop(0, 2, lambda _, c: lax.ppermute(c, "i", AROUND) * x, x), 36),
+    "total in a branch": (lambda x: lax.cond(x.shape[0] == 3, lambda x: lax.psum(x, "i") * x, jnp.sin, x), 48),
+    "around in some branch": (
+        lambda x: lax.cond(
+            lax.pmax(lax.stop_gradient(x[0]), "i") > 0, lambda x: lax.ppermute(x, "i", AROUND) ** 2, lambda x: x**2, x
+        ),
+        24,
+    ),
     "to some": (lambda x: x + lax.ppermute(x, "i", [(0, 2)]) ** 2, 15),
     "all": (lambda x: x * lax.all_gather(x, "i").sum(0), 48),
     "all in a row": (lambda x: x * lax.all_gather(x, "i", tiled=True)[:3], 21),
@@ -91,9 +100,9 @@ def check(name: str) -> None:
 
 
 def gives_up() -> None:
-    """A loop in which devices exchange numbers."""
+    """A long loop in which devices exchange numbers."""
     mesh = jax.make_mesh((4,), ("i",))
-    body = lambda x: lax.fori_loop(0, 2, lambda _, c: lax.ppermute(c, "i", AROUND) * x, x)
+    body = lambda x: lax.fori_loop(0, 40, lambda _, c: lax.ppermute(c, "i", AROUND) * x, x)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("i")))
         fun = jax.shard_map(body, in_specs=P("i"), out_specs=P("i"))
