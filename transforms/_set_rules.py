@@ -27,9 +27,9 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     name = eqn.primitive.name
     if name in IDENTITIES:
         return values[: len(eqn.outvars)]
-    if name in PLACED or name == "select_n":
+    if name in _MOVES:
         return _moved(eqn, values)
-    if name in ELEMENTWISE or name in _SPECIAL:
+    if name in ELEMENTWISE:
         return [_elementwise(eqn, values)]
     if name in _LINES or name in _SUMS:
         return _mixed_along(eqn, values)
@@ -98,13 +98,7 @@ def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
     return out
 
 
-# Number by number too, as those of `ELEMENTWISE`.
-_SPECIAL = frozenset(
-    """
-    bessel_i0e bessel_i1e clz igamma igamma_grad_a igammac mulhi polygamma regularized_incomplete_beta
-    zeta
-    """.split()  # noqa: SIM905 (words read better)
-)
+_MOVES = PLACED | {"select_n"}
 
 
 # ---- Operations number by number
