@@ -86,12 +86,12 @@ def _part(value: Any, block: np.ndarray) -> Any:
 
 def _joined(x: Any, parts: list[Any], blocks: list[np.ndarray]) -> Any:
     """Put together what every device has of an array, if all of it is known."""
-    found = [known(part) for part in parts]
-    if any(part is None for part in found):
+    found = [part for part in map(known, parts) if part is not None]  # keys count as unknown: NumPy has none
+    if len(found) < len(parts):
         return UNKNOWN
     out = np.empty(aval(x).shape, aval(x).dtype)
     for part, block in zip(found, blocks, strict=True):
-        out.flat[block.ravel()] = np.ravel(part)
+        out.flat[block.ravel()] = part.ravel()
     return out
 
 

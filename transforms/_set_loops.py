@@ -26,8 +26,9 @@ Run = Callable[[Jaxpr, Sequence[Any], list[list[Any]]], list[list[Any]]]
 def branched(eqn: JaxprEqn, values: list[list[Any]], run: Run) -> list[list[Any]]:
     """Take the branches that some device may take, all of them where that is not known."""
     branches, which = eqn.params["branches"], [known(x) for x in values[0]]
-    if all(x is not None for x in which):
-        branches = [branches[i] for i in {int(np.clip(x, 0, len(branches) - 1)) for x in which}]
+    sure = [int(np.clip(x, 0, len(branches) - 1)) for x in which if x is not None]
+    if len(sure) == len(which):
+        branches = [branches[i] for i in set(sure)]
     found = [run(branch.jaxpr, branch.consts, values[1:]) for branch in branches]
     return [[united(parts) for parts in zip(*outs, strict=True)] for outs in zip(*found, strict=True)]
 

@@ -31,6 +31,14 @@ def whole_rows(x: Any) -> Any:
     return jax.vmap(lambda r: jnp.linalg.solve(jnp.outer(r, r) + jnp.eye(3), r))(x.reshape(4, 3))
 
 
+def by_keys_of_devices(x: Any) -> Any:
+    """The keys come from one program on all devices, and go into another."""
+    split = lambda: jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("i")), 1)
+    keys = jax.shard_map(split, in_specs=(), out_specs=P("i"))()
+    masked = lambda x, key: jnp.where(jax.random.uniform(key[0], (3,)) < 0.5, x, 0.0)
+    return jax.shard_map(masked, in_specs=(P("i"), P("i")), out_specs=P("i"))(x, keys)
+
+
 # On each device: a function of its three numbers.
 LOCAL: dict[str, tuple[Any, int]] = {
     "apart": (lambda x: x * x[::-1] + lax.axis_index("i"), 20),
@@ -74,6 +82,7 @@ WHOLE: dict[str, tuple[Any, int]] = {
     "mask": (lambda x: jnp.where(MASK, x, 0.0), 8),
     "solves": (whole_rows, 36),
     "sums of rows": (lambda x: (x.reshape(4, 3) ** 2).sum(1), 12),
+    "keys of devices": (by_keys_of_devices, 12),
     "moved": (lambda x: jax.sharding.reshard(x, P()) ** 2, 12),
 }
 
