@@ -8,13 +8,8 @@ from typing import Any
 import jax
 
 from ._compat import scan_counts
-from ._jaxpr import CALLS, aval, called
+from ._jaxpr import CALLS, IDENTITIES, aval, called
 from ._model import Parts, dotted, from_parts, is_module, models_of, named_arrays, parts_of, split, with_parts
-
-# Operations whose results are their operands, be it on other devices.
-_IDENTITIES = frozenset(
-    ["copy", "copy_p", "device_put", "name", "optimization_barrier", "pcast", "pvary", "reshard", "sharding_constraint"]
-)
 
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
@@ -207,7 +202,7 @@ def _followed(known: dict[int, _Source], operands: Sequence[Any], source: _Sourc
 def _operands_left(eqn: Any) -> list[list[_Source | None]]:
     """For each result of an operation the operands that it may be; None where it may be computed."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _IDENTITIES:
+    if name in IDENTITIES:
         return [[(i, _axes(variable))] for i, variable in enumerate(eqn.outvars)]
     if name == "transpose":
         return [[(0, tuple(params["permutation"]))]]

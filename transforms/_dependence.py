@@ -17,15 +17,16 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._compat import Tracer, scan_counts
-from ._jaxpr import CALLS, aval, called, evaluate, interpret
+from ._jaxpr import CALLS, IDENTITIES, aval, bodies, called, evaluate, holds_refs, interpret
 from ._set_batches import program_of, sets_by_batches
 from ._set_devices import crosses, on_devices
 from ._set_indices import keeps_apart, partly_computed
-from ._set_rules import SAME, sets_of_results
-from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets, united
+from ._set_loops import ITERATIONS, branched, iterated, unrolled
+from ._set_rules import sets_of_results
+from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets
 
-# Loops of so many turns are gone through one by one, with what is known in each; of longer ones the body just once.
-_TURNS = 32
+# What these give is something else on another platform, or at another time.
+_ELSEWHERE = frozenset({"platform_index", "rng_bit_generator", "rng_uniform"})
 
 
 def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], list[str]]:
@@ -51,6 +52,8 @@ def _visit(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
     name = eqn.primitive.name
     if not any(map(is_set, values)):
         return _constant(eqn, values)
+    if holds_refs(eqn):
+        raise NotImplementedError(f"`{name}` may write what is asked about to a `jax.Ref`")
     if not any(map(_holds_tangents, eqn.outvars)):
         return [UNKNOWN] * len(eqn.outvars)
     if name == "shard_map":
@@ -87,24 +90,29 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """What an operation gives that nothing asked about goes into: known as far as its operands are."""
     nothing = [UNKNOWN] * len(eqn.outvars)
     values = [UNKNOWN if isinstance(value, Tracer) else value for value in values]
-    if eqn.primitive.name in SAME:
+    if eqn.primitive.name in IDENTITIES:
         return values[: len(eqn.outvars)]
     unsure = any(value is UNKNOWN for value in values)
-    if unsure and eqn.primitive.name in CALLS:
+    if eqn.primitive.name in CALLS:
         return _run(*called(eqn), values, [])
-    if eqn.effects or (unsure and not (keeps_apart(eqn) and any(value is not UNKNOWN for value in values))):
+    if eqn.primitive.name == "shard_map":
+        return on_devices(eqn, values, _constant, [])
+    if eqn.effects or holds_refs(eqn):
+        return nothing
+    if unsure and not (keeps_apart(eqn) and any(value is not UNKNOWN for value in values)):
         return nothing
 
     @cache
     def compute() -> list[Any]:
-        operands = [value.value() if isinstance(value, Later) else value for value in values]
+        operands = [_operand(value) for value in values]
         some = any(operand is UNKNOWN or isinstance(operand, Partly) for operand in operands)
-        if some and not keeps_apart(eqn):
+        if (some and not keeps_apart(eqn)) or not _always_the_same(eqn):
             return nothing
         try:
-            with jax.ensure_compile_time_eval():
+            with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 return partly_computed(eqn, operands) if some else evaluate(eqn, *operands)
-        except Exception:  # such as the index along an axis that is mapped around all of this
+        except (NameError, NotImplementedError):
+            # An index along an axis that is mapped around all of this; what a `shard_map` divides over further axes.
             return nothing
 
     def number(i: int) -> Later:
@@ -113,15 +121,33 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     return [number(i) for i in range(len(eqn.outvars))]
 
 
+def _always_the_same(eqn: JaxprEqn) -> bool:
+    """Tell whether an operation, or what is inside it, gives the same on every platform, and each time."""
+    inner = (x for body in bodies(eqn) for x in body.eqns)
+    return eqn.primitive.name not in _ELSEWHERE and all(map(_always_the_same, inner))
+
+
+def _operand(value: Any) -> Any:
+    """Return what is known as NumPy's array: one of JAX's is typed by a mesh, which may not be the one around us."""
+    if isinstance(value, Later):
+        value = value.value()
+    found = known(value)
+    return value if found is None else found
+
+
 # ---- Branches and loops
 
 
-def _branched(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
-    which = known(values[0])
-    branches = eqn.params["branches"]
-    taken = branches if which is None else [branches[int(np.clip(which, 0, len(branches) - 1))]]
-    found = [_run(branch.jaxpr, branch.consts, values[1:], blind) for branch in taken]
-    return [united(outs) for outs in zip(*found, strict=True)]
+def _alone(rule: Callable[..., list[list[Any]]]) -> Callable[[JaxprEqn, list[Any], list[str]], list[Any]]:
+    """Use what is written for several devices for one."""
+
+    def on_one(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
+        def run(jaxpr: Jaxpr, consts: Sequence[Any], args: list[list[Any]]) -> list[list[Any]]:
+            return [[out] for out in _run(jaxpr, consts, [arg for (arg,) in args], blind)]
+
+        return [out for (out,) in rule(eqn, [[value] for value in values], run)]
+
+    return on_one
 
 
 def _body(closed: Any, values: list[Any], carried: slice, blind: list[str]) -> tuple[list[bool], list[Any]]:
@@ -150,59 +176,31 @@ def _body(closed: Any, values: list[Any], carried: slice, blind: list[str]) -> t
 
 
 def _scanned(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
-    params, closed = eqn.params, eqn.params["jaxpr"]
-    consts, carries = scan_counts(params)
-    length = params["length"]
+    """A loop of few iterations is gone through one by one; of a longer one the body is looked at once."""
+    closed = eqn.params["jaxpr"]
+    if eqn.params["length"] <= ITERATIONS:
+        return _alone(unrolled)(eqn, values, blind)
+    consts, carries = scan_counts(eqn.params)
     columns = next(value.shape[1] for value in values if is_set(value))
-    order = range(length)[::-1] if params["reverse"] else range(length)
     variables = closed.jaxpr.invars
-    if length <= _TURNS:
+    has, found = _body(closed, values, slice(consts, consts + carries), blind)
 
-        def slice_of(value: Any, x: Any, turn: int) -> Any:
-            if is_set(value):
-                size = math.prod(aval(x).shape)
-                return value[turn * size : (turn + 1) * size]
-            return UNKNOWN if value is UNKNOWN else Later(lambda: _at(value, turn))
+    def body(carry: list[list[Any]], i: int) -> list[list[Any]]:
+        rows = []
+        for k, (x, flag) in enumerate(zip(variables, has, strict=True)):
+            size = math.prod(aval(x).shape)
+            if not flag:
+                continue
+            if k < consts:
+                rows.append(values[k])
+            elif k < consts + carries:
+                rows.append(rows_of(x, carry[k - consts][0], columns))
+            else:
+                rows.append(values[k][i * size : (i + 1) * size])
+        table = stacked(rows)
+        return [[out @ table if is_set(out) else UNKNOWN] for out in found]
 
-        def turn_of(carry: list[Any], turn: int) -> list[Any]:
-            xs = [
-                slice_of(v, x, turn)
-                for v, x in zip(values[consts + carries :], variables[consts + carries :], strict=True)
-            ]
-            return _run(closed.jaxpr, closed.consts, [*values[:consts], *carry, *xs], blind)
-    else:
-        has, found = _body(closed, values, slice(consts, consts + carries), blind)
-
-        def turn_of(carry: list[Any], turn: int) -> list[Any]:
-            rows = []
-            for i, (x, flag) in enumerate(zip(variables, has, strict=True)):
-                size = math.prod(aval(x).shape)
-                if not flag:
-                    continue
-                if i < consts:
-                    rows.append(values[i])
-                elif i < consts + carries:
-                    rows.append(rows_of(x, carry[i - consts], columns))
-                else:
-                    rows.append(values[i][turn * size : (turn + 1) * size])
-            table = stacked(rows)
-            return [out @ table if is_set(out) else UNKNOWN for out in found]
-
-    carry, turns = list(values[consts : consts + carries]), {}
-    for turn in order:
-        outs = turn_of(carry, turn)
-        carry, turns[turn] = outs[:carries], outs[carries:]
-    collected = []
-    for i, x in enumerate(closed.jaxpr.outvars[carries:]):
-        parts = [turns[turn][i] for turn in range(length)]
-        some = any(map(is_set, parts))
-        collected.append(stacked([rows_of(x, p, columns) for p in parts]) if some else UNKNOWN)
-    return [*carry, *collected]
-
-
-def _at(value: Any, turn: int) -> Any:
-    found = known(value)
-    return UNKNOWN if found is None else found[turn]
+    return [out for (out,) in iterated(eqn, [[value] for value in values], body)]
 
 
 def _repeated(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
@@ -225,7 +223,7 @@ def _repeated(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
 
 
 _LOOPS: dict[str, Callable[[JaxprEqn, list[Any], list[str]], list[Any]]] = {
-    "cond": _branched,
+    "cond": _alone(branched),
     "scan": _scanned,
     "while": _repeated,
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._jaxpr import CALLS, aval, bodies, called, interpret
+from ._jaxpr import CALLS, aval, bodies, called, holds_refs, interpret
+from ._set_loops import ITERATIONS, branched, unrolled
 from ._sets import UNKNOWN, Later, grouped, is_set, known, matrix_at, picked, rows_of, stacked, united
 
 # From an operation and its operands to its results, on one device.
@@ -36,13 +38,14 @@ def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, blind: list[str])
     found = _run(jaxpr, (), given, devices, visit, blind)
     results = []
     for x, parts, spec in zip(eqn.outvars, found, params["out_specs"], strict=True):
-        shape = aval(x).shape
-        placed = []
-        for part, at in zip(parts, devices, strict=True):
-            if is_set(part):
-                block = _block(shape, spec, at, axes).ravel()
-                placed.append(matrix_at(block, np.arange(block.size), (math.prod(shape), block.size)) @ part)
-        results.append(united(placed))
+        blocks = [_block(aval(x).shape, spec, at, axes) for at in devices]
+        size = math.prod(aval(x).shape)
+        placed = [
+            matrix_at(block, np.arange(block.size), (size, block.size)) @ part
+            for part, block in zip(parts, blocks, strict=True)
+            if is_set(part)
+        ]
+        results.append(united(placed) if placed else Later(partial(_joined, x, parts, blocks)))
     return results
 
 
@@ -81,10 +84,24 @@ def _part(value: Any, block: np.ndarray) -> Any:
     return Later(compute)
 
 
+def _joined(x: Any, parts: list[Any], blocks: list[np.ndarray]) -> Any:
+    """Put together what every device has of an array, if all of it is known."""
+    found = [part for part in map(known, parts) if part is not None]  # keys count as unknown: NumPy has none
+    if len(found) < len(parts):
+        return UNKNOWN
+    out = np.empty(aval(x).shape, aval(x).dtype)
+    for part, block in zip(found, blocks, strict=True):
+        out.flat[block.ravel()] = part.ravel()
+    return out
+
+
 def _run(
     jaxpr: Jaxpr, consts: Sequence[Any], args: list[Any], devices: list[dict[str, int]], visit: Visit, blind: list[str]
 ) -> list[Any]:
     """Go through a program as `interpret` does, with the values of all devices in place of each value."""
+
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: list[list[Any]]) -> list[list[Any]]:
+        return _run(jaxpr, consts, args, devices, visit, blind)
 
     def visit_all(eqn: JaxprEqn, values: list[list[Any]]) -> list[Any]:
         name = eqn.primitive.name
@@ -94,10 +111,16 @@ def _run(
             found = [visit(eqn, [value[d] for value in values]) for d in range(len(devices))]
             return [list(x) for x in zip(*found, strict=True)]
         if name in CALLS:
-            return _run(*called(eqn), values, devices, visit, blind)
+            return run(*called(eqn), values)
+        if name == "cond":
+            return branched(eqn, values, run)
+        if name == "scan" and eqn.params["length"] <= ITERATIONS:
+            return unrolled(eqn, values, run)
         columns = next((x.shape[1] for value in values for x in value if is_set(x)), None)
         if columns is None:
             return [[UNKNOWN] * len(devices) for _ in eqn.outvars]
+        if holds_refs(eqn):
+            raise NotImplementedError(f"`{name}` may write what is asked about to a `jax.Ref`")
         sets = [[rows_of(x, part, columns) for part in value] for x, value in zip(eqn.invars, values, strict=True)]
         out = _exchanged(eqn, sets, devices)
         if out is None:
@@ -114,6 +137,8 @@ def _exchanged(eqn: JaxprEqn, sets: list[list[Any]], devices: list[dict[str, int
     name, params = eqn.primitive.name, eqn.params
     names = params.get("axes", params.get("axis_name"))
     names = names if isinstance(names, tuple) else (names,)
+    if name == "ppermute":  # it counts devices as the mesh does, in whichever order the axes are given
+        names = tuple(sorted(names, key=list(devices[0]).index))
     if params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in names):
         return None
 

@@ -26,8 +26,7 @@ from ._sets import (
 # Operations by which each number is one of an operand's, at a place that depends on no operand.
 PLACED = frozenset(
     """
-    reshape squeeze expand_dims copy copy_p transpose broadcast_in_dim slice rev concatenate split pad stack unstack
-    tile
+    reshape squeeze expand_dims transpose broadcast_in_dim slice rev concatenate split pad stack unstack tile
     """.split()  # noqa: SIM905 (words read better)
 )
 
@@ -35,11 +34,12 @@ PLACED = frozenset(
 def keeps_apart(eqn: JaxprEqn) -> bool:
     """Tell whether each number of a result is an index, made of single numbers of operands, at places that are known.
 
-    A choice is as good: it is known where all that can be chosen is the same, as where JAX maps a branch.
+    A choice is as good: it is known where all that can be chosen is the same, as where JAX maps a branch. So is a sort
+    by keys that are known, which moves the other operands to places that are.
     """
     name = eqn.primitive.name
     whole = all(jnp.issubdtype(aval(x).dtype, np.integer) or aval(x).dtype == bool for x in eqn.outvars)
-    return name == "select_n" or (whole and (name in PLACED or name in ELEMENTWISE))
+    return name in ("select_n", "sort") or (whole and (name in PLACED or name in ELEMENTWISE))
 
 
 def partly_computed(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -48,6 +48,12 @@ def partly_computed(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     numbers = evaluate(eqn, *(jnp.asarray(part.numbers) for part in parts))
     if eqn.primitive.name in PLACED:
         sure = evaluate(eqn, *(jnp.asarray(part.sure, np.int32) for part in parts))
+    elif eqn.primitive.name == "sort":
+        keys = eqn.params["num_keys"]
+        stays = eqn.params["is_stable"] and all(part.sure.all() for part in parts[:keys])
+        moved = [part.sure & stays for part in parts]
+        sure = evaluate(eqn, *map(jnp.asarray, [*(part.numbers for part in parts[:keys]), *moved[keys:]]))
+        sure[:keys] = moved[:keys]
     else:
         shape = aval(eqn.outvars[0]).shape
         all_sure = [np.broadcast_to(part.sure, shape) for part in parts]
@@ -141,8 +147,9 @@ def _gather(cells: np.ndarray, where: np.ndarray, numbers: Any, sizes: Any, mode
 
 
 def _slice(cells: np.ndarray, starts: list[np.ndarray], sizes: Any) -> np.ndarray:
-    with jax.ensure_compile_time_eval():
-        return np.asarray(lax.dynamic_slice(jnp.asarray(cells, np.int32), starts, sizes))
+    """Move starts into bounds, as the operation does; `lax.dynamic_slice` takes those below zero from the end."""
+    firsts = [min(max(int(start), 0), n - size) for start, n, size in zip(starts, cells.shape, sizes, strict=True)]
+    return cells[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
 
 
 def _replaced(operand: Any, places: np.ndarray) -> Any:

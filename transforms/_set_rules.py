@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ._jaxpr import ELEMENTWISE, aval, evaluate
+from ._jaxpr import ELEMENTWISE, IDENTITIES, aval, evaluate
 from ._set_indices import PLACED, gathered, scattered, sliced, updated
 from ._set_windows import convolved, scattered_from_windows, windowed
 from ._sets import PAIRS, grouped, is_set, known, matrix_at, mixed, picked, places_of, stacked, united
@@ -25,11 +25,11 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
       values: for each of its operands sets, for one of them at least, or what is known of it.
     """
     name = eqn.primitive.name
-    if name in SAME or name in _RESHAPED:
+    if name in IDENTITIES:
         return values[: len(eqn.outvars)]
     if name in _MOVES:
         return _moved(eqn, values)
-    if name in ELEMENTWISE or name in _SPECIAL:
+    if name in ELEMENTWISE:
         return [_elementwise(eqn, values)]
     if name in _LINES or name in _SUMS:
         return _mixed_along(eqn, values)
@@ -54,6 +54,8 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     first = none[0]
     if name == "reshape":
         out = [first if params["dimensions"] is None else first.transpose(params["dimensions"])]
+    elif name in ("expand_dims", "squeeze"):
+        out = [first]
     elif name == "transpose":
         out = [first.transpose(params["permutation"])]
     elif name == "broadcast_in_dim":
@@ -96,24 +98,7 @@ def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
     return out
 
 
-# Number by number too, as those of `ELEMENTWISE`.
-_SPECIAL = frozenset(
-    """
-    bessel_i0e bessel_i1e clz igamma igamma_grad_a igammac mulhi polygamma regularized_incomplete_beta
-    zeta
-    """.split()  # noqa: SIM905 (words read better)
-)
-
-# In these the numbers, and the shape, stay as they are.
-SAME = frozenset(
-    """
-    copy copy_p device_put dce_sink layout_constraint mesh_cast name optimization_barrier pcast pin pvary preduced
-    reduced_vary_cast_p reshard sharding_constraint tie unpin vary_unreduced_cast_p with_memory_space_constraint
-    """.split()  # noqa: SIM905 (words read better)
-)
-# In these the numbers stay in order.
-_RESHAPED = frozenset({"expand_dims", "squeeze"})
-_MOVES = (PLACED - SAME - _RESHAPED) | {"select_n"}
+_MOVES = PLACED | {"select_n"}
 
 
 # ---- Operations number by number
@@ -253,7 +238,7 @@ def _tridiagonal_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
 _LINES = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
 _SUMS = {
     **dict.fromkeys(["reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "argmax", "argmin"], "axes"),
-    **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),
+    **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),  # of whole numbers, bit by bit
     "reduce": "dimensions",
 }
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Any]] = {

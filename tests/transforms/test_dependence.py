@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 from plurax.transforms import _set_rules, _set_windows, jacobian
 from plurax.transforms._call import Call
-from plurax.transforms._sparsity import found_pattern
+from plurax.transforms._sparsity import UnknownPattern, found_pattern
 
 X = np.array([0.5, -1.0, 2.0, 0.3, 1.7, -0.6], np.float32)
 MASK = np.array([1, 0, 1, 0, 1, 0], bool)
@@ -69,6 +69,30 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
     # Indices beyond the ends, which JAX clamps, drops, or fills.
     "slice beyond": (lambda x: lax.dynamic_slice(x, (5,), (3,)) ** 2, 3),
     "slice before": (lambda x: lax.dynamic_slice(x, (-20,), (3,)) ** 2, 3),
+    **{
+        f"slice at {start}": (lambda x, start=start: lax.dynamic_slice(x, (start,), (2,)) ** 2, 2)
+        for start in (-12, -9, -7, -6, -1)
+    },
+    **{
+        f"update at {start}": (
+            lambda x, start=start: lax.dynamic_update_slice(jnp.append(x[:3] ** 2, jnp.zeros(3)), x[4:], (start,)),
+            entries,
+        )
+        for start, entries in ((-12, 3), (-8, 3), (-7, 3), (-4, 4), (-1, 5))
+    },
+    # The operation itself counts no start from the end.
+    **{
+        f"slice by the operation at {start}": (
+            lambda x, start=start: lax.dynamic_slice_p.bind(x, np.int32(start), slice_sizes=(2,)) ** 2,
+            2,
+        )
+        for start in (-7, -3, -1)
+    },
+    "index before": (lambda x: lax.dynamic_index_in_dim(x, -8) ** 2, 1),
+    "slices before": (
+        lambda x: lax.fori_loop(0, 3, lambda i, c: c + lax.dynamic_slice(x, (i - 9,), (2,)) ** 2, jnp.zeros(2)),
+        2,
+    ),
     "index beyond": (lambda x: lax.dynamic_index_in_dim(x, 9) ** 2, 1),
     "update beyond": (lambda x: lax.dynamic_update_slice(x**2, x[:2] * 3, (5,)), 6),
     "clipped put": (lambda x: jnp.zeros(6).at[jnp.array([7, -9])].add(x[:2] ** 2, mode="clip"), 2),
@@ -83,6 +107,11 @@ PROGRAMS: dict[str, tuple[Any, int | None]] = {
     ),
     "sliding windows": (lambda x: jax.vmap(lambda i: lax.dynamic_slice(x, (i,), (3,)))(jnp.arange(6)) ** 2, 18),
     # Constants, of which JAX says what they are.
+    "permuted": (lambda x: jax.random.permutation(jax.random.key(0), x) ** 2, 6),
+    "chosen": (lambda x: jax.random.choice(jax.random.key(0), x, (3,), replace=False) ** 2, 3),
+    "sorted by constants": (lambda x: lax.sort_key_val(jnp.array([3, 1, 2, 1, 1, 0]), x)[1] ** 2, 6),
+    "sorted by constants and more": (lambda x: lax.sort((MASK.astype(int), x, x**2), num_keys=2)[2], None),
+    "by platform": (lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=lambda x: x[::-1] * x), 12),
     "whole division": (lambda x: x[lax.div(lax.iota(np.int32, 6) - 5, np.int32(2))] ** 2, 6),
     "remainder": (lambda x: x[lax.rem(jnp.arange(6) - 5, 4)] ** 2, 6),
     "bits": (lambda x: x * (lax.bitcast_convert_type(jnp.arange(6.0) + 0.25, np.int32) / 1e9), 6),
@@ -338,7 +367,7 @@ CELLS: dict[str, tuple[Any, int | None]] = {
 }
 # What JAX does not take in the other mode.
 FORWARD = {"until", "while"}
-REVERSE = {"rule backwards", "with a rule backwards"}
+REVERSE = {"rule backwards", "with a rule backwards", "through a reference"}
 
 
 def pattern(fun: Any, x: Any, mode: str) -> np.ndarray:
@@ -407,6 +436,19 @@ def with_a_rule(fun: Any) -> Any:
     return ruled
 
 
+def through_a_reference(fun: Any) -> Any:
+    def written(x: Any) -> Any:
+        ref = jax.new_ref(jnp.zeros(6))
+
+        def body(carry: Any, y: Any) -> Any:
+            ref[...] += y
+            return carry, ref[...]
+
+        return lax.scan(body, 0.0, jnp.stack([x, fun(x)]))[1][:, ::2]
+
+    return written
+
+
 def with_a_rule_backwards(fun: Any) -> Any:
     ruled = jax.custom_vjp(fun)
     ruled.defvjp(lambda x: jax.vjp(fun, x), lambda pull, g: pull(g))
@@ -427,6 +469,7 @@ WRAPS: dict[str, Any] = {
     "one by one": lambda fun: lambda x: lax.map(fun, jnp.stack([x, x[::-1]]))[:, 2:5],
     "with a rule": with_a_rule,
     "with a rule backwards": with_a_rule_backwards,
+    "through a reference": through_a_reference,
     "gradient": lambda fun: jax.grad(lambda x: jnp.sin(fun(x)).sum()),
     "on a device": lambda fun: lambda x: jax.device_put(fun(jax.device_put(x))),
     "half": lambda fun: lambda x: fun(x.astype(np.float16).astype(np.float32)) * x.astype(jnp.bfloat16),
@@ -465,6 +508,56 @@ def test_programs_of_programs(steps: list[tuple[str, str]], mode: str) -> None:
         transform = jax.jacfwd if mode == "forward" else jax.jacrev
         with pytest.raises(NotImplementedError):  # by JAX itself
             jax.eval_shape(transform(jax.vmap(fun)), np.stack([X, X]))
+    except UnknownPattern:
+        if "through a reference" not in only:
+            raise
+
+
+@jax.jit
+def put_first(ref: Any, x: Any) -> None:
+    ref[1] = x[0] ** 2
+
+
+def written_by_a_call(x: Any) -> Any:
+    ref = jax.new_ref(jnp.zeros(6))
+    put_first(ref, x)
+    return ref[...]
+
+
+def written_in_a_loop(x: Any) -> Any:
+    ref = jax.new_ref(jnp.zeros(6))
+
+    def body(i: Any, carry: Any) -> Any:
+        ref[i] = x[i] * x[(i + 1) % 6]
+        return carry
+
+    lax.fori_loop(0, 6, body, 0)
+    return ref[...]
+
+
+def totals(x: Any) -> Any:
+    return through_a_reference(jnp.sin)(x)[1]
+
+
+@pytest.mark.parametrize("fun", [written_by_a_call, written_in_a_loop, totals])
+def test_what_is_written_to_a_reference_may_depend_on_everything(fun: Any) -> None:
+    with pytest.warns(UserWarning, match="may write what is asked about to a `jax.Ref`"):
+        found = jax.jit(jacobian(fun, mode="reverse", sparsity="auto"))(X)
+    expected = jax.jacrev(fun)(X)
+    assert found.nse == expected.size
+    np.testing.assert_allclose(found.todense(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_numbers_that_differ_each_time_are_unknown(draws: int) -> None:
+    def fun(x: Any) -> Any:
+        def add(total: Any, _: None) -> Any:
+            return total + lax.rng_uniform(0.0, 1.0, (6,)), None
+
+        total = add(0.0, None)[0] if draws == 1 else lax.scan(add, jnp.zeros(6), None, length=draws)[0]
+        return jnp.where(total > draws / 2, x, 0.0)
+
+    assert pattern(fun, X, "forward").sum() == 6
 
 
 @pytest.mark.parametrize(

@@ -31,37 +31,70 @@ def whole_rows(x: Any) -> Any:
     return jax.vmap(lambda r: jnp.linalg.solve(jnp.outer(r, r) + jnp.eye(3), r))(x.reshape(4, 3))
 
 
+def by_keys_of_devices(x: Any) -> Any:
+    """The keys come from one program on all devices, and go into another."""
+    split = lambda: jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("i")), 1)
+    keys = jax.shard_map(split, in_specs=(), out_specs=P("i"))()
+    masked = lambda x, key: jnp.where(jax.random.uniform(key[0], (3,)) < 0.5, x, 0.0)
+    return jax.shard_map(masked, in_specs=(P("i"), P("i")), out_specs=P("i"))(x, keys)
+
+
 # On each device: a function of its three numbers.
 LOCAL: dict[str, tuple[Any, int]] = {
     "apart": (lambda x: x * x[::-1] + lax.axis_index("i"), 20),
-    "only the first": (lambda x: jnp.where(lax.axis_index("i") == 0, x, 0.0) ** 2, 12),
+    "only the first": (lambda x: jnp.where(lax.axis_index("i") == 0, x, 0.0) ** 2, 3),
+    "at its index": (lambda x: lax.dynamic_slice(x, (lax.axis_index("i"),), (1,)) * jnp.ones(3), 12),
+    "from its index on": (lambda x: jnp.where(jnp.arange(3) + lax.axis_index("i") < 2, x, 0.0) ** 2, 3),
+    "by random numbers": (
+        lambda x: x * (jax.random.uniform(jax.random.fold_in(jax.random.key(1), lax.axis_index("i")), (3,)) < 0.5),
+        7,
+    ),
     "loop": (lambda x: lax.fori_loop(0, 3, lambda _, c: jnp.sin(c) * x, x), 12),
     "compiled": (jax.jit(lambda x: x + lax.ppermute(x, "i", AROUND) ** 2), 24),
     "total": (lambda x: x * lax.psum(x.sum(), "i"), 144),
     "around": (lambda x: x * lax.ppermute(x, "i", AROUND), 24),
+    "total in a loop": (lambda x: lax.scan(lambda c, y: (c, lax.psum(y, "i") * y), 0, x)[1], 48),
+    "around in a loop": (lambda x: lax.fori_loop(0, 2, lambda _, c: lax.ppermute(c, "i", AROUND) * x, x), 36),
+    "total in a branch": (lambda x: lax.cond(x.shape[0] == 3, lambda x: lax.psum(x, "i") * x, jnp.sin, x), 48),
+    "around in some branch": (
+        lambda x: lax.cond(
+            lax.pmax(lax.stop_gradient(x[0]), "i") > 0, lambda x: lax.ppermute(x, "i", AROUND) ** 2, lambda x: x**2, x
+        ),
+        24,
+    ),
     "to some": (lambda x: x + lax.ppermute(x, "i", [(0, 2)]) ** 2, 15),
     "all": (lambda x: x * lax.all_gather(x, "i").sum(0), 48),
     "all in a row": (lambda x: x * lax.all_gather(x, "i", tiled=True)[:3], 21),
     "sums": (lambda x: lax.psum_scatter(jnp.append(x, x[0]), "i", tiled=True) ** 2, 16),
     "exchanged": (lambda x: lax.all_to_all(jnp.append(x, x[1]), "i", 0, 0, tiled=True) ** 2, 16),
 }
+# The same on two axes, in the other order than the mesh has them.
+GRID: dict[str, tuple[Any, int]] = {
+    "around, by two axes": (lambda x: x * lax.ppermute(x, ("b", "a"), [(0, 2), (2, 1)]), 18),
+    "moved, by two axes": (lambda x: lax.ppermute(x, ("b", "a"), [(0, 2), (2, 1)]) ** 2, 6),
+    "all, by two axes": (lambda x: lax.all_gather(x, ("b", "a"), tiled=True)[3:6] ** 2, 12),
+    "sums, by two axes": (lambda x: lax.psum_scatter(jnp.append(x, x[0]), ("b", "a"), tiled=True) ** 2, 16),
+    "exchanged, by two axes": (lambda x: lax.all_to_all(jnp.append(x, x[1]), ("b", "a"), 0, 0, tiled=True) ** 2, 16),
+    "index, by two axes": (lambda x: jnp.where(lax.axis_index(("b", "a")) == 1, x, 0.0) ** 2, 3),
+}
 WHOLE: dict[str, tuple[Any, int]] = {
     "number by number": (jnp.sin, 12),
     "mask": (lambda x: jnp.where(MASK, x, 0.0), 8),
     "solves": (whole_rows, 36),
     "sums of rows": (lambda x: (x.reshape(4, 3) ** 2).sum(1), 12),
+    "keys of devices": (by_keys_of_devices, 12),
     "moved": (lambda x: jax.sharding.reshard(x, P()) ** 2, 12),
 }
 
 
 def check(name: str) -> None:
-    mesh = jax.make_mesh((4,), ("i",))
+    axes = ("a", "b") if name in GRID else ("i",)
+    mesh = jax.make_mesh((2, 2) if name in GRID else (4,), axes)
     with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("i")))
-        local = name in LOCAL
-        fun, entries = (LOCAL if local else WHOLE)[name]
-        if local:
-            fun = jax.shard_map(fun, in_specs=P("i"), out_specs=P("i"))
+        x = jax.device_put(X, NamedSharding(mesh, P(axes)))
+        fun, entries = {**LOCAL, **GRID, **WHOLE}[name]
+        if name not in WHOLE:
+            fun = jax.shard_map(fun, in_specs=P(axes), out_specs=P(axes))
         push = jax.jit(lambda x, t: jax.jvp(fun, (x,), (t,))[1])
         expected = np.stack([np.ravel(push(x, jax.device_put(t, x.sharding))) for t in np.eye(12, dtype=X.dtype)], 1)
         for mode in ("forward", "reverse"):
@@ -76,9 +109,9 @@ def check(name: str) -> None:
 
 
 def gives_up() -> None:
-    """A loop in which devices exchange numbers."""
+    """A long loop in which devices exchange numbers."""
     mesh = jax.make_mesh((4,), ("i",))
-    body = lambda x: lax.fori_loop(0, 2, lambda _, c: lax.ppermute(c, "i", AROUND) * x, x)
+    body = lambda x: lax.fori_loop(0, 40, lambda _, c: lax.ppermute(c, "i", AROUND) * x, x)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("i")))
         fun = jax.shard_map(body, in_specs=P("i"), out_specs=P("i"))
@@ -96,7 +129,7 @@ def outcomes() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", [*LOCAL, *WHOLE, "gives up"])
+@pytest.mark.parametrize("name", [*LOCAL, *GRID, *WHOLE, "gives up"])
 def test_four_devices(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
@@ -115,4 +148,4 @@ def failure_of(name: str) -> str:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)
     warnings.simplefilter("error")
-    Path("/dev/stdout").write_text(json.dumps({name: failure_of(name) for name in [*LOCAL, *WHOLE, "gives up"]}))
+    Path("/dev/stdout").write_text(json.dumps({name: failure_of(name) for name in [*LOCAL, *GRID, *WHOLE, "gives up"]}))

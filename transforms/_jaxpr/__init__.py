@@ -21,6 +21,14 @@ CALLS = {
     **dict.fromkeys(REMAT, "jaxpr"),
 }
 
+# Operations whose results are their first operands, be it on other devices or in another layout.
+IDENTITIES = frozenset(
+    """
+    copy copy_p device_put dce_sink layout_constraint mesh_cast name optimization_barrier pcast pin pvary preduced
+    reduced_vary_cast_p reshard sharding_constraint tie unpin vary_unreduced_cast_p with_memory_space_constraint
+    """.split()  # noqa: SIM905 (words read better)
+)
+
 # Operations of which each number of the result depends on the numbers at its place alone.
 ELEMENTWISE = frozenset(
     """
@@ -86,6 +94,11 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an operation: what it calls, or repeats, or chooses from."""
     found = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
     return [x for x in found if isinstance(x, Jaxpr)]
+
+
+def holds_refs(eqn: JaxprEqn) -> bool:
+    """Tell whether an operation takes or gives a `jax.Ref`."""
+    return any(isinstance(aval(x), jax.ref.AbstractRef) for x in (*eqn.invars, *eqn.outvars))
 
 
 def aval(variable: Any) -> Any:
