@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr
 
 from .._compat import one_of
 from .._convolutions import has_convolution
-from .._jaxpr import aval, bodies
+from .._jaxpr import bodies, holds_refs
 from ._sites import find_sites
 
 # Operations that name an axis of devices, where each does its own.
@@ -72,8 +72,7 @@ class Program:
 
 
 def _has_refs(jaxpr: Jaxpr) -> bool:
-    found = any(hasattr(aval(x), "inner_aval") for eqn in jaxpr.eqns for x in (*eqn.invars, *eqn.outvars))
-    return found or any(_has_refs(body) for eqn in jaxpr.eqns for body in bodies(eqn))
+    return any(holds_refs(eqn) or any(map(_has_refs, bodies(eqn))) for eqn in jaxpr.eqns)
 
 
 def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
