@@ -249,11 +249,11 @@ class ExampleGradients:
             counted = jnp.isfinite(sizes) & (sizes > 0)
             largest = jnp.where(counted, sizes, 0).max(initial=0)
             smallest = jnp.where(counted, sizes, jnp.inf).min(initial=jnp.inf)
-            ends = [jnp.where(counted.any(), end, 1) for end in (largest, smallest)]
-            large, small = ([*map(widened, pull(jnp.full_like(operand, end))[0])] for end in ends)
+            most, least = (jnp.where(counted.any(), end, 1) for end in (largest, smallest))
+            large, small = ([*map(widened, pull(jnp.full_like(operand, end))[0])] for end in (most, least))
             fits = jnp.stack([jnp.isfinite(x).all() for x in large]).all()
             gradients = [jnp.where(fits, x, y) for x, y in zip(large, small, strict=True)]
-            found[n] = jnp.where(fits, *ends), dict(zip(sorted(self._leaves(n)), gradients, strict=True))
+            found[n] = jnp.where(fits, most, least), dict(zip(sorted(self._leaves(n)), gradients, strict=True))
         return found
 
     @cached_property

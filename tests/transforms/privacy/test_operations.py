@@ -210,14 +210,14 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         X,
     ),
     "a rule of the same parameters in each turn": (
-        lambda q, x: lax.scan(lambda c, t: (c + 7 * jnp.sum(jnp.sin(t * clipping(q))), None), 0.0, x[0])[0],
+        lambda q, x: lax.scan(lambda c, t: (c + 7 * jnp.sum(jnp.sin(t * clipping(q))), None), jnp.zeros(()), x[0])[0],
         Q,
         X,
     ),
     "a rule in a loop in a loop": (
         lambda q, x: lax.scan(
             lambda c, t: (lax.scan(lambda c, w: (jnp.sin(c + 2 * t * clipping(w) @ q[0]), None), c, q)[0], None),
-            0.0,
+            jnp.zeros(()),
             x[0],
         )[0],
         Q,
@@ -229,7 +229,7 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
                 c + lax.cond(t > 0, lambda: 3 * t * clipping(q).sum(), lambda: (t * clipping(q)[0]).sum()),
                 None,
             ),
-            0.0,
+            jnp.zeros(()),
             x[0],
         )[0],
         Q,
