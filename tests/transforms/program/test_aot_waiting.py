@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -575,6 +576,25 @@ def test_at_the_end_what_cannot_be_traced_is_warned_of_and_removed(tmp_path):
     with pytest.warns(UserWarning, match=r"aot: whether .* is stale is not known, since fun .*IndexError.*is removed"):
         aot_waiting._settle_all()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_at_the_end_a_filter_that_makes_warnings_errors_hides_none(tmp_path, capsys, waiting):
+    for rate in (2.0, 3.0):
+        for n in (1, 2):
+            aot(lambda x, rate=rate: rate * x, tmp_path, key="1")(X[:n])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        aot_waiting._settle_all()
+    assert capsys.readouterr().err.count("was stale: ") == 2
+    assert waiting == []
+
+
+def test_under_a_mesh_without_devices_there_is_a_program_too(tmp_path):
+    x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(jax.make_mesh((1,), ("a",)), jax.P("a")))
+    for _ in range(2):
+        with jax.sharding.use_abstract_mesh(x.sharding.mesh.abstract_mesh):
+            np.testing.assert_array_equal(aot(lambda x: 2.0 * x, tmp_path, key="1")(x), 2 * np.arange(4.0))
+    aot_waiting._settle_all()
 
 
 def test_a_fork_does_not_trace_at_its_end(tmp_path, monkeypatch):
