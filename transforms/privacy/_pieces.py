@@ -325,8 +325,12 @@ def widened(x: jax.Array) -> jax.Array:
     """
     if x.dtype.itemsize != 2:
         return x.astype(wide(x.dtype))
-    digits = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x.astype(jnp.float32), digits.nexp, digits.nmant)
+    digits, found = jnp.finfo(x.dtype), x.astype(jnp.float32)
+    rounded = lax.reduce_precision(found, digits.nexp, digits.nmant)
+    if x.dtype != jnp.float16:
+        return rounded
+    # It makes zeros of the subnormal numbers of float16, which are multiples of 2⁻²⁴.
+    return jnp.where(jnp.abs(found) < digits.smallest_normal, jnp.round(found * 2.0**24) * 2.0**-24, rounded)
 
 
 def wide(dtype: Any, asked: Any = None) -> Any:

@@ -30,7 +30,7 @@ def zero_taps(plan: Plan, sites: Sequence[Site], batch: int) -> Taps:
 
     def zeros(site: Site, out: Any) -> jax.Array:
         shape = batch, *(loop.length for loop in site.loops), *out.shape
-        return varying(jnp.zeros(shape, out.dtype), varying_axes(out))
+        return varying(-jnp.zeros(shape, out.dtype), varying_axes(out))  # -0.0 + -0.0 is -0.0, but 0.0 + -0.0 is not
 
     return {n: [zeros(sites[n], aval(x)) for x in outputs_with_derivatives(sites[n].eqn)] for n in plan.taps()}
 

@@ -147,6 +147,28 @@ OPERATIONS: dict[str, tuple[Any, Any, Any]] = {
         jnp.asarray(Q, jnp.float8_e4m3fn),
         BYTES[:, :1] % 3,
     ),
+    # Gradients, and factors of gradients, that are subnormal in float16.
+    "small numbers of float16": (
+        lambda q, x: jnp.sum(x[0] @ q),
+        jnp.asarray(Q, jnp.float16),
+        (3e-5 * X).astype(np.float16),
+    ),
+    "small cotangents of float16": (
+        lambda q, x: 3e-5 * jnp.sum((x[0] @ q).astype(jnp.float32)),
+        jnp.asarray(Q, jnp.float16),
+        (1000 * X).astype(np.float16),
+    ),
+    "a small number of float16": (
+        lambda q, x: 1e-5 * (x[0, 0] * jnp.sum(q**2)).astype(jnp.float32),
+        jnp.asarray(5 * Q, jnp.float16),
+        X.astype(np.float16),
+    ),
+    # What tells zeros from their opposites.
+    "the sign of zero": (
+        lambda q, x: jnp.sum(jnp.where(jnp.signbit(x[0, 0] * q), 3.0, -1.0) * q * x[0, 1]),
+        -np.abs(Q),
+        np.abs(X) * np.float32([0, 1, 1]),
+    ),
     # A number of parameters alone whose gradient overflows unless it is multiplied by a small number first.
     "a number of float16": (
         lambda q, x: (
