@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, default_registry
 
 __all__ = [
+    "PERMUTES_AS_MESH",
     "Jitted",
     "NeedsValues",
     "Tracer",
@@ -38,6 +39,10 @@ NeedsValues = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+# Whether `ppermute` over several axes counts devices in the mesh's order of the axes, whichever is given. From jax 0.11 on
+# it counts in the order given, and refuses another one than the mesh's unless this setting is off.
+PERMUTES_AS_MESH = "jax_raise_on_ppermute_sort_diff" not in jax.config.values
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

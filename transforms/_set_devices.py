@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from ._compat import PERMUTES_AS_MESH
 from ._jaxpr import CALLS, aval, bodies, called, holds_refs, interpret
 from ._set_loops import ITERATIONS, branched, unrolled
 from ._sets import UNKNOWN, Later, grouped, is_set, known, matrix_at, picked, rows_of, stacked, united
@@ -137,7 +138,7 @@ def _exchanged(eqn: JaxprEqn, sets: list[list[Any]], devices: list[dict[str, int
     name, params = eqn.primitive.name, eqn.params
     names = params.get("axes", params.get("axis_name"))
     names = names if isinstance(names, tuple) else (names,)
-    if name == "ppermute":  # it counts devices as the mesh does, in whichever order the axes are given
+    if name == "ppermute" and PERMUTES_AS_MESH:
         names = tuple(sorted(names, key=list(devices[0]).index))
     if params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in names):
         return None
