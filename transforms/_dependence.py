@@ -23,7 +23,7 @@ from ._set_devices import crosses, on_devices
 from ._set_indices import keeps_apart, partly_computed
 from ._set_loops import ITERATIONS, branched, iterated, unrolled
 from ._set_rules import sets_of_results
-from ._sets import UNKNOWN, Later, Partly, is_set, known, rows_of, stacked, unit_sets
+from ._sets import UNKNOWN, Later, Partly, is_set, known, refuse_refs, rows_of, stacked, unit_sets
 
 # What these give is something else on another platform, or at another time.
 _ELSEWHERE = frozenset({"platform_index", "rng_bit_generator", "rng_uniform"})
@@ -52,8 +52,7 @@ def _visit(eqn: JaxprEqn, values: list[Any], blind: list[str]) -> list[Any]:
     name = eqn.primitive.name
     if not any(map(is_set, values)):
         return _constant(eqn, values)
-    if holds_refs(eqn):
-        raise NotImplementedError(f"`{name}` may write what is asked about to a `jax.Ref`")
+    refuse_refs(eqn)
     if not any(map(_holds_tangents, eqn.outvars)):
         return [UNKNOWN] * len(eqn.outvars)
     if name == "shard_map":

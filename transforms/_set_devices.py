@@ -11,9 +11,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._compat import PERMUTES_AS_MESH
-from ._jaxpr import CALLS, aval, bodies, called, holds_refs, interpret
+from ._jaxpr import CALLS, aval, bodies, called, interpret
 from ._set_loops import ITERATIONS, branched, unrolled
-from ._sets import UNKNOWN, Later, grouped, is_set, known, matrix_at, picked, rows_of, stacked, united
+from ._sets import UNKNOWN, Later, grouped, is_set, known, matrix_at, picked, refuse_refs, rows_of, stacked, united
 
 # From an operation and its operands to its results, on one device.
 Visit = Callable[[JaxprEqn, list[Any]], list[Any]]
@@ -120,8 +120,7 @@ def _run(
         columns = next((x.shape[1] for value in values for x in value if is_set(x)), None)
         if columns is None:
             return [[UNKNOWN] * len(devices) for _ in eqn.outvars]
-        if holds_refs(eqn):
-            raise NotImplementedError(f"`{name}` may write what is asked about to a `jax.Ref`")
+        refuse_refs(eqn)
         sets = [[rows_of(x, part, columns) for part in value] for x, value in zip(eqn.invars, values, strict=True)]
         out = _exchanged(eqn, sets, devices)
         if out is None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._compat import Tracer
-from ._jaxpr import aval
+from ._jaxpr import aval, holds_refs
 from ._keys import is_key
 
 # A value that does not depend on what is asked about, and is not known.
@@ -154,3 +154,9 @@ def mixed(eqn: JaxprEqn, values: list[Any], operands: Sequence[Any], results: Se
 def rows_of(x: Any, value: Any, columns: int) -> Any:
     """The sets of a value, empty ones if it has none."""
     return value if is_set(value) else matrix_at([], [], (math.prod(aval(x).shape), columns))
+
+
+def refuse_refs(eqn: JaxprEqn) -> None:
+    """Refuse an operation with a `jax.Ref`: no variable of the program leads from what is written to what is read."""
+    if holds_refs(eqn):
+        raise NotImplementedError(f"`{eqn.primitive.name}` may write what is asked about to a `jax.Ref`")

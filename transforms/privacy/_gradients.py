@@ -56,7 +56,7 @@ class ExampleGradients:
     """
 
     def __init__(self, program: Program, examples: Sequence[Any], spmd_axis_name: str | None = None) -> None:
-        if program.has_refs:
+        if program.has_refs:  # no variable leads from what is written to what is read; `jax.grad` takes its place
             raise NotImplementedError("the loss has a jax.Ref, through which values go unseen")
         self._program, self._parameters = program, program.parameters
         self._plan, self._sites, self._spmd = program.plan, program.sites, spmd_axis_name
@@ -258,6 +258,7 @@ class ExampleGradients:
 
     @cached_property
     def _directions(self) -> dict[int, dict[int, jax.Array]]:
+        """The gradients of the numbers in `self._shared`, for each parameter, at the cotangents of `_pulled`."""
         return {n: gradients for n, (_, gradients) in self._pulled.items()}
 
     def _chain(self, parameters: Iterable[int], wanted: frozenset[int]) -> tuple[Callable[..., Any], list[jax.Array]]:
