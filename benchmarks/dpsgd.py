@@ -25,7 +25,7 @@ from privacy import CLIP, Job, _opacus, best_of_jax_privacy, jobs, mlp, torch
 
 from plurax.transforms import clipped_grad
 from plurax.transforms.privacy import DPSGD, Batch
-from plurax.transforms.privacy._noise import add_noise, privatizer
+from plurax.transforms.privacy._dpsgd.noise import add_noise, privatizer
 
 RATE = 1e-3
 OPTIMIZER = optax.adam(RATE)

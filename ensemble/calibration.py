@@ -12,8 +12,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..transforms._arguments import is_real
-from ._probabilities import at_least_float32, check_numbers, check_probabilities, check_scored, outside, prepared
+from ..transforms._core.arguments import is_real
+from ._scoring.validation import at_least_float32, check_numbers, check_probabilities, check_scored, outside, prepared
 
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
 

@@ -11,10 +11,10 @@ no class, a logit where a probability should be) are refused where they are know
 where they are traced, as under `jit`, they make the score NaN.
 """
 
-from ._regression import gaussian_crps, gaussian_nll, interval_coverage, mixture_nll
-from ._scores import accuracy, adaptive_ece, brier, ece, nll
-from ._separation import RiskCoverage, auroc, risk_coverage
-from ._uncertainty import (
+from ._scoring.classification import accuracy, adaptive_ece, brier, ece, nll
+from ._scoring.regression import gaussian_crps, gaussian_nll, interval_coverage, mixture_nll
+from ._scoring.selective import RiskCoverage, auroc, risk_coverage
+from ._scoring.uncertainty import (
     aleatoric_variance,
     disagreement,
     entropy,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..transforms._arguments import describe
-from ._probabilities import check_probabilities, check_scored
-from ._scores import ece
+from ..transforms._core.arguments import describe
+from ._scoring.classification import ece
+from ._scoring.validation import check_probabilities, check_scored
 
 __all__ = ["disagreement", "entropies", "learning_curves", "reliability"]
 

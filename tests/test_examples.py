@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plurax.transforms import _checkpoint as checkpoint
+from plurax.transforms._runs import checkpoint as checkpoint
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,14 +1,11 @@
-"""Who may import whom, and what an import may do.
-
-ensemble -> transforms.{modules,privacy,program} -> the root files of transforms -> transforms._jaxpr
-"""
+"""Who may import whom, and what an import may do."""
 
 import ast
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,49 @@ import pytest
 import plurax
 
 ROOT = Path(__file__).parents[1]
+# What a folder holds, lowest first: a line may import the lines above it; the parts of a line, nothing of each other.
+LAYERS = {
+    "": ["transforms", "ensemble"],
+    "transforms": [
+        "_core",
+        "_models",
+        "_calls",
+        "_convolutions _runs _vmap _grad _dual _taylor",
+        "_linear _jacobian",
+        "_curvature",
+        "modules privacy program",
+        "__init__",
+    ],
+    "transforms.privacy": ["_per_example", "_dpsgd", "__init__"],
+    "transforms.program": [
+        "_ir _compile_cache _stack",
+        "_accumulate _aot _bucketed _depend _donation _fold _layers _layout _profile _topk",
+        "__init__",
+    ],
+    "ensemble": ["_scoring", "_members", "_step", "_execution", "_training", "calibration metrics plots", "__init__"],
+}
 HEAVY = {"flax", "scipy", "matplotlib", "orbax", "tensorstore"}
 # It defines an NNX module, and is imported where one is made.
 LATE = "transforms.program._stack"
 
 
-def layer(module: str) -> int:
-    package, child = [*module.split("."), ""][:2]
-    if package == "ensemble":
-        return 3
-    if child in {"modules", "privacy", "program"}:
-        return 2
-    return 0 if child in {"_jaxpr", "_compat"} else 1
+def line_of(folder: str, child: str) -> int:
+    """The line of `LAYERS[folder]` that `child` is in; a folder itself is its `__init__`."""
+    found = [i for i, line in enumerate(LAYERS[folder]) if (child or "__init__") in line.split()]
+    assert len(found) == 1, f"{child} is in {len(found)} lines of {folder or 'the root'}"
+    return found[0]
+
+
+def is_above(name: str, module: str) -> bool:
+    """Whether `name` is in another part of the lowest folder that both are in, which is not a lower one."""
+    theirs, ours = [*name.split("."), ""], [*module.split("."), ""]
+    common = next(i for i, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other or not one)
+    folder, child, own = ".".join(ours[:common]), theirs[common], ours[common]
+    if folder not in LAYERS or not own or child == own:
+        return False
+    if folder and all(child not in line.split() for line in LAYERS[folder]):
+        child = ""  # a name that the folder's own file defines
+    return line_of(folder, child) >= line_of(folder, own)
 
 
 def imports(module: str, node: ast.AST) -> Iterator[tuple[str, bool]]:
@@ -68,10 +96,8 @@ def violations(module: str, source: str) -> list[str]:
                 found.append(f"imports {top}")
             if top in {"plurax", "transforms", "ensemble"} and not relative:
                 found.append(f"imports {name} by its absolute name")
-            if top in {"transforms", "ensemble"} and layer(name) > layer(module):
-                if module == "transforms.__init__" and name.startswith("transforms.privacy."):
-                    continue  # the one exception: it re-exports names of .privacy
-                found.append(f"imports {name}, which is a layer above")
+            if top in {"transforms", "ensemble"} and is_above(name, module):
+                found.append(f"imports {name}, which is no layer below")
     if module.startswith("transforms."):
         names = [name for node in at_import(tree) for name, _ in imports(module, node)]
         heavy = HEAVY - {"flax"} if module.startswith(("transforms.modules.", LATE)) else HEAVY
@@ -79,37 +105,91 @@ def violations(module: str, source: str) -> list[str]:
     return found
 
 
+def modules_of(root: Path) -> dict[str, Path]:
+    paths = [path for folder in ("transforms", "ensemble") for path in (root / folder).rglob("*.py")]
+    return {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
+
+
 def test_every_file_keeps_the_layers() -> None:
-    files = [path for folder in ("transforms", "ensemble") for path in (ROOT / folder).rglob("*.py")]
-    assert len(files) > 3
-    modules = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
-    found = {module: violations(module, path.read_text()) for path, module in modules.items()}
+    modules = modules_of(ROOT)
+    assert len(modules) > 100
+    found = {module: violations(module, path.read_text()) for module, path in modules.items()}
     assert {module: broken for module, broken in found.items() if broken} == {}
+
+
+def circles(sources: Mapping[str, str]) -> list[set[str]]:
+    """The parts (files, folders) of any folder that need each other to be imported, by module and source."""
+    needs: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        own = module.split(".")
+        for node in at_import(ast.parse(source)):
+            for name, relative in imports(module, node):
+                theirs = name.split(".")
+                common = next((i for i, pair in enumerate(zip(own, theirs, strict=False)) if len({*pair}) > 1), 0)
+                if relative and common:
+                    needs.setdefault(".".join(own[: common + 1]), set()).add(".".join(theirs[: common + 1]))
+    reached = {part: set(direct) for part, direct in needs.items()}
+    for middle in needs:
+        for direct in reached.values():
+            if middle in direct:
+                direct |= reached[middle]
+    together = {part: frozenset(x for x in direct if part in reached.get(x, ())) for part, direct in reached.items()}
+    return [set(parts) for parts in sorted({parts for parts in together.values() if len(parts) > 1}, key=sorted)]
+
+
+def test_no_two_files_or_folders_need_each_other() -> None:
+    assert circles({module: path.read_text() for module, path in modules_of(ROOT).items()}) == []
+
+
+def test_circles_are_seen() -> None:
+    sources = {
+        "transforms._a.x": "from .y import f",
+        "transforms._a.y": "from .z import g\nfrom .._b import h",
+        "transforms._a.z": "from ..._b.x import h\nfrom . import x",
+        "transforms._b.x": "from .._a.y import f",
+        "transforms._c": "from ._a.x import f",
+    }
+    together = [{"transforms._a", "transforms._b"}, {"transforms._a.x", "transforms._a.y", "transforms._a.z"}]
+    assert circles(sources | {"transforms._a.z": "from .._b.x import h\nfrom . import x"}) == together
+    assert circles(sources | {"transforms._a.z": "", "transforms._b.x": "def f():\n    from .._a import y"}) == []
+
+
+def test_folders_are_small_enough_to_be_read() -> None:
+    for folder in {path.parent for path in modules_of(ROOT).values()}:
+        assert len(list(folder.glob("*.py"))) <= 14, folder
 
 
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("transforms._vmap", "from ..ensemble import Ensemble", "ensemble.Ensemble, which is a layer above"),
-        ("transforms._vmap", "from .. import ensemble", "ensemble, which is a layer above"),
-        ("transforms._vmap", "def f():\n    from .privacy import x", "transforms.privacy.x, which is a layer above"),
-        ("transforms._vmap", "from . import modules", "transforms.modules, which is a layer above"),
-        ("transforms.__init__", "from .program import profile", "program.profile, which is a layer above"),
-        ("transforms.privacy._clip", "from ...ensemble import x", "ensemble.x, which is a layer above"),
-        ("transforms._jaxpr._rules", "from .._vmap import vmap", "transforms._vmap.vmap, which is a layer above"),
-        ("ensemble._trainer", "import transforms", "transforms by its absolute name"),
-        ("ensemble._trainer", "from plurax.transforms import vmap", "plurax.transforms.vmap by its absolute name"),
+        ("transforms._vmap", "from ..ensemble import Ensemble", "ensemble.Ensemble, which is no layer below"),
+        ("transforms._vmap", "from .. import ensemble", "ensemble, which is no layer below"),
+        ("transforms._vmap", "def f():\n    from .privacy import x", "transforms.privacy.x, which is no layer below"),
+        ("transforms._vmap", "from . import modules", "transforms.modules, which is no layer below"),
+        ("transforms._vmap", "from ._grad import grad", "transforms._grad.grad, which is no layer below"),
+        ("transforms._vmap", "from . import vmap", "transforms.vmap, which is no layer below"),
+        ("transforms.privacy._dpsgd.fit", "from ....ensemble import x", "ensemble.x, which is no layer below"),
+        ("transforms.privacy._dpsgd.fit", "from ...program import f", "program.f, which is no layer below"),
+        ("transforms.privacy._per_example.f", "from .._dpsgd import fit", "_dpsgd.fit, which is no layer below"),
+        ("transforms._core.jaxpr", "from .._vmap import vmap", "transforms._vmap.vmap, which is no layer below"),
+        ("ensemble._members.rows", "from .._step.state import x", "_step.state.x, which is no layer below"),
+        ("ensemble._training.trainer", "import transforms", "transforms by its absolute name"),
+        (
+            "ensemble._training.trainer",
+            "from plurax.transforms import vmap",
+            "plurax.transforms.vmap by its absolute name",
+        ),
         ("transforms._vmap", "import ensemble._stack as s", "ensemble._stack by its absolute name"),
-        ("ensemble._trainer", "import jax._src.core", "imports jax._src"),
-        ("ensemble._trainer", "from jax import _src", "imports jax._src"),
-        ("ensemble._trainer", "from jax._src import core", "imports jax._src"),
-        ("ensemble._trainer", "import jax\nx = jax._src.core.Jaxpr", "uses jax._src"),
-        ("ensemble._trainer", "import pickle", "imports pickle"),
-        ("ensemble._trainer", "def f():\n    from pickle import loads", "imports pickle"),
+        ("ensemble._training.trainer", "import jax._src.core", "imports jax._src"),
+        ("ensemble._training.trainer", "from jax import _src", "imports jax._src"),
+        ("ensemble._training.trainer", "from jax._src import core", "imports jax._src"),
+        ("ensemble._training.trainer", "import jax\nx = jax._src.core.Jaxpr", "uses jax._src"),
+        ("ensemble._training.trainer", "import pickle", "imports pickle"),
+        ("ensemble._training.trainer", "def f():\n    from pickle import loads", "imports pickle"),
         ("transforms._grad", "from flax import nnx", "flax.nnx at module level"),
         ("transforms._grad", "import matplotlib.pyplot as plt", "matplotlib.pyplot at module level"),
         ("transforms.modules._files", "try:\n    import orbax\nexcept ImportError: ...", "orbax at module level"),
-        ("transforms.privacy._clip", "from flax import nnx", "flax.nnx at module level"),
+        ("transforms.privacy._dpsgd.fit", "from flax import nnx", "flax.nnx at module level"),
         ("transforms._grad", "class A:\n    import scipy", "scipy at module level"),
         ("transforms._grad", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import flax", "flax at module level"),
     ],
@@ -124,13 +204,16 @@ def test_each_rule_can_fail(module: str, source: str, message: str) -> None:
         ("transforms.__init__", "from ._vmap import vmap\nfrom .privacy import clipped_grad"),
         ("transforms._grad", "def f():\n    from flax import nnx"),
         ("transforms._grad", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flax import nnx"),
-        ("transforms._grad", "import jax\nfrom . import _chunk\nfrom ._jaxpr import interpret"),
-        ("transforms._jaxpr._rules", "from .._compat import Jaxpr\nfrom . import _walk"),
-        ("transforms.privacy._clip", "from .. import vmap\nfrom .._chunk import f\nfrom ..program import profile"),
-        ("transforms.modules._freeze", "from flax import nnx\nfrom .._model import is_module"),
+        ("transforms._grad", "import jax\nfrom ._calls import chunk\nfrom ._core.jaxpr import interpret"),
+        ("transforms._core.jaxpr", "from .compat import Jaxpr\nfrom . import axes"),
+        ("transforms.privacy._dpsgd.fit", "from .._per_example.clipped import f\nfrom . import step"),
+        ("transforms.modules._freeze", "from flax import nnx\nfrom .._models.split_model import is_module"),
         (LATE, "from flax import nnx"),
-        ("ensemble._trainer", "import orbax.checkpoint\nfrom ..transforms import vmap\nfrom ._stack import stack"),
-        ("ensemble._trainer", "from ..transforms.privacy import clipped_grad"),
+        (
+            "ensemble._training.trainer",
+            "import orbax.checkpoint\nfrom ...transforms import vmap\nfrom .fit import stack",
+        ),
+        ("ensemble._training.trainer", "from ...transforms.privacy import clipped_grad"),
     ],
 )
 def test_what_is_allowed_passes(module: str, source: str) -> None:

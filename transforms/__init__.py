@@ -1,15 +1,15 @@
 """Functional transforms on JAX: functions in, functions out."""
 
-from ._batch_jacobian import batch_jacobian
+from ._curvature.hessian_trace import hessian_diagonal, hessian_trace, hutchinson_trace
+from ._curvature.laplacian import laplacian
+from ._curvature.products import gnvp, hvp, value_grad_and_hvp, vhp
 from ._dual import Dual, dual
 from ._grad import grad, value_and_grad
-from ._hessian import hessian
-from ._jacobian import jacfwd, jacobian, jacrev
-from ._laplacian import laplacian
+from ._jacobian.batch import batch_jacobian
+from ._jacobian.hessian import hessian
+from ._jacobian.jacobian import jacfwd, jacobian, jacrev
 from ._linear import jvp, linearize, vjp
-from ._products import gnvp, hvp, value_grad_and_hvp, vhp
 from ._taylor import derivative
-from ._trace import hessian_diagonal, hessian_trace, hutchinson_trace
 from ._vmap import vmap
 from .privacy import clipped_grad, per_sample_grad, per_sample_norm
 

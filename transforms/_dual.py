@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from ._arguments import check_callable, wrap_like
-from ._call import Call
-from ._model import is_model, is_parts, owner_of, refuse_shared_state, to_parts
+from ._calls.call import Call
+from ._core.arguments import check_callable, wrap_like
+from ._models.split_model import is_model, is_parts, owner_of, refuse_shared_state, to_parts
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
-from ._call import Call, check_complex, check_output
-from ._compat import varying, varying_axes
-from ._model import filters_apart
-from ._weak import weak_like
+from ._calls.call import Call, check_complex, check_output
+from ._core.arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
+from ._core.compat import varying, varying_axes
+from ._core.weak_types import weak_like
+from ._models.split_model import filters_apart
 
 
 def grad(

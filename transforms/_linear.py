@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.tree_util import register_dataclass
 
-from ._arguments import check_callable, describe
-from ._call import Call
+from ._calls.call import Call
+from ._calls.primals import Primals
+from ._core.arguments import check_callable, describe
 from ._grad import seed
-from ._primals import Primals
-from ._static import Static
+from ._models.hashable import Static
 
 
 def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:

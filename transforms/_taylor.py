@@ -12,11 +12,11 @@ from jax.experimental.jet import jet_rules
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
-from ._arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
-from ._changes import call_with_models, changes
-from ._compat import NeedsValues
-from ._jaxpr import evaluate, interpret
-from ._model import owner_of, refuse_shared_state, to_parts
+from ._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
+from ._core.compat import NeedsValues
+from ._core.jaxpr import evaluate, interpret
+from ._models.mutation import call_with_models, changes
+from ._models.split_model import owner_of, refuse_shared_state, to_parts
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
 _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905 (words read better)

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 
-from ._arguments import argument_name, check_callable, check_count, leaf_name, wrap_like
-from ._axes import (
+from ._calls.chunk import map_in_chunks, map_parts_in_chunks
+from ._calls.explicit_sharding import divided_alike
+from ._core.arguments import argument_name, check_callable, check_count, leaf_name, wrap_like
+from ._core.axes import (
     Axes,
     axes_per_argument,
     broadcast_axes,
@@ -17,11 +19,9 @@ from ._axes import (
     check_out_axes,
     mapped_size,
 )
-from ._budget import check_budget, chunk_within
-from ._changes import call_with_models, changes
-from ._chunk import map_in_chunks, map_parts_in_chunks
-from ._explicit import divided_alike
-from ._model import (
+from ._core.memory import check_budget, chunk_within
+from ._models.mutation import call_with_models, changes
+from ._models.split_model import (
     Parts,
     from_parts,
     is_members,

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._arguments import check_callable, describe
-from .._compat import Tracer
-from .._keys import is_key
-from .._model import is_members
-from .._stacking import outline
+from .._core.arguments import check_callable, describe
+from .._core.compat import Tracer
+from .._core.prng import is_key
+from .._models.split_model import is_members
+from .._models.stacking import outline
 from ._places import check_module, named_leaves, with_leaves
 from ._safetensors import DTYPES, read_array, reading, write
 

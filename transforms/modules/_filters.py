@@ -8,8 +8,8 @@ from typing import Any
 
 from flax import nnx
 
-from .._arguments import describe
-from .._model import dotted
+from .._core.arguments import describe
+from .._models.split_model import dotted
 from ._places import Path
 
 # Of a path, the modules around it, and the variable there.

@@ -7,8 +7,8 @@ from typing import Any
 
 from flax import nnx
 
-from .._arguments import short
-from .._model import dotted
+from .._core.arguments import short
+from .._models.split_model import dotted
 from ._filters import matching
 from ._kinds import SEEKERS
 from ._parameters import frozen, is_parameter, thawed

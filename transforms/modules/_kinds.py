@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from .._arguments import describe
+from .._core.arguments import describe
 from ._places import Path
 
 # In each call they look for the `nnx.Param`s within them: to normalise them in their place, or to hand them to Linen.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._model import is_members
+from .._models.split_model import is_members
 from ._places import check_module, copied, named_leaves
 
 _KIND = "frozen_from"

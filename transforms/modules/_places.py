@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._arguments import describe
-from .._compat import Tracer
-from .._model import dotted, is_members, is_module
+from .._core.arguments import describe
+from .._core.compat import Tracer
+from .._models.split_model import dotted, is_members, is_module
 
 Path = tuple[Any, ...]
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._arguments import describe
-from .._model import dotted
+from .._core.arguments import describe
+from .._models.split_model import dotted
 from ._kinds import NORMS_OF_WEIGHTS, SEEKERS, check_rules, holder, rule_for
 from ._parameters import is_parameter
 from ._places import apply_to_module, enclosing, places, replaced

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._arguments import describe
-from .._keys import check_key
-from .._model import dotted, is_members
+from .._core.arguments import describe
+from .._core.prng import check_key
+from .._models.split_model import dotted, is_members
 from ._kinds import check_rules, holder, rule_for
 from ._parameters import is_parameter
 from ._places import Path, check_module, named_leaves, places, with_leaves

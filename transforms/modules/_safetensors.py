@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .._processes import Damaged
-from .._whole_file import write_whole
+from .._runs.atomic_write import write_whole
+from .._runs.processes import Damaged
 
 _DIGITS = b"00000000"
 _METADATA = {"plurax.format": "1", "plurax.checksum": _DIGITS.decode()}

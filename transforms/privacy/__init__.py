@@ -1,9 +1,9 @@
 """Per-sample gradients, the clipped sums that differential privacy asks for, and training with them."""
 
-from ._clipped import clipped_grad
-from ._dpsgd import DPSGD
-from ._per_sample import per_sample_grad, per_sample_norm
-from ._sampling import Batch
-from ._state import DPState
+from ._dpsgd.dpsgd import DPSGD
+from ._dpsgd.sampling import Batch
+from ._dpsgd.state import DPState
+from ._per_example.clipped import clipped_grad
+from ._per_example.per_sample import per_sample_grad, per_sample_norm
 
 __all__ = ["DPSGD", "Batch", "DPState", "clipped_grad", "per_sample_grad", "per_sample_norm"]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from .._arguments import (
+from .._convolutions.in_scans import with_loopable_gradients
+from .._core.arguments import (
     argument_name,
     check_argnums,
     check_callable,
@@ -21,10 +22,10 @@ from .._arguments import (
     resolve_argnums,
     wrap_like,
 )
-from .._changes import call_purely, update, with_changes
-from .._compat import varying, varying_axes
-from .._loopable import with_loopable_gradients
-from .._model import (
+from .._core.compat import varying, varying_axes
+from .._core.weak_types import weak_like
+from .._models.mutation import call_purely, update, with_changes
+from .._models.split_model import (
     is_model,
     models_of,
     named_arrays,
@@ -34,7 +35,6 @@ from .._model import (
     to_parts,
     with_parts,
 )
-from .._weak import weak_like
 
 
 def accumulate(

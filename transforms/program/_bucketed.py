@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
-from .._axes import Axes, broadcast_axes, check_axes, mapped_size
-from .._changes import call_purely, update, with_changes
-from .._compat import Tracer
-from .._model import is_model, models_of, owner_of, parts_of, refuse_shared_state, to_parts
+from .._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
+from .._core.axes import Axes, broadcast_axes, check_axes, mapped_size
+from .._core.compat import Tracer
+from .._models.mutation import call_purely, update, with_changes
+from .._models.split_model import is_model, models_of, owner_of, parts_of, refuse_shared_state, to_parts
 
 _POWERS = "pow2"
 

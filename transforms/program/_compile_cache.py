@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from .._arguments import describe
-from .._compat import forget_cache
+from .._core.arguments import describe
+from .._core.compat import forget_cache
 
 _DIRECTORY = "jax_compilation_cache_dir"
 _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from .._arguments import check_callable, describe
-from .._compat import Jitted
-from ._hlo import Program
-from ._prepared import names_in_cache_key
+from .._core.arguments import check_callable, describe
+from .._core.compat import Jitted
+from ._ir.hlo import Program
+from ._ir.traced_program import names_in_cache_key
 
 _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arguments import check_count, describe, leaf_name
-from .._changes import call_purely, update, with_changes
-from .._loopable import with_loopable_gradients
-from .._model import Parts, is_model, is_module, models_of
-from .._stacking import Stacking
+from .._convolutions.in_scans import with_loopable_gradients
+from .._core.arguments import check_count, describe, leaf_name
+from .._models.mutation import call_purely, update, with_changes
+from .._models.split_model import Parts, is_model, is_module, models_of
+from .._models.stacking import Stacking
 
 if TYPE_CHECKING:
     from ._stack import Stack

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ._hlo import Instruction, Program
-from ._prepared import Prepared
+from ._ir.hlo import Instruction, Program
+from ._ir.traced_program import Prepared
 
 
 def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._model import Parts, split
+from .._models.split_model import Parts, split
 
 
 class Stack(nnx.Module):

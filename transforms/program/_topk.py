@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import describe, is_real
+from .._core.arguments import describe, is_real
 
 
 def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from plurax.ensemble import Ensemble
 from plurax.transforms import value_and_grad
-from plurax.transforms._jaxpr import bodies
+from plurax.transforms._core.jaxpr import bodies
 from plurax.transforms.modules import freeze, named_parameters, with_precision
 
 HALF = jnp.bfloat16

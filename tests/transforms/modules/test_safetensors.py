@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from plurax.transforms._processes import Damaged
+from plurax.transforms._runs.processes import Damaged
 from plurax.transforms.modules import _safetensors, load_params, save_params
 from plurax.transforms.modules._safetensors import read_array, reading, write
 

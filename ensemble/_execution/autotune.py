@@ -1,0 +1,331 @@
+"""Which execution is quickest: `strategy="auto"` compiles the candidates, measures them, and remembers.
+
+What wins depends on the program, its shapes and the machine, and no rule that we know tells: batched operations win for
+small perceptrons, one member after another for convolutions, and how far apart they are changes with the size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+
+from ...transforms._core.machine import cores, processor
+from ...transforms._core.memory import in_words
+from ...transforms._runs.atomic_write import write_whole
+from .._members.strategy import Execution
+
+# A program with a copy of the operations for each member is not compiled if that is likely to take longer: seconds.
+_LONGEST_COMPILE = 20.0
+# What takes this many times as long as the best is not measured again.
+_OUT_OF_REACH = 1.3
+_ROUNDS = 15
+# A turn takes steps for so many seconds, one after another as in training, and times so many of them at most; what is
+# shorter than the last of these is timed together with those that follow.
+_TURN, _MOST_TIMES, _SHORT = 0.05, 10, 0.001
+# What takes at most so many times as long as the quickest is as quick.
+_EQUAL = 1.03
+# How many turns count at first, as long as they take no more than this share of the time.
+_FIRST, _SHARES = 4, 16
+
+_NO_TIME = "no time was left"
+_FORMAT = 2
+_remembered: dict[str, Tuning] = {}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to execute the members.
+
+    Attributes:
+      execution: the way.
+      ms: the lower quartile of the times of a step; None if it was not measured.
+      temporaries: bytes of the compiled program beside its arguments and results; of one member for a loop.
+      compile_s: how long tracing and compiling took.
+      note: why it was not measured, or not again.
+    """
+
+    execution: Execution
+    ms: float | None = None
+    temporaries: int | None = None
+    compile_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, and what was chosen; as text it is a table.
+
+    Attributes:
+      chosen: the execution.
+      candidates: all that were considered.
+      where: the device and the number of members.
+      seconds: how long measuring took, beside compiling.
+      allowed: how long it might have taken.
+    """
+
+    chosen: Execution
+    candidates: tuple[Candidate, ...]
+    where: str
+    seconds: float
+    allowed: float
+
+    def is_cut_short_of(self, seconds: float) -> bool:
+        """Whether candidates were left out for want of time, of which there is more now."""
+        return self.allowed < seconds and any(one.note == _NO_TIME for one in self.candidates)
+
+    def __str__(self) -> str:
+        rows = [["", "ms", "temporaries", "compile (s)", ""]]
+        for one in sorted(self.candidates, key=lambda one: float("inf") if one.ms is None else one.ms):
+            chosen = one.execution == self.chosen
+            rows.append(
+                [
+                    str(one.execution),
+                    "" if one.ms is None else f"{one.ms:.3g}",
+                    "" if one.temporaries is None else in_words(one.temporaries),
+                    "" if one.compile_s is None else f"{one.compile_s:.2f}",
+                    "chosen" if chosen else one.note,
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, *numbers, note in rows:
+            columns = (x.rjust(width) for x, width in zip(numbers, widths[1:-1], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *columns, note]))
+        return "\n".join([f"{self.where}, measured in {self.seconds:.1f} s", *(line.rstrip() for line in lines)])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate, ready to be measured.
+
+    Attributes:
+      compile: compiles it, and returns the bytes of its temporaries.
+      run: takes steps, one after another, from a fresh copy of the state: a single one, and then so many times so many.
+        Returns how many seconds a step took each time.
+    """
+
+    compile: Callable[[], int]
+    run: Callable[[int, int], list[float]]
+
+
+def tune(
+    trial: Callable[[Execution], Trial],
+    *,
+    size: int,
+    convolutions: bool,
+    looped: bool = True,
+    devices: int = 1,
+    seconds: float,
+    budget: int | None,
+    where: str,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Tuning | None:
+    """Measure the candidates, and choose the quickest.
+
+    Args:
+      trial: from an execution to what measures it.
+      size: how many members there are on one device.
+      convolutions: whether the program has some, which may be rewritten.
+      looped: whether a Python loop over the members is possible.
+      devices: over how many devices the members may be spread beside one.
+      seconds: for all measuring; compiling is not counted.
+      budget: bytes of temporaries, or None.
+      where: what to say of the place.
+      tell: is told what is about to be measured.
+
+    Returns:
+      What was found; None where all fail when they run, such as for want of memory for a copy of the state.
+
+    Raises:
+      ValueError: none of the candidates fits into the budget.
+    """
+    search = _Search(trial, seconds, budget, tell)
+    first = "loop" if looped else "map"
+    for products in (False, True) if convolutions else (False,):
+        search.measure(Execution(first, products=products))
+    products = search.best(first).execution.products if search.measured() else False
+    compile_one = max((one.compile_s or 0.0 for one in search.found.values()), default=0.0)
+
+    for strategy in ("vmap", "map", "unroll"):
+        execution = Execution(strategy, products=products)
+        if strategy == "unroll" and compile_one * size > _LONGEST_COMPILE:
+            search.skip(execution, f"about {compile_one * size:.0f} s to compile")
+        elif execution not in search.found:
+            search.measure(execution)
+    # Smaller chunks as long as they are quicker, or the larger ones do not fit.
+    chunk, quickest = size // 4, search.time(Execution("vmap", products=products))
+    while chunk >= 2:
+        execution = Execution("vmap", -(-size // -(-size // chunk)), products)
+        search.measure(execution)
+        if search.time(execution) > quickest and quickest < float("inf"):
+            break
+        chunk, quickest = chunk // 4, search.time(execution)
+    if devices > 1:
+        for strategy in ("map", "vmap", "unroll"):
+            execution = Execution(strategy, None, products, devices)
+            if strategy == "unroll" and compile_one * -(-size // devices) > _LONGEST_COMPILE:
+                search.skip(execution, f"about {compile_one * -(-size // devices):.0f} s to compile")
+            else:
+                search.measure(execution)
+    search.repeat()
+    if not search.measured() and isinstance(search.error, jax.errors.JaxRuntimeError):
+        return None
+    best = search.best()
+    # Of those that are as quick, the one that needs the least memory: it suffers least from what else the machine does.
+    equal = [one for one in search.measured() if (one.ms or 0.0) <= _EQUAL * (best.ms or 0.0)]
+    chosen = min(equal, key=lambda one: one.temporaries or 0)
+    return Tuning(chosen.execution, tuple(search.found.values()), where, search.spent, seconds)
+
+
+class _Search:
+    """The candidates measured so far, and the time that is left."""
+
+    def __init__(
+        self, trial: Callable[[Execution], Trial], seconds: float, budget: int | None, tell: Callable[[str], None]
+    ) -> None:
+        self.found: dict[Execution, Candidate] = {}
+        self.spent = 0.0
+        self._trial, self._seconds, self._budget, self._tell = trial, seconds, budget, tell
+        self._runs: dict[Execution, Callable[[int, int], list[float]]] = {}
+        self._times: dict[Execution, list[float]] = {}
+        self.error: Exception | None = None
+
+    def measure(self, execution: Execution) -> None:
+        """Compile it, and take some steps; whatever fails is no candidate."""
+        if self.spent > self._seconds and self.measured():
+            self.skip(execution, _NO_TIME)
+            return
+        self._tell(str(execution))
+        start = time.perf_counter()
+        try:
+            trial = self._trial(execution)
+            temporaries = trial.compile()
+            compile_s = time.perf_counter() - start
+            one = Candidate(execution, None, temporaries, compile_s)
+            if self._budget is not None and temporaries > self._budget:
+                self.found[execution] = replace(one, note="over the memory budget")
+                return
+            # The first allocates, loads and compiles small things; it counts only where there is no time for others.
+            first, times = self._timed(trial.run, 0, 0), list[float]()
+            before, turns = self.spent, 0
+            while turns < _FIRST and self.spent < self._seconds and self.spent - before < self._seconds / _SHARES:
+                times += self._turn(trial.run, min([*first, *times]))
+                turns += 1
+            times = times or first
+        except Exception as error:  # such as an operation that cannot be batched, or too little memory
+            self.error = self.error or error
+            self.skip(execution, f"fails: {type(error).__name__}")
+            return
+        self._runs[execution], self._times[execution] = trial.run, times
+        self.found[execution] = replace(one, ms=_typical(times) * 1e3)
+
+    def skip(self, execution: Execution, why: str) -> None:
+        self.found[execution] = Candidate(execution, note=why)
+
+    def repeat(self) -> None:
+        """Measure those within reach of the best again, in turns."""
+        for _ in range(_ROUNDS):
+            limit = _OUT_OF_REACH * min(min(times) for times in self._times.values()) if self._times else 0.0
+            for execution, times in self._times.items():
+                if self.spent + min(times) > self._seconds:
+                    return
+                if min(times) <= limit:
+                    times += self._turn(self._runs[execution], min(times))
+                    self.found[execution] = replace(self.found[execution], ms=_typical(times) * 1e3)
+
+    def measured(self) -> list[Candidate]:
+        return [one for one in self.found.values() if one.ms is not None]
+
+    def time(self, execution: Execution) -> float:
+        one = self.found.get(execution)
+        return float("inf") if one is None or one.ms is None else one.ms
+
+    def best(self, strategy: str | None = None) -> Candidate:
+        found = [one for one in self.measured() if strategy in (None, one.execution.strategy)] or self.measured()
+        over = [one for one in self.found.values() if one.ms is None and one.temporaries is not None]
+        if not found and self._budget is not None and over:
+            least = min(over, key=lambda one: one.temporaries or 0)
+            raise ValueError(
+                f"Trainer: no execution fits into memory_budget={in_words(self._budget)}: the least found is "
+                f"{in_words(least.temporaries or 0)}, for {least.execution}; raise the budget, or make "
+                "the batch smaller."
+            )
+        if not found and self.error is not None:
+            raise self.error
+        return min(found, key=lambda one: one.ms or 0.0)
+
+    def _turn(self, run: Callable[[int, int], list[float]], once: float) -> list[float]:
+        """How many seconds a step takes, each time of as many as fit into a turn and into the time that is left."""
+        together = max(1, int(_SHORT / once))
+        left = min(_TURN, self._seconds - self.spent) - once
+        # A step that is longer than a turn is alone, and counts.
+        return self._timed(run, max(0, min(_MOST_TIMES, int(left / (together * once)))), together)
+
+    def _timed(self, run: Callable[[int, int], list[float]], times: int, together: int) -> list[float]:
+        found = run(times, together)
+        self.spent += found[0] + together * sum(found[1:])
+        return found[1:] or found
+
+
+def _typical(times: list[float]) -> float:
+    """The lower quartile: what is in the way makes a step slower, and never quicker.
+
+    That is other work on the machine, or, where steps keep the state that they are given, the system that takes freed
+    memory away and gives it back: it comes and goes, and takes half of a short step.
+    """
+    return sorted(times)[(len(times) - 1) // 4]
+
+
+def fingerprint(jaxpr: Jaxpr, *about: Any) -> str:
+    """What tells one program on one machine from another, as text."""
+    device = jax.devices()[0]
+    program = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+    machine = (
+        *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, processor(), cores()),
+        *(os.environ.get("XLA_FLAGS", ""), jax.config.values["jax_enable_x64"]),
+    )
+    return hashlib.sha256(repr((_FORMAT, program, machine, about)).encode()).hexdigest()
+
+
+def recall(key: str, directory: Path | None) -> Tuning | None:
+    """What was found for a program before: in this process, or in the directory."""
+    if key not in _remembered and directory is not None:
+        found = _read(directory / f"{key}.json")
+        if found is not None:
+            _remembered[key] = found
+    return _remembered.get(key)
+
+
+def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
+    """Keep what was found, in this process and in the directory."""
+    _remembered[key] = tuning
+    if directory is None:
+        return
+    try:
+        write_whole(directory / f"{key}.json", [json.dumps(asdict(tuning)).encode()])
+    except OSError as error:
+        warnings.warn(f"Trainer: tune_cache={str(directory)!r} cannot be written: {error}.", stacklevel=2)
+
+
+def _read(path: Path) -> Tuning | None:
+    """None where there is nothing, or nothing that can be read: then it is measured again."""
+    try:
+        found = json.loads(path.read_text())
+        candidates = tuple(
+            Candidate(**{**one, "execution": Execution(*one["execution"])}) for one in found["candidates"]
+        )
+        return Tuning(Execution(*found["chosen"]), candidates, found["where"], found["seconds"], found["allowed"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,198 @@
+"""A batch that the axis `data` of a mesh splits: what would then be something else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from ...transforms._core.arguments import describe
+from ...transforms._core.axes import Axes
+from ...transforms._core.compat import Tracer
+from ...transforms._core.jaxpr import CALLS, aval, bodies, called, evaluate, interpret
+from ...transforms._core.prng import is_key
+from ...transforms._models.hashable import Static
+from ...transforms._models.split_model import dotted
+from ...transforms._models.split_model import split as split_model
+from .._members.sharding import DATA, Layout, everywhere
+from .._members.strategy import take_member
+from .._step.member_step import MemberStep, metrics_of
+from .._step.state import TrainState
+from .executor import Executor
+
+# Operations after which all devices of an axis have the same.
+_AGREED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
+
+
+def check_split(
+    step: MemberStep, executor: Executor, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
+) -> bool:
+    """Refuse what would not be the same if the batch were not split.
+
+    Returns:
+      Whether all was checked: where a step is traced there are no values to compare.
+    """
+    layout, (structure, _) = executor.layout, state._structure_and_size()
+    assert layout is not None
+    layout.check_batch("Trainer.step", arguments, axes)
+    specs = layout.batch_specs(arguments, axes)
+    arrays, *batch = executor.member_shapes(state, arguments, axes)
+
+    def left(arrays: Any, batch: Any) -> Any:
+        metrics, _, after = step.loss_and_gradients(structure, arrays, batch, True)
+        return after.rest, metrics
+
+    trace = jax.make_jaxpr(left, axis_env=[(DATA, layout.shards)], return_shape=True)
+    closed, out = trace(arrays, batch)
+    inputs = [False] * len(jax.tree.leaves(arrays)) + [DATA in spec for spec in specs]
+    for (path, x), differ in zip(jax.tree.leaves_with_path(out), differs(closed.jaxpr, inputs), strict=True):
+        if differ and path[0].idx == 0:
+            raise ValueError(
+                f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves "
+                f"another `{dotted(path[1:])}` in the model; let the parts agree, as nnx.BatchNorm does with "
+                f'axis_name="{DATA}".'
+            )
+        if differ and (x.shape or not jnp.issubdtype(x.dtype, jnp.inexact)):
+            raise ValueError(
+                f"Trainer.step: the loss reports `{dotted(path[1:])}`, {describe(x)}, of a part of the batch that "
+                f"the mesh splits over {DATA!r}; only scalars of floating point are averaged over the parts: "
+                "report a mean."
+            )
+    if state._is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves((arguments, jnp.zeros(())))):
+        return False
+    _check_mean(step, layout, state, arguments, axes, specs)
+    return True
+
+
+def _check_mean(
+    step: MemberStep, layout: Layout, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], specs: Any
+) -> None:
+    """Refuse a loss of which the mean over the parts of the batch is not that of the whole, by the first member.
+
+    Random numbers are all the same here, so that those of a part are those of the whole.
+    """
+    structure, _ = state._structure_and_size()
+    with layout.context():
+        first = _first((state._spread(layout), *layout.place_batch(arguments, axes)), Static.of((0, *axes)))
+        (trainable, rest, _, standing), *batch = jax.tree.map(layout.place_shared, everywhere(first))
+    leaves, treedef = jax.tree.flatten(batch)
+    split = [DATA in spec for spec in specs]
+
+    def over(parts: int) -> Any:
+        """What the loss gives and leaves, for each of some parts; None where it draws numbers that cannot be fixed."""
+
+        def of_part(trainable: Any, rest: Any, *leaves: Any) -> Any:
+            model = structure.merge(trainable, rest)
+            loss = step.loss.of(standing.hyperparams)
+            metrics = metrics_of(loss(model, *jax.tree.unflatten(treedef, leaves)))
+            return metrics, split_model(model).rest
+
+        cut = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]
+        in_axes = (None, None, *(0 if s else None for s in split))
+        of_parts = jax.vmap(of_part, in_axes, axis_name=DATA, axis_size=parts)
+        return _with_fixed_numbers(of_parts, (trainable, rest, *cut))
+
+    with layout.context():
+        given = over(1), over(layout.shards)
+        if None in given:
+            return
+        found = jax.tree.map(_numbers, given)
+    for (path, of_whole), of_parts in zip(jax.tree.leaves_with_path(found[0]), jax.tree.leaves(found[1]), strict=True):
+        is_metric = path[0].idx == 0
+        inexact = jnp.issubdtype(of_whole.dtype, jnp.inexact)
+        tolerance = max(1e-4, 16 * float(jnp.finfo(of_whole.dtype).eps)) if inexact else 0.0
+        wide = [x.astype(complex) if np.iscomplexobj(x) else x.astype(np.float64) for x in (of_whole[0], of_parts)]
+        whole, mean = wide[0], wide[1].mean(0) if is_metric and inexact else wide[1][0]
+        if not np.allclose(mean, whole, tolerance, 1e-9, equal_nan=True):
+            name = dotted(path[1:])
+            what = f"reports `{name}`" if is_metric else f"leaves `{name}` in the model"
+            raise ValueError(
+                f"Trainer.step: the loss {what}, {_shortly(whole)} of a whole batch, but {_shortly(mean)} as the "
+                f'mean over its {layout.shards} parts; with a mesh axis "{DATA}" what it gives must be means over the '
+                "examples."
+            )
+
+
+def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """For each output of a program, whether it may differ between the devices of the axis `data`.
+
+    Args:
+      jaxpr: the program.
+      inputs: for each input, whether it does.
+    """
+    found = {x for x, does in zip(jaxpr.invars, inputs, strict=True) if does}
+    for eqn in jaxpr.eqns:
+        does = [not isinstance(x, Literal) and x in found for x in eqn.invars]
+        if eqn.primitive.name in _AGREED and DATA in _names(eqn) and eqn.params.get("axis_index_groups") is None:
+            continue
+        if eqn.primitive.name in CALLS:
+            results = differs(called(eqn)[0], does)
+        else:
+            # A loop or a branch: any of its results.
+            results = [any(does) or _asks(eqn)] * len(eqn.outvars)
+        found |= {x for x, result in zip(eqn.outvars, results, strict=True) if result}
+    return [not isinstance(x, Literal) and x in found for x in jaxpr.outvars]
+
+
+def _names(eqn: JaxprEqn) -> list[Any]:
+    return jax.tree.leaves((eqn.params.get("axes", ()), eqn.params.get("axis_name", ())))
+
+
+def _asks(eqn: JaxprEqn) -> bool:
+    """Whether an operation, or one inside of it, asks for the number of the device."""
+    here = eqn.primitive.name == "axis_index" and DATA in _names(eqn)
+    return here or any(_asks(inner) for body in bodies(eqn) for inner in body.eqns)
+
+
+@partial(jax.jit, static_argnums=(1,))
+def _first(args: Any, axes: Static) -> Any:
+    return take_member(args, axes.value, 0)
+
+
+def _numbers(x: jax.Array) -> np.ndarray:
+    """The numbers of an array that every device has."""
+    x = x if len(x.sharding.device_set) == 1 else x.addressable_shards[0].data
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+def _shortly(x: np.ndarray) -> str:
+    return f"{x:.6g}" if x.ndim == 0 else describe(x)
+
+
+def _with_fixed_numbers(fun: Any, args: tuple[Any, ...]) -> Any:
+    """`fun(*args)` with every random number the same; None where numbers are drawn inside of loops or branches."""
+    closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+
+    def visit(eqn: JaxprEqn, values: list[Any]) -> Any:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return interpret(*called(eqn), values, visit)
+        if name == "random_bits":
+            kind = aval(eqn.outvars[0])
+            return [jnp.full(kind.shape, jnp.iinfo(kind.dtype).max // 3, kind.dtype)]
+        if name in _DRAWING or any(map(_draws, bodies(eqn))):
+            raise _CannotBeFixed
+        return evaluate(eqn, *values)
+
+    try:
+        values = jax.jit(lambda *args: interpret(closed.jaxpr, closed.consts, args, visit))(*jax.tree.leaves(args))
+    except _CannotBeFixed:
+        return None
+    return jax.tree.unflatten(jax.tree.structure(out), values)
+
+
+_DRAWING = frozenset({"random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"})
+
+
+class _CannotBeFixed(Exception):
+    """Numbers are drawn where they are not replaced."""
+
+
+def _draws(jaxpr: Jaxpr) -> bool:
+    names = {*_DRAWING, "random_bits"}
+    return any(eqn.primitive.name in names or any(map(_draws, bodies(eqn))) for eqn in jaxpr.eqns)

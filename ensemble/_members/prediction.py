@@ -1,0 +1,132 @@
+"""`Prediction`: what an ensemble says, and how sure it is."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...transforms._core.arguments import describe
+from .._scoring.uncertainty import entropy_of, information_of
+from .._scoring.validation import at_least_float32, first
+
+
+class Prediction(NamedTuple):
+    """What the members predict together.
+
+    Everything has the dtype of the members' outputs, but is computed and given in float32 where those are of half
+    precision (float16, bfloat16). Of integers, which only regression takes, mean and variance are of floating point.
+
+    Attributes:
+      mean: classification: mean probability of each class (batch, classes); regression: mean value (batch, ...).
+      variance: over the members, of each class's probability (batch, classes); for regression of the value, and where
+        the members give variances themselves, with the mean of those added: the variance of the mixture. A negative
+        one of those is refused; where it is traced, as under `jit`, it makes the result NaN.
+      entropy: of `mean`, in nats (batch,): the total uncertainty. None for regression.
+      mutual_information: `entropy` less the mean entropy of the members, in nats (batch,): the part of the uncertainty
+        that is disagreement. None for regression.
+      members: each member's probabilities (size, batch, classes) or values (size, batch, ...).
+
+    Source:
+      Depeweg et al. 2018, "Decomposition of Uncertainty in Bayesian Deep Learning".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble import Ensemble
+      >>> sure = [jnp.array([[9.0, 0.0]]), jnp.array([[0.0, 9.0]])]  # but of different things
+      >>> prediction = Ensemble.from_apply(lambda logits, x: logits, sure).predict(None)
+      >>> prediction.mean
+      Array([[0.5, 0.5]], dtype=float32)
+    """
+
+    mean: jax.Array
+    variance: jax.Array
+    entropy: jax.Array | None
+    mutual_information: jax.Array | None
+    members: jax.Array
+
+
+def check_kind(kind: str) -> None:
+    """Refuse an unknown kind, before the members are evaluated."""
+    if kind not in ("classification", "regression"):
+        raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
+
+
+def predict(outputs: Any, kind: str) -> Prediction:
+    """The prediction of an ensemble whose members' outputs are `outputs`, with the members along axis 0."""
+    return _classify(outputs) if kind == "classification" else _regress(outputs)
+
+
+def _classify(logits: Any) -> Prediction:
+    if not isinstance(logits, jax.Array) or logits.ndim != 3:
+        raise ValueError(
+            "Ensemble.predict: for classification each member must return logits of shape (batch, classes), but all "
+            f"together returned {_say(logits)}; for values use kind='regression'."
+        )
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            "Ensemble.predict: for classification each member must return logits of floating point, but all together "
+            f"returned {describe(logits)}; cast them with .astype(float), or for values use kind='regression'."
+        )
+    if logits.shape[-1] < 2:
+        raise ValueError(
+            "Ensemble.predict: for classification each member must return logits of at least 2 classes, but each "
+            f"returned shape {logits.shape[1:]}; where z is the one logit of a sigmoid, return those of both classes, "
+            "jnp.concatenate([jnp.zeros_like(z), z], axis=-1)."
+        )
+    return _of_logits(logits)
+
+
+@jax.jit
+def _of_logits(logits: jax.Array) -> Prediction:
+    members = jax.nn.softmax(at_least_float32(logits), axis=-1)
+    mean = members.mean(axis=0)
+    total = entropy_of(mean)
+    return Prediction(mean, members.var(axis=0), total, information_of(members, total), members)
+
+
+def _regress(outputs: Any) -> Prediction:
+    if isinstance(outputs, (tuple, list)):
+        if len(outputs) != 2 or any(not isinstance(x, jax.Array) for x in outputs):
+            raise ValueError(
+                "Ensemble.predict: for regression each member must return values or a pair (mean, variance), but "
+                f"all together returned {_say(outputs)}."
+            )
+        members, variances = outputs
+        if members.shape != variances.shape:
+            raise ValueError(
+                f"Ensemble.predict: the members' means have shape {members.shape[1:]}, but their variances "
+                f"{variances.shape[1:]}; return one variance for each mean."
+            )
+        if found := first(_is_negative, variances):
+            (member, *index), value = found
+            raise ValueError(
+                f"Ensemble.predict: the members' variances must not be negative, but member {member} returned {value} "
+                f"at index {tuple(index)}; where that is a logarithm, return jnp.exp of it."
+            )
+        return _of_values(members, variances)
+    if not isinstance(outputs, jax.Array):
+        raise ValueError(
+            "Ensemble.predict: for regression each member must return values or a pair (mean, variance), but all "
+            f"together returned {_say(outputs)}."
+        )
+    return _of_values(outputs, None)
+
+
+@jax.jit
+def _of_values(members: jax.Array, variances: jax.Array | None) -> Prediction:
+    members = at_least_float32(members)
+    variance = members.var(axis=0)
+    if variances is not None:
+        variances = at_least_float32(variances)
+        variance += jnp.where(_is_negative(variances), jnp.nan, variances).mean(axis=0)
+    return Prediction(members.mean(axis=0), variance, None, None, members)
+
+
+def _is_negative(x: jax.Array) -> jax.Array:
+    return x < 0
+
+
+def _say(outputs: Any) -> str:
+    return str(jax.tree.map(jnp.shape, outputs))

@@ -1,0 +1,258 @@
+"""Members over many devices: each device executes its own, and nothing is exchanged between members.
+
+`shard_map` goes around the strategy, so the compiler sees the program of one device: left to itself it would gather
+members for convolutions. An axis `data` splits the batch; there the gradients are averaged, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...transforms._core.arguments import describe
+from ...transforms._core.axes import Axes, broadcast_axes
+from ...transforms._core.compat import Tracer
+from ...transforms._core.prng import is_key
+from ...transforms._models.split_model import dotted
+
+ENSEMBLE, DATA = "ensemble", "data"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the members of an ensemble are.
+
+    Attributes:
+      mesh: with an axis `ensemble`, and perhaps an axis `data`.
+    """
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, api: str, mesh: Any) -> Layout:
+        """The layout on a mesh of the user's."""
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f'{api}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",)), but got '
+                f"{describe(mesh)}."
+            )
+        if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA}:
+            raise ValueError(
+                f'{api}: mesh must have an axis "ensemble" and may have an axis "data", but its axes are '
+                f"{', '.join(map(repr, mesh.axis_names))}; rename them."
+            )
+        # Its axes may be of another type, under which programs are checked that are not meant here.
+        return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)))
+
+    @classmethod
+    def local(cls, devices: int) -> Layout:
+        """The layout on the first devices of this process."""
+        return cls(Mesh(np.array(jax.local_devices()[:devices]), (ENSEMBLE,), axis_types=(AxisType.Auto,)))
+
+    @classmethod
+    def around(cls, tree: Any) -> Layout | None:
+        """The layout over which the members of stacked arrays are spread; None where they are not, or are traced."""
+        sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
+            return None
+        return cls(sharding.mesh) if tuple(sharding.spec)[:1] == (ENSEMBLE,) else None
+
+    @property
+    def devices(self) -> int:
+        """Over how many devices the members are spread."""
+        return self.mesh.shape[ENSEMBLE]
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts a batch is split."""
+        return self.mesh.shape.get(DATA, 1)
+
+    @cached_property
+    def members(self) -> NamedSharding:
+        """How an array is held that has the members along axis 0."""
+        return NamedSharding(self.mesh, P(ENSEMBLE))
+
+    @cached_property
+    def shared(self) -> NamedSharding:
+        """How an array is held that all members share."""
+        return NamedSharding(self.mesh, P())
+
+    def context(self) -> Any:
+        """Within it another mesh that the user has set does not count."""
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+    @property
+    def in_one_process(self) -> bool:
+        return all(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
+
+    def padded(self, size: int) -> int:
+        """How many members are held, so that all devices have as many: the last one again and again."""
+        return -(-size // self.devices) * self.devices
+
+    def place(self, tree: Any, size: int) -> Any:
+        """`tree`, whose arrays have `size` members along axis 0, spread over the devices and padded."""
+        return jax.tree.map(lambda x: self._place(x, self.members, self.padded(size) - size), tree)
+
+    def place_shared(self, x: Any) -> jax.Array:
+        """An array that every device has."""
+        return self._place(x, self.shared, 0)
+
+    def place_batch(self, batch: Any, axes: Sequence[Axes]) -> Any:
+        """The batch where the devices take it from."""
+        leaves, treedef = jax.tree.flatten(batch)
+        specs = self.batch_specs(batch, axes)
+        placed = []
+        for x, spec, axis in zip(leaves, specs, broadcast_axes(tuple(axes), batch), strict=True):
+            # What is padded on the way is not split yet.
+            split = axis is None or x.shape[axis] % self.devices == 0
+            placed.append(self._place(x, NamedSharding(self.mesh, spec) if split else self.shared, 0))
+        return jax.tree.unflatten(treedef, placed)
+
+    def _place(self, x: Any, sharding: NamedSharding, more: int) -> jax.Array:
+        traced = isinstance(x, Tracer)
+        if isinstance(x, jax.Array) and not traced and x.sharding == sharding and not more:
+            return x
+        if traced and more:
+            x = jnp.concatenate([x, *[x[-1:]] * more])
+        if isinstance(x, jax.Array) and not traced and not x.is_fully_addressable:
+            return _longer(x, sharding, more)
+        if traced or (self.in_one_process and not more):
+            return jax.device_put(x, sharding)
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)
+        # Each process has the whole of it, and hands on what its own devices hold.
+        data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        if more:
+            data = np.concatenate([data, *[data[-1:]] * more])
+        held = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
+        return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key(x) else held
+
+    def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> list[P]:
+        """For each array of the batch, how it is split."""
+        leaves, member_axes = jax.tree.leaves(batch), broadcast_axes(tuple(axes), batch)
+        specs = []
+        for x, axis in zip(leaves, member_axes, strict=True):
+            names: list[str | None] = [None] * jnp.ndim(x)
+            if axis is not None:
+                names[axis % jnp.ndim(x)] = ENSEMBLE
+            free = next((i for i, name in enumerate(names) if name is None), None)
+            if self.shards > 1 and free is not None:
+                names[free] = DATA
+            specs.append(P(*names))
+        return specs
+
+    def part(self, x: Any, spec: P) -> tuple[int, ...]:
+        """The shape of one member's part of an array of the batch, for that member's `x`."""
+        places = [name for name in spec if name != ENSEMBLE]
+        return tuple(n // self.shards if name == DATA else n for n, name in zip(x.shape, places, strict=True))
+
+    def check_batch(self, api: str, batch: Any, axes: Sequence[Axes]) -> None:
+        """Refuse a batch that does not split into equal parts."""
+        if self.shards == 1:
+            return
+        lengths = {}
+        for (path, x), spec in zip(jax.tree.leaves_with_path(batch), self.batch_specs(batch, axes), strict=True):
+            if DATA in spec:
+                lengths[dotted(path)] = jnp.shape(x)[tuple(spec).index(DATA)]
+        for where, length in lengths.items():
+            if length % self.shards:
+                raise ValueError(
+                    f"{api}: the batch (`{where}`) has {length} examples, which do not split over the {self.shards} "
+                    'devices of the mesh axis "data"; change the size of the batch.'
+                )
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f'{api}: the mesh axis "data" splits every array of the batch along its first axis, but they have '
+                f"different lengths there: {lengths}; let the loss close over what is not one per example."
+            )
+
+    def over_devices(
+        self, mapped: Callable[[int], Callable[..., Any]], axes: Sequence[Axes], size: int
+    ) -> Callable[..., Any]:
+        """A function of all members from one of those of a device.
+
+        Args:
+          mapped: from how many members a device has to the function of their arrays and their batch.
+          axes: of the batch, as for `jax.vmap`.
+          size: how many members there are, without padding.
+
+        Returns:
+          A function of padded arrays and the batch, with outputs that are padded likewise.
+        """
+        more = self.padded(size) - size
+
+        def over_all(arrays: Any, *batch: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(batch)
+            member_axes = broadcast_axes(tuple(axes), batch)
+            padded = [
+                x if axis is None or not more else _pad(x, axis, more)
+                for x, axis in zip(leaves, member_axes, strict=True)
+            ]
+            batch = jax.tree.unflatten(treedef, padded)
+            specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
+            return self._on_each(mapped(self.padded(size) // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
+
+        return over_all
+
+    def over_members(self, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`fun` of stacked members, of which each device takes its own."""
+        return self._on_each(fun, P(ENSEMBLE))
+
+    def over_arrays(self, fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
+        """`fun` of stacked members and a list of arrays, of which each device takes its own members and their part."""
+        specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in axes]
+        return self._on_each(fun, P(ENSEMBLE), specs)
+
+    def _on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+        """`fun` on each device, of what these say that it takes; its outputs are those of its members."""
+        # Without the check of what differs between devices, which refuses loops whose carry begins with zeros.
+        return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
+
+
+def _pad(x: jax.Array, axis: int, more: int) -> jax.Array:
+    last = lax.slice_in_dim(x, x.shape[axis] - 1, None, axis=axis)
+    return jnp.concatenate([x, *[last] * more], axis)
+
+
+def everywhere(tree: Any) -> Any:
+    """`tree` with what other processes hold of its arrays in this one too."""
+
+    def gather(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or not isinstance(x.sharding, NamedSharding):
+            return x
+        return _same(NamedSharding(x.sharding.mesh, P()))(x)
+
+    return jax.tree.map(gather, tree)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _longer(x: jax.Array, sharding: NamedSharding, more: int) -> jax.Array:
+    x = jnp.concatenate([x, *[x[-1:]] * more]) if more else x
+    return lax.with_sharding_constraint(x, sharding)
+
+
+@cache
+def _same(sharding: NamedSharding) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+def own_keys(tree: Any) -> Any:
+    """`tree` with single keys that differ over the axis `data`: other examples draw other random numbers.
+
+    Arrays of keys are split with the batch, or are as they are.
+    """
+
+    def of_shard(x: Any) -> Any:
+        if not is_key(x) or x.ndim:
+            return x
+        return jax.random.fold_in(x, lax.axis_index(DATA))
+
+    return jax.tree.map(of_shard, tree)

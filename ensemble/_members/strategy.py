@@ -1,0 +1,170 @@
+"""How the members are executed: the same function of each, in one program or in several.
+
+`vmap`, `map` and `unroll` are one compiled program: batched operations, a loop that the compiler sees, and one copy of
+the operations for each member. `loop` is a Python loop over a compiled program for one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr
+
+from ...transforms import vmap
+from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution
+from ...transforms._core.axes import Axes, broadcast_axes
+from ...transforms._models.stacking import stack
+from .rows import by_row
+
+STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
+
+
+class Execution(NamedTuple):
+    """How members are executed.
+
+    Attributes:
+      strategy: "vmap", "map", "unroll" or "loop".
+      chunk_size: for "vmap", how many members at a time; None for all at once.
+      products: whether convolutions are rewritten as matrix products.
+      devices: over how many devices the members are spread.
+    """
+
+    strategy: str
+    chunk_size: int | None = None
+    products: bool = False
+    devices: int = 1
+
+    def __str__(self) -> str:
+        words = [self.strategy]
+        if self.chunk_size is not None:
+            words.append(f"{self.chunk_size} at a time")
+        if self.products:
+            words.append("convolutions as products")
+        if self.devices > 1:
+            words.append(f"on {self.devices} devices")
+        return ", ".join(words)
+
+
+def over_members(
+    fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int, *, in_place: bool = False
+) -> Callable[..., Any]:
+    """`fun` over `size` members, with the members along axis 0 of its outputs; a function that can be traced.
+
+    Args:
+      fun: a function of one member's arguments.
+      execution: how; a "loop" cannot be traced.
+      in_axes: an axis specification for each argument.
+      size: how many members.
+      in_place: whether the first of its outputs takes the place of its first argument, in whose memory it is written.
+    """
+    if execution.products:
+        fun = convolutions_as_products(fun)
+    loops = execution.strategy == "map" or execution.chunk_size is not None
+    if in_place and loops and jax.default_backend() == "cpu":
+        return _in_place(fun, execution._replace(products=False), in_axes, size)
+    if execution.strategy == "vmap":
+        return vmap(fun, tuple(in_axes), axis_size=size, chunk_size=execution.chunk_size)
+
+    def mapped(*args: Any) -> Any:
+        if execution.strategy == "unroll":
+            return stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
+        # Arrays as what is looped over: taking members by their number makes a longer program.
+        leaves, treedef = jax.tree.flatten(args)
+        axes = broadcast_axes(tuple(in_axes), args)
+        moved = [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+
+        def of_slices(slices: list[Any]) -> Any:
+            rest = iter(slices)
+            taken = [leaf if axis is None else next(rest) for leaf, axis in zip(leaves, axes, strict=True)]
+            return fun(*jax.tree.unflatten(treedef, taken))
+
+        return lax.map(of_slices, moved)
+
+    return mapped
+
+
+def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int) -> Callable[..., Any]:
+    """A loop that carries the first argument and replaces some members' part of it at a time.
+
+    One that takes parts and collects their outputs holds all of it twice, and at the end copies it to where it was.
+    """
+    chunk = 1 if execution.strategy == "map" else min(execution.chunk_size or size, size)
+    # One member is a copy of its operations; only several are batched.
+    inside = Execution("unroll" if execution.strategy == "map" else "vmap")
+
+    @partial(jax.jit, static_argnums=0, inline=True)
+    def of_part(count: int, *args: Any) -> Any:
+        return over_members(fun, inside, in_axes, count)(*args)
+
+    def mapped(mine: Any, *others: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(others)
+        axes = broadcast_axes(tuple(in_axes[1:]), others)
+
+        def taken(start: Any, count: int, mine: Any) -> tuple[Any, ...]:
+            parts = [
+                x if axis is None else lax.dynamic_slice_in_dim(x, start, count, axis % x.ndim)
+                for x, axis in zip(leaves, axes, strict=True)
+            ]
+            part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), mine)
+            return part, *jax.tree.unflatten(treedef, parts)
+
+        before = jax.eval_shape(partial(taken, 0, chunk), mine)
+        new, beside = jax.eval_shape(partial(of_part, chunk), *before)
+        odd = [x for x in jax.tree.leaves(beside) if jnp.issubdtype(x.dtype, jax.dtypes.extended)]  # have no zeros
+        if _kinds(new) != _kinds(before[0]) or odd:
+            return over_members(fun, execution, in_axes, size)(mine, *others)
+
+        def replaced(mine: Any, i: Any) -> tuple[Any, Any]:
+            start = jnp.minimum(i * chunk, size - chunk)
+            args = taken(start, chunk, mine)
+            # Always so, but unknown to the compiler, which therefore computes the whole part before it writes any of
+            # it. Left to itself it would write while it computes, from a copy of everything for each part.
+            new, beside = lax.cond(i >= 0, partial(of_part, chunk), nothing, *args)
+            if size % chunk:  # some of the last part were in the one before
+                done = start + jnp.arange(chunk) < i * chunk
+                new = jax.tree.map(lambda x, y: jnp.where(by_row(done, x), x, y), args[0], new)
+            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), mine, new), beside
+
+        def nothing(part: Any, *_: Any) -> tuple[Any, Any]:
+            return part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), beside)
+
+        count = -(-size // chunk)
+        mine, found = lax.scan(replaced, mine, jnp.arange(count))
+        found = jax.tree.map(lambda x: x.reshape(count * chunk, *x.shape[2:]), found)
+        ends = (count - 1) * chunk, count * chunk - (size - (count - 1) * chunk)
+        return mine, jax.tree.map(lambda x: jnp.concatenate([x[: ends[0]], x[ends[1] :]]), found)
+
+    return mapped
+
+
+def _kinds(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(x.shape, x.dtype) for x in leaves]
+
+
+def take_member(args: Sequence[Any], in_axes: Sequence[Axes], i: Any) -> Any:
+    """The arguments of member `i`, an int or a traced integer."""
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    axes = broadcast_axes(tuple(in_axes), tuple(args))
+
+    def take(leaf: Any, axis: int) -> Any:
+        if isinstance(i, int):
+            return lax.index_in_dim(leaf, i, axis, keepdims=False)
+        return lax.dynamic_index_in_dim(leaf, i, axis, keepdims=False)
+
+    taken = [leaf if axis is None else take(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    return jax.tree.unflatten(treedef, taken)
+
+
+def in_turn(jaxpr: Jaxpr, platform: str) -> bool:
+    """The rule where nothing is measured: whether members are quicker one after another than batched.
+
+    Mapping a convolution over its weights makes a grouped convolution, and XLA's CPU backend computes that two to three
+    times slower than one member after another, forward and backward. So convolutions on a CPU are not batched.
+    """
+    return platform == "cpu" and has_convolution(jaxpr)

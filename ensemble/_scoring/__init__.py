@@ -1,0 +1,1 @@
+"""Scores of predictions against what was true, and measures of their uncertainty."""

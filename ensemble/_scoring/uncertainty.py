@@ -1,0 +1,208 @@
+"""How sure predictions are, and how much of the doubt is disagreement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import entr
+from jax.typing import ArrayLike
+
+from .validation import at_least_float32, check_numbers, check_probabilities, outside
+
+
+def entropy(probabilities: ArrayLike) -> jax.Array:
+    """Shannon entropy of each distribution, in nats.
+
+    Args:
+      probabilities: floating (..., classes), at least 2 classes.
+
+    Returns:
+      Shape (...), NaN where a probability is NaN, or traced and outside 0 to 1 by more than 0.01; float32, or float64
+      for such probabilities.
+
+    Raises:
+      TypeError: probabilities are not floating.
+      ValueError: there are fewer than 2 classes, or a probability that is not traced is outside 0 to 1 by more than
+        0.01.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.metrics import entropy
+      >>> entropy(jnp.array([[0.5, 0.5], [1.0, 0.0]]))
+      Array([0.6931472, 0.       ], dtype=float32)
+    """
+    return _entropies(check_probabilities("entropy", probabilities, "(..., classes)", 1))
+
+
+def predictive_entropy(probabilities: ArrayLike) -> jax.Array:
+    """Entropy of the members' mean distribution, in nats: the total uncertainty.
+
+    Args:
+      probabilities: floating (members, ..., classes), at least 2 classes.
+
+    Returns:
+      Shape (...), NaN and dtype as for `entropy`.
+
+    Raises:
+      TypeError, ValueError: as for `entropy`.
+
+    Source:
+      Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.metrics import predictive_entropy
+      >>> predictive_entropy(jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]))
+      Array([0.6931472], dtype=float32)
+    """
+    return _of_mean(check_probabilities("predictive_entropy", probabilities, "(members, ..., classes)", 2))
+
+
+def mutual_information(probabilities: ArrayLike) -> jax.Array:
+    """Entropy of the members' mean less their mean entropy, in nats: the part of the doubt that is disagreement.
+
+    Args:
+      probabilities: floating (members, ..., classes), at least 2 classes.
+
+    Returns:
+      Shape (...), at least 0; NaN and dtype as for `entropy`.
+
+    Raises:
+      TypeError, ValueError: as for `entropy`.
+
+    Source:
+      Houlsby et al. 2011, "Bayesian Active Learning for Classification and Preference Learning"; Depeweg et al. 2018.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.metrics import mutual_information
+      >>> mutual_information(jnp.array([[[0.5, 0.5]], [[0.5, 0.5]]]))  # both in doubt, and agreed on it
+      Array([0.], dtype=float32)
+    """
+    return _information(check_probabilities("mutual_information", probabilities, "(members, ..., classes)", 2))
+
+
+def epistemic_variance(values: ArrayLike) -> jax.Array:
+    """Variance of the members' predictions: the part of the uncertainty that more data would reduce.
+
+    Args:
+      values: real (members, ...): values or means, or probabilities (members, batch, classes).
+
+    Returns:
+      Shape (...), the variance over axis 0, divided by the number of members; floating point.
+
+    Raises:
+      TypeError: no real numbers.
+      ValueError: no members.
+
+    Source:
+      Kendall and Gal 2017, "What Uncertainties Do We Need in Bayesian Deep Learning for Computer Vision?".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.metrics import epistemic_variance
+      >>> epistemic_variance(jnp.array([[1.0, 5.0], [3.0, 5.0]]))
+      Array([1., 0.], dtype=float32)
+    """
+    return at_least_float32(check_numbers("epistemic_variance", "values", values, "(members, ...)")).var(axis=0)
+
+
+def aleatoric_variance(variances: ArrayLike) -> jax.Array:
+    """Mean of the variances that the members predict: the part of the uncertainty that is in the data.
+
+    With `epistemic_variance` of their means it adds up to the variance of the mixture of the members. For
+    classification, hand `p * (1 - p)`, the variance of the one-hot label.
+
+    Args:
+      variances: real (members, ...), not negative.
+
+    Returns:
+      Shape (...), NaN where a traced variance is negative; floating point.
+
+    Raises:
+      TypeError: no real numbers.
+      ValueError: no members, or a variance that is not traced is negative.
+
+    Source:
+      Kendall and Gal 2017; Kwon et al. 2020, "Uncertainty quantification using Bayesian neural networks in
+      classification".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.metrics import aleatoric_variance
+      >>> aleatoric_variance(jnp.array([[1.0, 4.0], [3.0, 4.0]]))
+      Array([2., 4.], dtype=float32)
+    """
+    name = "aleatoric_variance"
+    variances = check_numbers(name, "variances", variances, "(members, ...)", least=0.0)
+    wide = at_least_float32(variances)
+    return jnp.where(wide < 0, jnp.nan, wide).mean(axis=0)
+
+
+def disagreement(probabilities: ArrayLike) -> jax.Array:
+    """Share of the pairs of members that predict different classes, in 0 to 1.
+
+    Args:
+      probabilities: floating (members, ..., classes), at least 2 members and 2 classes; logits give the same.
+
+    Returns:
+      Shape (...), NaN where one is NaN; its mean over the examples is the disagreement of the ensemble.
+
+    Raises:
+      TypeError, ValueError: as for `accuracy`; there are fewer than 2 members.
+
+    Source:
+      Kuncheva and Whitaker 2003, "Measures of Diversity in Classifier Ensembles" (the disagreement measure).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble.metrics import disagreement
+      >>> disagreement(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]], [[0.3, 0.7]], [[0.4, 0.6]], [[0.2, 0.8]]]))
+      Array([0.6], dtype=float32)
+    """
+    probabilities = check_probabilities("disagreement", probabilities, "(members, ..., classes)", 2, bounded=False)
+    if jnp.shape(probabilities)[0] < 2:
+        raise ValueError("disagreement: one member has nobody to disagree with; hand the predictions of at least 2.")
+    return _disagreement(probabilities)
+
+
+@jax.jit
+def _entropies(p: jax.Array) -> jax.Array:
+    p = at_least_float32(p)
+    return jnp.where(outside(p).any(axis=-1), jnp.nan, entropy_of(p))
+
+
+@jax.jit
+def _of_mean(p: jax.Array) -> jax.Array:
+    p = at_least_float32(p)
+    return jnp.where(outside(p).any(axis=(0, -1)), jnp.nan, entropy_of(p.mean(axis=0)))
+
+
+@jax.jit
+def _information(p: jax.Array) -> jax.Array:
+    p = at_least_float32(p)
+    found = information_of(p, entropy_of(p.mean(axis=0)))
+    return jnp.where(outside(p).any(axis=(0, -1)), jnp.nan, found)
+
+
+@jax.jit
+def _disagreement(p: jax.Array) -> jax.Array:
+    p = at_least_float32(p)
+    members = p.shape[0]
+    # Pairs that agree: for each class, those of the members that predict it.
+    votes = jax.nn.one_hot(p.argmax(axis=-1), p.shape[-1], dtype=p.dtype).sum(axis=0)
+    agree = (votes * (votes - 1)).sum(axis=-1) / (members * (members - 1))
+    return jnp.where(jnp.isnan(p).any(axis=(0, -1)), jnp.nan, 1 - agree)
+
+
+def entropy_of(p: jax.Array) -> jax.Array:
+    """The entropy of distributions along the last axis."""
+    return entr(p).sum(axis=-1)
+
+
+def information_of(p: jax.Array, total: Any) -> jax.Array:
+    """The mutual information of members' distributions, of which the mean has the entropy `total`."""
+    # Rounding can lead a little below zero where all members agree.
+    return jnp.maximum(total - entropy_of(p).mean(axis=0), 0)

@@ -1,0 +1,159 @@
+"""Probabilities as they are scored: checked, and in a dtype that is wide enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ...transforms._core.arguments import describe
+from ...transforms._core.compat import Tracer
+
+
+def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The probabilities and labels as they are computed with, and which examples (..., batch) can be scored."""
+    p = at_least_float32(p)
+    # In a narrow dtype the number of classes could overflow; no other label becomes a class by the cast.
+    labels = labels.astype(int)
+    valid = (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1)
+    return p, labels, valid & ~outside(p).any(axis=-1) if bounded else valid
+
+
+def at_least_float32(x: Any) -> Any:
+    """In floating point, of half precision in float32."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if narrow else x
+
+
+@jax.jit
+def outside(probabilities: jax.Array) -> jax.Array:
+    # Rounding, such as that of half precision, may lead a little beyond 0 and 1.
+    return (probabilities < -0.01) | (probabilities > 1.01)
+
+
+def first(wrong: Callable[[Any], Any], x: Any) -> tuple[tuple[int, ...], Any] | None:
+    """The first index of `x` at which `wrong(x)` is true, and the value there.
+
+    None where it is nowhere true, and where that cannot be known yet.
+    """
+    if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    with jax.ensure_compile_time_eval():  # `x` may be a constant of something that is traced
+        found = wrong(x)
+        if not found.any():
+            return None
+        index = tuple(map(int, np.argwhere(np.asarray(found))[0]))
+        return index, x[index]
+
+
+def unwrapped(x: Any) -> Any:
+    """The array that an `nnx.Variable` holds; anything else as it is."""
+    convert = getattr(x, "__jax_array__", None)
+    return convert() if convert else x
+
+
+# What to do about an argument that is not of floating point, or is of one class.
+_REMEDIES = {
+    "probabilities": (
+        "hand what jax.nn.softmax gives, or one-hot predictions with .astype(float)",
+        "where p is the probability of the second of two, hand jnp.concatenate([1 - p, p], axis=-1)",
+    ),
+    "logits": (
+        "cast them with .astype(float)",
+        "where z is the one logit of a sigmoid, hand jnp.concatenate([jnp.zeros_like(z), z], axis=-1)",
+    ),
+}
+
+
+def check_scored(
+    name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True, what: str = "probabilities"
+) -> tuple[Any, Any]:
+    labels = unwrapped(labels)
+    if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{name}: labels must be an array of integers, but got {say(labels)}.")
+    probabilities = check_probabilities(name, probabilities, "(..., batch, classes)", 2, bounded=bounded, what=what)
+    *_, batch, classes = jnp.shape(probabilities)
+    if jnp.shape(labels) != (batch,):
+        raise ValueError(
+            f"{name}: {what} must have shape (..., batch, classes) and labels (batch,), but got "
+            f"{jnp.shape(probabilities)} and {jnp.shape(labels)}."
+        )
+    if found := first(lambda x: (np.asarray(x) < 0) | (np.asarray(x) >= classes), labels):
+        (i,), label = found
+        raise ValueError(
+            f"{name}: labels must be classes from 0 to {classes - 1}, but labels[{i}] is {label}; leave such examples "
+            "out."
+        )
+    return probabilities, labels
+
+
+def check_probabilities(
+    name: str,
+    probabilities: ArrayLike,
+    expected: str,
+    least_ndim: int,
+    *,
+    bounded: bool = True,
+    what: str = "probabilities",
+) -> Any:
+    probabilities = unwrapped(probabilities)
+    if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
+        raise TypeError(
+            f"{name}: {what} must be an array of floating point, but got {say(probabilities)}; {_REMEDIES[what][0]}."
+        )
+    shape = jnp.shape(probabilities)
+    if len(shape) < least_ndim:
+        raise ValueError(f"{name}: {what} must have shape {expected}, but got {shape}.")
+    if shape[-1] < 2:
+        raise ValueError(
+            f"{name}: {what} must be those of at least 2 classes, but got shape {shape}; {_REMEDIES[what][1]}."
+        )
+    if bounded and (found := first(outside, probabilities)):
+        index, value = found
+        raise ValueError(
+            f"{name}: probabilities must be in 0 to 1, but probabilities[{', '.join(map(str, index))}] is {value}; "
+            "make probabilities of logits with jax.nn.softmax."
+        )
+    return probabilities
+
+
+def say(x: Any) -> str:
+    return describe(x) if hasattr(x, "dtype") else f"a {type(x).__name__}"
+
+
+def check_numbers(
+    name: str,
+    what: str,
+    x: Any,
+    expected: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    flags: bool = False,
+) -> Any:
+    """Real numbers as an array of floating point, of at least one axis; refuses others.
+
+    Args:
+      name: of the function, for errors.
+      what: the name of its argument.
+      x: the argument.
+      expected: the shape, in words.
+      least: what numbers must not be below, where they are known.
+      above: what they must be above.
+      flags: whether bool will do.
+    """
+    x = unwrapped(x)
+    kinds = (jnp.floating, jnp.integer, jnp.bool_) if flags else (jnp.floating, jnp.integer)
+    if not hasattr(x, "dtype") or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        raise TypeError(f"{name}: {what} must be an array of real numbers, but got {say(x)}.")
+    if not jnp.ndim(x) or 0 in jnp.shape(x)[:1] or 0 in jnp.shape(x)[-1:]:
+        raise ValueError(f"{name}: {what} must have shape {expected} and not be empty, but got {jnp.shape(x)}.")
+    if least is not None and (found := first(lambda x: x < least, x)):
+        raise ValueError(f"{name}: {what} must not be below {least:g}, but {what}{list(found[0])} is {found[1]}.")
+    if above is not None and (found := first(lambda x: x <= above, x)):
+        raise ValueError(f"{name}: {what} must be above {above:g}, but {what}{list(found[0])} is {found[1]}.")
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(x, float)

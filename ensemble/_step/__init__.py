@@ -1,0 +1,1 @@
+"""One training step of one member, and the state that it changes."""

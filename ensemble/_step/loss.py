@@ -1,0 +1,78 @@
+"""`MemberLoss`: a loss, and what it takes beside the batch, which may differ between members."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from .optimizer import is_number, is_per_member, values_of
+
+
+class MemberLoss:
+    """A loss with hyperparameters: its keyword-only arguments.
+
+    Args:
+      fun: the loss, of a model and a batch.
+      hyperparams: values by name; those of other names are left for the optimiser.
+      optimizer: a factory of optimisers, which takes none of the same name; or one that is ready.
+
+    Attributes:
+      fun: the loss.
+      per_member: the hyperparameters with one value for each member.
+      numbers: the hyperparameters that are numbers, as JSON has them.
+      others: what of `hyperparams` is none of the loss; None where nothing is.
+    """
+
+    def __init__(self, fun: Callable[..., Any], hyperparams: Any, optimizer: Any) -> None:
+        self.fun = fun
+        self.per_member: dict[str, np.ndarray] = {}
+        self.numbers: dict[str, Any] = {}
+        self.others = hyperparams
+        self._shared: dict[str, Any] = {}
+        takes = _keyword_only(fun)
+        given = hyperparams if isinstance(hyperparams, Mapping) else {}
+        for name in given:
+            if name not in takes:
+                continue
+            if not isinstance(optimizer, optax.GradientTransformation) and name in _parameters(optimizer):
+                raise ValueError(
+                    f"Trainer: both the loss and {getattr(optimizer, '__name__', optimizer)} take a hyperparameter "
+                    f"{name!r}; rename that of the loss."
+                )
+            value = given[name]
+            if is_per_member(value):
+                self.per_member[name] = values_of(name, value)
+                self.numbers[name] = self.per_member[name].astype(float).tolist()
+            else:
+                self._shared[name] = value
+                if is_number(value):
+                    self.numbers[name] = float(value)
+        for name, parameter in takes.items():
+            if parameter.default is inspect.Parameter.empty and name not in given:
+                raise ValueError(
+                    f"Trainer: the loss needs `{name}` beside the batch; give it in hyperparams={{{name!r}: ...}}."
+                )
+        if self.per_member or self._shared:
+            self.others = {name: value for name, value in given.items() if name not in takes} or None
+
+    def of(self, values: Mapping[str, jax.Array]) -> Callable[..., Any]:
+        """The loss of one member, which has these values."""
+        values = {**self._shared, **values}
+        return partial(self.fun, **values) if values else self.fun
+
+
+def _keyword_only(fun: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return {name: p for name, p in _parameters(fun).items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _parameters(fun: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # what is not written in Python may have none
+        return {}

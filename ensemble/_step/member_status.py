@@ -1,0 +1,97 @@
+"""`Standing`: which members train, which have stopped, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...transforms._core.prng import is_key
+
+
+class Stop(IntEnum):
+    """Why a member no longer trains."""
+
+    TRAINS = 0
+    NOT_FINITE = 1
+    EARLY = 2
+
+
+class Standing(NamedTuple):
+    """Where each member stands, as arrays with the members along axis 0.
+
+    Attributes:
+      step: the last step of the run in which the member trained, int32. Where it has stopped, the step that stopped it.
+      stopped: int32: 0 where the member trains, 1 where its loss or gradients were not finite, 2 where it was stopped
+        early.
+      restarts: how often the member was put back to an earlier state, int32.
+      hyperparams: what the loss takes beside the batch, one number for each member, by name.
+      schedules: by the name of a hyperparameter of the optimiser, which of the schedules is the member's, int32.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, Trainer
+      >>> trainer = Trainer(lambda model, x: jnp.log(x).mean() + model(x).sum(), optax.sgd(0.1), in_axes=0)
+      >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(1, 1, rngs=rngs), 2, seed=0))
+      >>> state, metrics = trainer.step(state, jnp.array([[[1.0]], [[-1.0]]]))
+      >>> state.standing.stopped, state.standing.trains
+      (Array([0, 1], dtype=int32), Array([ True, False], dtype=bool))
+    """
+
+    step: jax.Array
+    stopped: jax.Array
+    restarts: jax.Array
+    hyperparams: dict[str, jax.Array]
+    schedules: dict[str, jax.Array]
+
+    @classmethod
+    def _first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> Standing:
+        """That of members before their first step."""
+        # What is a Python float somewhere is a float32 here.
+        given = [{name: jnp.asarray(x) for name, x in values.items()} for values in (hyperparams, schedules)]
+        step, stopped, restarts = (jnp.zeros(size, jnp.int32) for _ in range(3))
+        return cls(step, stopped, restarts, *given)
+
+    @property
+    def trains(self) -> jax.Array:
+        """Whether a member trains."""
+        return self.stopped == Stop.TRAINS
+
+    def _after(self, fails: jax.Array) -> Standing:
+        """One member's standing after a step in which it fails, or not."""
+        stopped = jnp.where(fails, jnp.int32(Stop.NOT_FINITE), self.stopped)
+        return self._replace(step=self.step + self.trains, stopped=stopped)
+
+
+def finite(tree: Any) -> jax.Array:
+    """Whether all numbers of the arrays of `tree` are finite, and not so large that their sum is not."""
+    # On a CPU a sum is four times as quick as a look at each number. It overflows where the square of a norm has long
+    # done so; those of half precision are summed in float32, which holds them.
+    numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    sums = [x.sum(dtype=jnp.float32 if x.dtype.itemsize < 4 else x.dtype) for x in numbers]
+    return jnp.isfinite(sum(sums, start=jnp.zeros(())))
+
+
+def still_finite(new: Any, old: Any) -> jax.Array:
+    """Whether all numbers of `new` are finite that were so in `old`: a mask of -inf among the parameters may stay."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    flags = [(jnp.isfinite(x) | ~jnp.isfinite(y)).all() for x, y in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack(flags).all() if flags else jnp.array(True)
+
+
+def with_other_keys(tree: Any, numbers: jax.Array) -> Any:
+    """`tree`, stacked arrays of members, with keys into which these numbers of the members are folded."""
+
+    def of_leaf(x: Any) -> Any:
+        if not is_key(x):
+            return x
+        fold: Any = jax.random.fold_in
+        for _ in range(x.ndim - 1):
+            fold = jax.vmap(fold, (0, None))
+        return jax.vmap(fold)(x, numbers)
+
+    return jax.tree.map(of_leaf, tree)

@@ -1,0 +1,173 @@
+"""`MemberStep`: one training step of one member, which a strategy executes for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...transforms import value_and_grad
+from ...transforms._core.arguments import describe
+from ...transforms._models.mutation import check_structure
+from ...transforms._models.split_model import Parts, Structure, named_arrays, to_pure
+from ...transforms._models.split_model import split as split_model
+from .._members.sharding import DATA, own_keys
+from .loss import MemberLoss
+from .member_status import Stop, finite
+from .optimizer import MemberOptimizer
+from .state import Arrays
+
+
+class MemberStep:
+    """One training step of one member.
+
+    Args:
+      loss: of a model and a batch, and the member's hyperparameters.
+      grad_fn: what gives its value and gradients, or None.
+      optimizer: what makes new parameters of them.
+      freeze: whether a member stops whose loss or gradients are not finite.
+    """
+
+    def __init__(
+        self, loss: MemberLoss, grad_fn: Callable[..., Any] | None, optimizer: MemberOptimizer, freeze: bool
+    ) -> None:
+        self.loss = loss
+        self.freeze = freeze
+        self.optimizer = optimizer
+        self._make_gradients = _value_and_grad if grad_fn is None else grad_fn
+        self._gradients = None if loss.per_member else self._make_gradients(loss.of({}))
+
+    def __call__(
+        self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """One member's new arrays, and its metrics: what a strategy executes.
+
+        With `split`, of a batch that is split over the axis `data`: the mean over it.
+        """
+        trainable, rest, opt_state, standing = arrays
+        metrics, gradients, after = self.loss_and_gradients(structure, arrays, batch, split)
+        if split:
+            metrics, gradients = _averaged((metrics, gradients))
+
+        def loss_at(trainable: Any) -> jax.Array:
+            if split:
+                raise ValueError(
+                    "Trainer: the optimizer evaluates the loss again (value_fn, as optax.lbfgs does), in a loop of its "
+                    f'own, where devices would wait for each other; use a mesh without the axis "{DATA}".'
+                )
+            loss = self.loss.of(standing.hyperparams)
+            return metrics_of(loss(structure.merge(trainable, rest), *batch))["loss"]
+
+        fails = standing.trains & ~finite((metrics["loss"], gradients)) if self.freeze else jnp.array(False)
+        takes = standing.trains & ~fails
+        extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at}
+        new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
+        # Known before the update, so that XLA chooses while it updates. To look at the new parameters too would cost
+        # more passes over all arrays; where they are not finite, the next loss nearly always is not either.
+        kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
+        # Below zero at the step that stops it.
+        stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)
+        trainable, opt_state, rest = kept
+        return (trainable, rest, opt_state, standing._after(fails)), {**metrics, "stopped": stopped}
+
+    def loss_and_gradients(
+        self, structure: Structure, arrays: Arrays, batch: Any, split: bool
+    ) -> tuple[dict[str, Any], Any, Parts]:
+        """The metrics, the gradients and what the loss leaves of the model."""
+        trainable, rest, _, standing = arrays
+        gradients_of = self._gradients or self._make_gradients(self.loss.of(standing.hyperparams))
+        drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
+        model = structure.merge(trainable, drawn)
+        value, gradients = _checked_pair(gradients_of(model, *batch))
+        metrics = metrics_of(value)
+        for name in metrics:
+            if name in self.loss.per_member or name in self.optimizer.per_member:
+                raise ValueError(_taken(name))
+        gradients = _checked_gradients(gradients, trainable)
+        after = split_model(model)
+        _check_left(Parts(structure, trainable, rest), after)
+        if split:
+            # A key that is as it was is put back; one for each part of the batch it was for this step only.
+            kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
+            after = Parts(after.structure, after.trainable, kept)
+        return metrics, gradients, after
+
+
+def _taken_or_kept(takes: jax.Array, new: Any, old: Any) -> Any:
+    # In the dtype of the new: an optimiser may choose another for its state.
+    return jnp.where(takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
+
+
+def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """As `value_and_grad`, of a loss that may return a dict beside its scalar, or not."""
+
+    def with_aux(*args: Any) -> tuple[Any, Any]:
+        out = loss(*args)
+        metrics = metrics_of(out)
+        return metrics.pop("loss"), metrics
+
+    return value_and_grad(with_aux, has_aux=True)
+
+
+def _checked_pair(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise TypeError(
+            "Trainer: grad_fn(loss)(model, *batch) must return a pair (value, gradients), but it returned "
+            f"{type(result).__name__}."
+        )
+    return tuple(result)
+
+
+def metrics_of(value: Any) -> dict[str, Any]:
+    """The loss and what is reported beside it."""
+    loss, aux = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, {})
+    if isinstance(loss, (tuple, list, dict)) or jnp.shape(loss) != ():
+        raise TypeError(
+            "Trainer: loss must return a scalar, or a pair of a scalar and a dict, but it returned "
+            f"{jax.tree.map(jnp.shape, loss)} (shapes); reduce it, such as by its mean."
+        )
+    if not isinstance(aux, Mapping):
+        raise TypeError(f"Trainer: beside its scalar, loss must return a dict, but it returned {describe(aux)}.")
+    for name in ("loss", "step", "member", "members", "stopped", "validation"):
+        if name in aux:
+            raise ValueError(_taken(name))
+    return {"loss": loss, **aux}
+
+
+def _taken(name: str) -> str:
+    return f'Trainer: loss reports something called "{name}", a name that the history uses; rename it.'
+
+
+def _checked_gradients(gradients: Any, trainable: Any) -> Any:
+    """The gradients as a tree like the trainable arrays'; refuses others."""
+    gradients = to_pure(gradients)
+    expected, found = named_arrays(trainable), named_arrays(gradients)
+    for path in [*expected, *found]:
+        if path not in found or path not in expected or jnp.shape(found[path]) != jnp.shape(expected[path]):
+            say = [describe(tree[path]) if path in tree else "nothing" for tree in (found, expected)]
+            raise ValueError(
+                f"Trainer: grad_fn gives {say[0]} for the parameter `{path}`, which is {say[1]}; it must return "
+                "gradients like those of plurax.transforms.value_and_grad."
+            )
+    return gradients
+
+
+def _check_left(before: Parts, after: Parts) -> None:
+    """Refuse what a loss leaves of a model, where that is no value for each of its variables."""
+    check_structure("Trainer: loss", "the model", before, after)
+    then, now = before.arrays(), after.arrays()
+    for path in then:
+        if then[path].shape != now[path].shape or then[path].dtype != now[path].dtype:
+            raise ValueError(
+                f"Trainer: loss turns the variable `{path}` of the model, {describe(then[path])}, into "
+                f"{describe(now[path])}; keep its shape and dtype."
+            )
+
+
+def _averaged(tree: Any) -> Any:
+    """The mean over the parts of the batch; counts, which are no means, are the same in all of them."""
+    return jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, tree)

@@ -1,0 +1,205 @@
+"""An optax optimiser for every member, each with its own hyperparameters, kept in its state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ...transforms._core.arguments import describe
+
+# At these steps schedules are looked at, to tell them apart.
+_SEEN = (0, 1, 10, 100, 1000, 10000)
+
+
+class MemberOptimizer:
+    """One optimiser, whose state has the members along axis 0.
+
+    Args:
+      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation`.
+      hyperparams: arguments of the factory: a list or a 1-D array holds one value per member, anything else is shared.
+
+    Attributes:
+      per_member: the hyperparameters with one value for each member.
+      name: what the factory is called; None for a ready transformation.
+      numbers: the hyperparameters that are numbers, as JSON has them; of schedules what tells them apart, as text.
+      schedules: of the hyperparameters with one for each member those that are functions of the step.
+    """
+
+    def __init__(self, optimizer: Any, hyperparams: Mapping[str, Any] | None) -> None:
+        self.per_member: dict[str, np.ndarray] = {}
+        self.name: str | None = None
+        self.numbers: dict[str, Any] = {}
+        self.schedules: dict[str, Schedules] = {}
+        if isinstance(optimizer, optax.GradientTransformation):
+            if hyperparams is not None:
+                raise ValueError(
+                    "Trainer: hyperparams need an optax factory, such as optimizer=optax.adam, but the optimizer is a "
+                    "ready GradientTransformation; pass the factory instead of calling it."
+                )
+            self._transform = optax.with_extra_args_support(optimizer)
+            return
+        if not callable(optimizer):
+            raise TypeError(
+                "Trainer: optimizer must be an optax factory such as optax.adam, or a GradientTransformation, but got "
+                f"{describe(optimizer)}."
+            )
+        if hyperparams is not None and not isinstance(hyperparams, Mapping):
+            raise TypeError(
+                "Trainer: hyperparams must be a dict from the names of the factory's arguments to values, but got "
+                f"{describe(hyperparams)}."
+            )
+        shared: dict[str, Any] = {}
+        for name, value in (hyperparams or {}).items():
+            if is_per_member(value) and any(map(callable, value)):
+                self.schedules[name] = Schedules(name, value)
+                self.per_member[name] = self.schedules[name].first
+                self.numbers[name] = str(self.schedules[name])
+            elif is_per_member(value):
+                self.per_member[name] = values_of(name, value)
+                self.numbers[name] = self.per_member[name].astype(float).tolist()
+            else:
+                shared[name] = value
+                if is_number(value):
+                    self.numbers[name] = float(value)
+        self.name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        names = _check_names(optimizer, {**shared, **self.per_member})
+        if not self.per_member:
+            self._transform = optax.with_extra_args_support(optimizer(**shared))
+            return
+        # Only what differs between members becomes an array: `1 - b1` in Python is not `1 - b1` in float32.
+        self._inject: Callable[..., Any] = optax.inject_hyperparams(
+            optimizer, static_args=[name for name in names if name not in self.per_member]
+        )
+        self._shared = shared
+        # As numbers of Python, the kind that optax takes for what it keeps in the state.
+        self._transform = self._inject(**shared, **{name: values[0].item() for name, values in self.per_member.items()})
+
+    def init(self, trainable: Any, size: int) -> Any:
+        """The state for `size` members whose stacked parameters are `trainable`, with the last again and again."""
+        for name, values in self.per_member.items():
+            check_size(name, values, size)
+        if not self.per_member:
+            return jax.vmap(self._transform.init)(trainable)
+
+        def init_member(params: Any, values: dict[str, Any]) -> Any:
+            return self._inject(**self._shared, **values).init(params)
+
+        more = len(jax.tree.leaves(trainable)[0]) - size
+        padded = {name: np.pad(values, (0, more), "edge") for name, values in self.per_member.items()}
+        return jax.vmap(init_member)(trainable, padded)
+
+    def update(
+        self, gradients: Any, state: Any, params: Any, schedules: Mapping[str, jax.Array], **extra: Any
+    ) -> tuple[Any, Any]:
+        """One member's new parameters and state.
+
+        Args:
+          gradients: those of the loss.
+          state: that of the optimiser.
+          params: the parameters.
+          schedules: by the name of a hyperparameter, which of its schedules is the member's.
+          **extra: for optimisers that ask for it, such as `optax.lbfgs`.
+        """
+        if schedules:
+            now = {
+                name: self.schedules[name](which, state.count).astype(state.hyperparams[name].dtype)
+                for name, which in schedules.items()
+            }
+            state = state._replace(hyperparams={**state.hyperparams, **now})
+        updates, state = self._transform.update(gradients, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+
+def check_size(name: str, values: np.ndarray, size: int) -> np.ndarray:
+    """The values; refuses others than one for each member."""
+    if len(values) != size:
+        raise ValueError(
+            f"Trainer: hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members; "
+            "give one for each, or a single number for all."
+        )
+    return values
+
+
+class Schedules:
+    """A hyperparameter that is a function of the step, with one function, or a number, for each member.
+
+    Args:
+      name: of the hyperparameter.
+      values: a sequence of functions as optax's schedules, and of numbers.
+
+    Attributes:
+      which: for each member the index of its function.
+      first: for each member its value at the first step.
+    """
+
+    def __init__(self, name: str, values: Sequence[Any]) -> None:
+        if not all(callable(x) or (is_number(x) and np.ndim(x) == 0) for x in values):
+            raise TypeError(
+                f"Trainer: hyperparams[{name!r}] must have a number or a schedule for each member, but got {values!r}."
+            )
+        values = [x if callable(x) else float(x) for x in values]
+        self._functions = list(dict.fromkeys(values))
+        self.which = np.array([self._functions.index(x) for x in values], np.int32)
+        self.first = np.array([float(self._constant(x)(0)) for x in values])
+
+    def __call__(self, which: jax.Array, step: jax.Array) -> jax.Array:
+        """The value of one member at a step."""
+        branches = [lambda step, f=f: jnp.asarray(self._constant(f)(step), float) for f in self._functions]
+        return jax.lax.switch(which, branches, step)
+
+    def __str__(self) -> str:
+        """Some values of each member's, by which a run knows them again."""
+        values = [[f"{float(self._constant(f)(step)):.5g}" for step in _SEEN] for f in self._functions]
+        return "schedules " + "; ".join(", ".join(values[i]) for i in self.which)
+
+    @staticmethod
+    def _constant(x: Any) -> Callable[[Any], Any]:
+        return x if callable(x) else lambda _: x
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+
+
+def is_per_member(value: Any) -> bool:
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def values_of(name: str, value: Any) -> np.ndarray:
+    """A copy, so that a change of the caller's array is none of the optimiser's."""
+    try:
+        array = np.array(value)
+    except ValueError:  # a ragged list
+        array = np.array(None)
+    if array.ndim != 1 or not array.size or not jnp.issubdtype(array.dtype, jnp.number):
+        raise TypeError(
+            f"Trainer: hyperparams[{name!r}] must be a number or a list with one number for each member, but got "
+            f"{value!r}."
+        )
+    return array
+
+
+def _check_names(factory: Callable[..., Any], hyperparams: Mapping[str, Any]) -> list[str]:
+    """The names of the factory's parameters; refuses hyperparameters that it does not take, or lacks."""
+    parameters = inspect.signature(factory).parameters
+    known = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    label = getattr(factory, "__name__", repr(factory))
+    for name in hyperparams:
+        if name not in known:
+            raise ValueError(f"Trainer: {label} takes no hyperparameter {name!r}; it takes {', '.join(known)}.")
+    missing = [
+        name for name in known if parameters[name].default is inspect.Parameter.empty and name not in hyperparams
+    ]
+    if missing:
+        raise ValueError(
+            f"Trainer: {label} needs {' and '.join(missing)}; give it in hyperparams={{{missing[0]!r}: ...}}."
+        )
+    return known

@@ -1,0 +1,227 @@
+"""`TrainState`: what training changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...transforms._core.compat import Tracer
+from ...transforms._models.split_model import Structure
+from .._members.ensemble import Ensemble
+from .._members.rows import cut
+from .._members.sharding import Layout
+from .member_status import Standing
+
+# The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
+Arrays = tuple[Any, Any, Any, Standing]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step", "standing"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """What training changes, as a pytree; `Trainer.init` makes it.
+
+    Attributes:
+      ensemble: the `Ensemble`.
+      opt_state: the optax state, with the members along axis 0 of every array.
+      step: how many steps were taken, an int32 scalar.
+      standing: which members train, and which have stopped: a `Standing`.
+
+    Examples:
+      >>> import optax
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, Trainer
+      >>> trainer = Trainer(lambda model, x: model(x).sum(), optax.sgd(0.1))
+      >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0))
+      >>> int(state.step), len(state.ensemble)
+      (0, 2)
+    """
+
+    ensemble: Ensemble
+    opt_state: Any
+    step: jax.Array
+    standing: Standing
+    # Its arrays in another form: padded, or apart until somebody looks.
+    _held: ClassVar[Apart | Padded | None] = None
+
+    @classmethod
+    def _of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
+        """A state of stacked arrays."""
+        trainable, rest, opt_state, standing = arrays
+        return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
+
+    @classmethod
+    def _of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
+        """A state of members that are not stacked until somebody looks: a loop over them would stack them in vain."""
+        return cls._of_held(Apart(structure, members), step)
+
+    @classmethod
+    def _of_padded(cls, structure: Structure, arrays: Arrays, size: int, step: jax.Array) -> TrainState:
+        """A state of stacked arrays that are longer than the ensemble; cut when somebody looks."""
+        if jax.tree.leaves(arrays)[0].shape[0] == size:
+            return cls._of_arrays(structure, arrays, step)
+        return cls._of_held(Padded(structure, arrays, size), step)
+
+    @classmethod
+    def _of_held(cls, held: Apart | Padded, step: jax.Array) -> TrainState:
+        state = object.__new__(cls)
+        vars(state).update(step=step, _held=held)
+        return state
+
+    def _arrays(self) -> Arrays:
+        """Its arrays, stacked."""
+        return self.ensemble.trainable, self.ensemble.rest, self.opt_state, self.standing
+
+    def _rows(self) -> Arrays:
+        """Its arrays, stacked; perhaps with more members than the ensemble has behind them."""
+        return self._held.arrays if isinstance(self._held, Padded) else self._arrays()
+
+    def _members(self) -> Sequence[Arrays]:
+        """The arrays of each member."""
+        return self._held.members if isinstance(self._held, Apart) else _unstack(self._arrays(), len(self.ensemble))
+
+    def _spread(self, layout: Layout) -> Arrays:
+        """Its arrays, stacked and padded, on many devices."""
+        _, size = self._structure_and_size()
+        rows = self._rows()
+        if len(jax.tree.leaves(rows)[0]) not in (size, layout.padded(size)):  # of another layout
+            rows = self._arrays()
+        return layout.place(rows, len(jax.tree.leaves(rows)[0]))
+
+    def _structure_and_size(self) -> tuple[Structure, int]:
+        """The static part that the members share, and how many there are."""
+        if self._held is not None:
+            return self._held.structure, self._held.size
+        return self.ensemble.structure, len(self.ensemble)
+
+    def _one(self) -> Arrays:
+        """The shapes and dtypes of one member's arrays."""
+        if isinstance(self._held, Apart):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._held.members[0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._rows())
+
+    @cached_property
+    def _kind(self) -> Any:
+        """What tells states for which other programs are compiled apart."""
+        return self._structure_and_size(), kind_of(self._one())
+
+    def _after(self, state: TrainState) -> TrainState:
+        """This state, which a step has made of another: what tells it apart is what told that one."""
+        if "_kind" in vars(state):
+            vars(self)["_kind"] = vars(state)["_kind"]
+        return self
+
+    def _contents(self) -> Any:
+        """Its arrays as they are held."""
+        return (self._held.contents() if self._held is not None else self._arrays()), self.step
+
+    def _copy(self) -> TrainState:
+        """A copy that is held in the same way."""
+        if self._held is None:
+            return jax.tree.map(jnp.copy, self)
+        return TrainState._of_held(self._held.copy(), jnp.copy(self.step))
+
+    def _is_traced(self) -> bool:
+        """Whether its arrays belong to a trace."""
+        # Those of a loop never do, and are many.
+        return not isinstance(self._held, Apart) and any(
+            isinstance(x, Tracer) for x in jax.tree.leaves(self._contents())
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks here for what it did not find: the stacked arrays of a state that holds them in another form.
+        held = vars(self).get("_held")
+        if name not in ("ensemble", "opt_state", "standing") or held is None:
+            raise AttributeError(f"TrainState has no attribute {name!r}.")
+        vars(self).update(vars(TrainState._of_arrays(held.structure, held.stacked(), self.step)))
+        if isinstance(held, Apart):  # the padded ones are where a step takes them from
+            vars(self).pop("_held", None)
+        return vars(self)[name]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The arrays of each member, not stacked."""
+
+    structure: Structure
+    members: Sequence[Arrays]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def contents(self) -> Any:
+        return self.members
+
+    def copy(self) -> Apart:
+        return Apart(self.structure, jax.tree.map(jnp.copy, self.members))
+
+    def stacked(self) -> Arrays:
+        return _stack(self.members)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Stacked arrays with more members than the ensemble has, so that each of many devices has as many."""
+
+    structure: Structure
+    arrays: Arrays
+    size: int
+
+    def contents(self) -> Any:
+        return self.arrays
+
+    def copy(self) -> Padded:
+        return Padded(self.structure, jax.tree.map(jnp.copy, self.arrays), self.size)
+
+    def stacked(self) -> Arrays:
+        with jax.ensure_compile_time_eval():
+            return cut(self.arrays, self.size)
+
+
+def check_state(api: str, state: Any) -> None:
+    """Refuse what is no training state."""
+    if not isinstance(state, TrainState):
+        raise TypeError(f"{api}: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
+
+
+def kind_of(tree: Any) -> Any:
+    """The structure of a pytree, and the shapes and dtypes of its arrays."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
+
+
+def _stack(members: Sequence[Arrays]) -> Arrays:
+    """The members' arrays as one, written one after another: one program for any number of them."""
+    with jax.ensure_compile_time_eval():  # a trace in which somebody looks shall not keep what it has not made
+        stacked = _room(members[0], len(members))
+        for i, member in enumerate(members):
+            stacked = _put(stacked, member, np.uint32(i))
+    return stacked
+
+
+def _unstack(arrays: Arrays, size: int) -> Sequence[Arrays]:
+    """The arrays of each member; likewise."""
+    return [_take(arrays, np.uint32(i)) for i in range(size)]
+
+
+@partial(jax.jit, static_argnums=(1,))
+def _room(member: Arrays, size: int) -> Arrays:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), member)
+
+
+@partial(jax.jit, donate_argnums=(0,))
+def _put(stacked: Arrays, member: Arrays, i: jax.Array) -> Arrays:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), stacked, member)
+
+
+@jax.jit
+def _take(arrays: Arrays, i: jax.Array) -> Arrays:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arrays)

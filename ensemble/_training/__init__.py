@@ -1,0 +1,1 @@
+"""Training runs: the trainer, its loop, checkpoints, early stopping, populations, and batches."""

@@ -1,0 +1,194 @@
+"""`Batches`: batches drawn by a key, the same for all members or other ones for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...transforms._core.arguments import check_count, describe, is_real
+from ...transforms._core.prng import check_key
+from ...transforms._models.split_model import dotted
+
+
+class Batches:
+    """Batches of a data set in shuffled epochs, as an iterable for `Trainer.fit`.
+
+    Every epoch shows each example once, in an order of its own, but for those that are left over when the batches are
+    full. With `members` each member has its own order, and perhaps its own examples, which are the same throughout.
+    Only indices differ between members: there is one copy of the data.
+
+    Args:
+      data: a pytree of arrays with the examples along axis 0, such as `(x, y)`.
+      batch_size: examples in a batch, for each member.
+      key: decides on everything. What a member sees does not depend on how many there are.
+      members: None for batches that all members share; or how many there are: then the arrays of a batch have shape
+        (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
+      draw: for members, which examples each has. "all"; "bootstrap": drawn with replacement, as bagging does; "subset":
+        drawn without.
+      fraction: for "bootstrap" and "subset", how many examples a member has, as a share of all; above 0, and at most 1
+        for "subset".
+      epochs: after how many epochs to end; None for never.
+
+    Attributes:
+      indices: for each member the examples that it has, int32 (members, count); None where all have all. Those that
+        are not there may serve to validate it.
+
+    Raises:
+      TypeError: `data` holds no arrays, `key` is no key, a count is no int.
+      ValueError: arrays of different lengths, a batch larger than what a member has, a count below 1, an unknown
+        `draw`, a `fraction` out of range, or one of these without `members`.
+
+    Cost:
+      An epoch sorts one random number for each example of each member. A batch is gathered by a compiled program.
+
+    Source:
+      Breiman 1996, "Bagging Predictors".
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.ensemble import Batches
+      >>> data = jnp.arange(20.0).reshape(10, 2), jnp.arange(10)
+      >>> x, y = next(iter(Batches(data, 4, key=jax.random.key(0), members=3, draw="bootstrap")))
+      >>> x.shape, y.shape
+      ((3, 4, 2), (3, 4))
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        key: jax.Array,
+        members: int | None = None,
+        draw: str = "all",
+        fraction: float = 1.0,
+        epochs: int | None = None,
+    ) -> None:
+        self._count = _length(data)
+        for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
+            check_count("Batches", name, value, optional=name != "batch_size")
+        check_key("Batches", key)
+        if draw not in ("all", "bootstrap", "subset"):
+            raise ValueError(f'Batches: draw must be "all", "bootstrap" or "subset", but got {draw!r}.')
+        if not is_real(fraction) or not 0 < fraction < math.inf:
+            raise ValueError(f"Batches: fraction must be a finite number above 0, but got {fraction!r}.")
+        fraction = float(fraction)  # of NumPy's half precision, its product with the count would be rounded
+        if fraction > 1 and draw == "subset":
+            raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}.")
+        if draw == "all" and fraction != 1:
+            raise ValueError(f'Batches: fraction={fraction} needs draw="bootstrap" or "subset".')
+        if draw != "all" and members is None:
+            raise ValueError(f"Batches: draw={draw!r} is for each member; say how many there are with members=.")
+        each = self._count if draw == "all" else round(fraction * self._count)
+        if batch_size > each:
+            raise ValueError(f"Batches: batch_size is {batch_size}, but there are only {each} examples to draw from.")
+        # A copy of what may change.
+        self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
+        self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
+        to_draw, self._to_shuffle = jax.random.split(key)
+        self.indices: jax.Array | None = None
+        if draw != "all":
+            assert members is not None
+            self.indices = _drawn(to_draw, members, self._count, each, draw == "bootstrap")
+
+    @property
+    def per_epoch(self) -> int:
+        """How many batches an epoch has."""
+        return self._each // self._batch_size
+
+    def __len__(self) -> int:
+        """How many batches there are.
+
+        Raises:
+          TypeError: they never end.
+        """
+        if self._epochs is None:
+            raise TypeError("Batches: without epochs= there is no end.")
+        return self._epochs * self.per_epoch
+
+    def __iter__(self) -> BatchIterator:
+        """From the first batch on."""
+        return BatchIterator(self)
+
+    def order(self, epoch: int) -> jax.Array:
+        """The examples in the order in which an epoch shows them: int32 (count,), or (members, count)."""
+        return _order(jax.random.fold_in(self._to_shuffle, epoch), self.indices, self._members, self._each)
+
+    def _at(self, order: jax.Array, i: int) -> Any:
+        """Batch `i` of an epoch that has this order."""
+        return _gathered(self._data, order, np.int32(i * self._batch_size), self._batch_size)
+
+
+class BatchIterator(Iterator[Any]):
+    """Batches one after another. `skip(count)` passes over some without drawing them."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._next = 0
+        self._epoch = -1
+        self._order: jax.Array | None = None
+
+    def __next__(self) -> Any:
+        batches = self._batches
+        epoch, i = divmod(self._next, batches.per_epoch)
+        if batches._epochs is not None and epoch >= batches._epochs:
+            raise StopIteration
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, batches.order(epoch)
+        self._next += 1
+        assert self._order is not None
+        return batches._at(self._order, i)
+
+    def skip(self, count: int) -> int:
+        """Pass over `count` batches, or as many as there are; says how many."""
+        end = self._next + count
+        if self._batches._epochs is not None:
+            end = min(end, len(self._batches))
+        skipped, self._next = end - self._next, end
+        return skipped
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _drawn(key: jax.Array, members: int, count: int, each: int, replace: bool) -> jax.Array:
+    def of_member(i: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(key, i)
+        if replace:
+            return jax.random.randint(own, (each,), 0, count)
+        return jax.random.permutation(own, count)[:each].astype(jnp.int32)
+
+    return jax.lax.map(of_member, jnp.arange(members))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each: int) -> jax.Array:
+    if members is None:
+        return jax.random.permutation(key, each).astype(jnp.int32)
+
+    def of_member(i: jax.Array) -> jax.Array:
+        places = jax.random.permutation(jax.random.fold_in(key, i), each)
+        return (places if indices is None else indices[i][places]).astype(jnp.int32)
+
+    return jax.lax.map(of_member, jnp.arange(members))
+
+
+@partial(jax.jit, static_argnums=3)
+def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int) -> Any:
+    index = jax.lax.dynamic_slice_in_dim(order, start, size, axis=-1)
+    return jax.tree.map(lambda x: x[index], data)
+
+
+def _length(data: Any) -> int:
+    lengths = {dotted(path) or "data": jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(data)}
+    if not lengths or not all(lengths.values()):
+        raise TypeError(f"Batches: data must be arrays with the examples along axis 0, but got {describe(data)}.")
+    (first, (count,)), *others = lengths.items()
+    for name, (length,) in others:
+        if length != count:
+            raise ValueError(f"Batches: `{first}` has {count} examples, but `{name}` has {length}; give all as many.")
+    return int(count)

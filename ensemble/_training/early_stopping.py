@@ -1,0 +1,352 @@
+"""`EarlyStopping` and `Restarts`: what a run does with members between its steps.
+
+A member that has stopped early holds what was best of it. Once a quarter of the members in a run have stopped they are
+taken out of it, so that its steps become quicker, and are put back into their places when the run ends or is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...transforms._core.arguments import check_count, describe, is_real
+from .._members.ensemble import Ensemble
+from .._members.rows import alike, chosen, padded, put, take
+from .._members.sharding import everywhere
+from .._step.member_status import Stop, still_finite, with_other_keys
+from .._step.state import TrainState
+
+# Members leave a run together, when at most this share of it goes on: each time a program is compiled for those.
+_FEW = 0.75
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Stop members, each on its own, that no longer improve; for `Trainer.fit`.
+
+    Args:
+      evaluate: a function of an `Ensemble` that gives one number for each of its members, such as a loss on validation
+        data. In a run it sees those members only that are still in it.
+      every: steps between two evaluations.
+      patience: a member stops that has not improved in so many evaluations, one after another.
+      min_delta: by how much a value must be better than the best to count as better.
+      mode: "min" where smaller values are better, "max" where larger ones are. One that is not finite is never better.
+      restore_best: whether a member that stops gets back the parameters and the other state of its best evaluation;
+        what its optimiser holds stays as it was. (Members that train until the run ends keep the last ones.)
+
+    Raises:
+      TypeError: `evaluate` cannot be called; a count is no int; `min_delta` is no number.
+      ValueError: a count below 1, `min_delta` below 0, an unknown mode.
+
+    Source:
+      Prechelt 1998, "Early Stopping - But When?".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.ensemble import EarlyStopping, metrics
+      >>> x, y = jnp.ones((8, 4)), jnp.zeros(8, int)
+      >>> stopping = EarlyStopping(evaluate=lambda ens: metrics.nll(ens.predict(x).members, y), every=50)
+    """
+
+    evaluate: Callable[[Ensemble], Any]
+    every: int = 100
+    patience: int = 5
+    min_delta: float = 0.0
+    mode: str = "min"
+    restore_best: bool = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.evaluate):
+            raise TypeError(
+                f"EarlyStopping: evaluate must be a function of an Ensemble, but got {describe(self.evaluate)}."
+            )
+        check_count("EarlyStopping", "every", self.every)
+        check_count("EarlyStopping", "patience", self.patience)
+        if not is_real(self.min_delta):
+            raise TypeError(f"EarlyStopping: min_delta must be a number, but got {describe(self.min_delta)}.")
+        if not self.min_delta >= 0:
+            raise ValueError(f"EarlyStopping: min_delta must be at least 0, but got {self.min_delta}.")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'EarlyStopping: mode must be "min" or "max", but got {self.mode!r}.')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """Put members back that were frozen because something was not finite; for `Trainer.fit`.
+
+    At each step that `every` divides such a member gets the state that it had at the one before (or where the run
+    began), with new keys where it holds any, and trains again. The state of the others is kept for the next time, where
+    its numbers are finite.
+
+    Args:
+      every: steps between two looks.
+      times: how often one member is put back.
+
+    Raises:
+      TypeError: a count is no int.
+      ValueError: a count below 1.
+
+    Cost:
+      A copy of the training state.
+
+    Examples:
+      >>> from plurax.ensemble import Restarts
+      >>> Restarts(every=200, times=2)
+      Restarts(every=200, times=2)
+    """
+
+    every: int = 100
+    times: int = 3
+
+    def __post_init__(self) -> None:
+        check_count("Restarts", "every", self.every)
+        check_count("Restarts", "times", self.times)
+
+
+@dataclass
+class Watch:
+    """What a run knows of its members beside their state.
+
+    Attributes:
+      early: when members stop; None for never.
+      restarts: when members are put back; None for never.
+      size: how many members there are.
+      lineup: which of them are in the run, in order.
+      everyone: the state of all, where some have left the run: that of those is final, that of the others is old.
+      best: of those in the run, the trainable and the other arrays at the best evaluation of each.
+      snapshot: of those in the run, the arrays to which they are put back.
+      start: the step of the state that was handed in.
+      behind: whether some of those are older than the last look.
+      values: each member's best value, NaN before there is one.
+      waits: for how many evaluations it has not become better.
+      finished: whether nobody goes on.
+    """
+
+    early: EarlyStopping | None
+    restarts: Restarts | None
+    size: int
+    start: int
+    lineup: np.ndarray = field(init=False)
+    everyone: TrainState | None = None
+    best: Any = None
+    snapshot: Any = None
+    behind: bool = False
+    values: np.ndarray = field(init=False)
+    waits: np.ndarray = field(init=False)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.lineup = np.arange(self.size)
+        self.values = np.full(self.size, np.nan, np.float32)
+        self.waits = np.zeros(self.size, np.int32)
+
+    def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
+        """The state with which a run begins, of that of all members and what `parts` gave with it."""
+        if self.early is not None:
+            self.best = saved.get("best", state._rows()[:2])
+            if "watch" in saved:
+                self.values, self.waits = (np.array(saved["watch"][name]) for name in ("values", "waits"))
+        if self.restarts is not None:
+            self.snapshot, self.behind = saved.get("snapshot", state._rows()), "snapshot" in saved
+        if "watch" in saved:
+            going = np.flatnonzero(saved["watch"]["in_the_run"])
+            if 0 < len(going) < self.size:
+                state = self._leave(state, going)
+        self.best, self.snapshot = jax.tree.map(jnp.copy, (self.best, self.snapshot))
+        self.finished = not self._going(*_known(state)).any()
+        return state
+
+    def parts(self, step: int, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint holds beside the state of all members, which this is; likewise for all of them."""
+        parts: dict[str, Any] = {}
+        if self.early is not None:
+            in_the_run = np.isin(np.arange(self.size), self.lineup)
+            parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
+            parts["best"] = self._of_all(state._rows()[:2], alike(self.best, state._rows(), len(self.lineup)))
+        if self.restarts is not None and (self.behind or step % self.restarts.every):  # else it is the state
+            parts["snapshot"] = self._of_all(state._rows(), alike(self.snapshot, state._rows(), len(self.lineup)))
+        return parts
+
+    def likes(self, state: TrainState) -> dict[str, Any]:
+        """Trees like what `parts` gives, of a state of all members."""
+        flags, counts = np.zeros(self.size, bool), np.zeros(self.size, np.int32)
+        watched = {"values": counts.astype(np.float32), "waits": counts, "in_the_run": flags}
+        rows = state._rows()
+        likes = {"watch": watched, "best": rows[:2]} if self.early is not None else {}
+        return likes | ({"snapshot": rows} if self.restarts is not None else {})
+
+    def after(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any], list[str]]:
+        """The state with which a run goes on after a step, what was evaluated, and what to say of it."""
+        said: list[str] = []
+        acts = [x.every for x in (self.early, self.restarts) if x is not None and step % x.every == 0]
+        if acts:  # steps may have put the members on other devices
+            rows, size = state._rows(), len(self.lineup)
+            self.best = None if self.best is None else alike(self.best, rows, size)
+            self.snapshot = None if self.snapshot is None else alike(self.snapshot, rows, size)
+        if self.restarts is not None and step % self.restarts.every == 0:
+            state = self._put_back(self.restarts, step, state, said)
+        if self.early is None or step % self.early.every:
+            return state, {}, said
+        values = _checked(self.early.evaluate(state.ensemble), len(self.lineup))
+        return self._judge(self.early, step, state, values, said), {"validation": values}, said
+
+    def notice(self, stopped: np.ndarray) -> None:
+        """Take note of why members in the run have stopped: 0 for those that train."""
+        if self.restarts is None and stopped.all():
+            self.finished = True
+
+    def whole(self, state: TrainState) -> TrainState:
+        """The state of all members, for that of those in the run; where nobody goes on, that of the last step."""
+        if self.everyone is not None:
+            rows = self.everyone._rows()
+            arrays = self._of_all(rows, alike(state._rows(), rows, len(self.lineup)))
+            state = TrainState._of_padded(state._structure_and_size()[0], arrays, self.size, state.step)
+        # A look, or a step that is computed, tells later than the state.
+        self.finished = self.finished or not self._going(*_known(state)).any()
+        if self.finished and (late := int(state.step) - self.last_step(state)):
+            structure, size = state._structure_and_size()
+            state = TrainState._of_padded(structure, state._rows(), size, state.step - np.int32(late))
+        return state
+
+    def last_step(self, state: TrainState) -> int:
+        """The last step in which somebody trained. That nobody does is noticed later, after steps without effect."""
+        steps = np.asarray(everywhere(state._rows()[3].step))[: self.size]
+        return max(int(steps.max()), self.start)
+
+    def spoiled(self, given: TrainState, last: TrainState) -> np.ndarray:
+        """Which of all members have parameters that are not finite, and were so when the run began."""
+        rows = last._rows()[0]
+        sound = _sound(rows, alike(given._rows()[0], rows, self.size))
+        return np.flatnonzero(~np.asarray(everywhere(sound))[: self.size])
+
+    def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
+        """Of a batch, of which some arrays have a part for each member, those of the members in the run."""
+        leaves, treedef = jax.tree.flatten(arguments)
+        taken = [
+            x if axis is None else (jnp if isinstance(x, jax.Array) else np).take(x, self.lineup, axis)
+            for x, axis in zip(leaves, axes, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, taken)
+
+    def _put_back(self, restarts: Restarts, step: int, state: TrainState, said: list[str]) -> TrainState:
+        stopped, before = _known(state)
+        again = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
+        if again.any():
+            arrays = _restarted(_along(again, state), state._rows(), self.snapshot, np.int32(step))
+            state = _state_of(state, arrays)
+            named = members_in_words(self.lineup[again])
+            said.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
+        self.finished = not self._going(*_known(state)).any()
+        sound = _sound(state._rows()[:3], self.snapshot[:3])
+        self.behind = not np.asarray(everywhere(sound)).all()
+        self.snapshot = chosen(sound, state._rows(), self.snapshot)
+        return state
+
+    def _judge(
+        self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray, said: list[str]
+    ) -> TrainState:
+        stopped, restarts = _known(state)
+        trains = stopped == Stop.TRAINS
+        best, sign = self.values[self.lineup], 1 if early.mode == "min" else -1
+        better = trains & np.isfinite(values) & ~(sign * values >= sign * best - early.min_delta)
+        waits = np.where(better, 0, self.waits[self.lineup] + trains)
+        self.values[self.lineup], self.waits[self.lineup] = np.where(better, values, best), waits
+        if better.any():
+            self.best = chosen(_along(better, state), state._rows()[:2], self.best)
+        stops = trains & (waits >= early.patience)
+        if stops.any():
+            # Of one whose values were never finite there is no best.
+            back = stops & ~np.isnan(self.values[self.lineup]) & early.restore_best
+            arrays = _ended(_along(stops, state), _along(back, state), state._rows(), self.best)
+            state = _state_of(state, arrays)
+            named = members_in_words(self.lineup[stops])
+            said.append(f"Step {step}: {named} stopped, not better for {early.patience} evaluations.")
+        going = self._going(np.where(stops, Stop.EARLY, stopped), restarts)
+        self.finished = not going.any()
+        if 0 < going.sum() <= _FEW * len(going):
+            state = self._leave(self.whole(state), self.lineup[going])
+        return state
+
+    def _going(self, stopped: np.ndarray, restarts: np.ndarray) -> np.ndarray:
+        """Who trains, or will again."""
+        times = 0 if self.restarts is None else self.restarts.times
+        return (stopped == Stop.TRAINS) | ((stopped == Stop.NOT_FINITE) & (restarts < times))
+
+    def _leave(self, state: TrainState, going: np.ndarray) -> TrainState:
+        """The state of those who go on, of that of all members."""
+        places = np.flatnonzero(np.isin(self.lineup, going))
+        self.everyone, self.lineup = state, going
+        self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
+        return TrainState._of_padded(
+            state._structure_and_size()[0], take(state._rows(), going), len(going), jnp.copy(state.step)
+        )
+
+    def _of_all(self, everyone: Any, mine: Any) -> Any:
+        """Arrays of all members, those in the run having these."""
+        if len(self.lineup) == self.size:
+            return mine
+        return put(everyone, self.lineup, mine)
+
+
+def _checked(values: Any, size: int) -> np.ndarray:
+    found = np.asarray(everywhere(values))
+    if found.shape != (size,) or (found.dtype.kind not in "fiu" and not jnp.issubdtype(found.dtype, jnp.floating)):
+        raise ValueError(
+            f"EarlyStopping: evaluate must give one number for each of the {size} members in the run, but it gave "
+            f"{describe(found)}."
+        )
+    return found.astype(np.float32)
+
+
+def _known(state: TrainState) -> tuple[np.ndarray, np.ndarray]:
+    """For each member in the run why it has stopped, and how often it was put back."""
+    _, size = state._structure_and_size()
+    standing = everywhere(state._rows()[3])
+    return np.asarray(standing.stopped)[:size], np.asarray(standing.restarts)[:size]
+
+
+def members_in_words(places: np.ndarray) -> str:
+    """Members by their numbers, in a sentence."""
+    names = ", ".join(map(str, places))
+    return f"member {names}" if len(places) == 1 else f"members {names}"
+
+
+def _state_of(like: TrainState, arrays: Any) -> TrainState:
+    structure, size = like._structure_and_size()
+    return TrainState._of_padded(structure, arrays, size, like.step)
+
+
+def _along(flags: np.ndarray, state: TrainState) -> np.ndarray:
+    """One flag for each row."""
+    return padded(flags, len(jax.tree.leaves(state._rows())[0]))
+
+
+@jax.jit
+def _sound(new: Any, old: Any) -> jax.Array:
+    """For each member whether its numbers are finite where earlier ones were."""
+    return jax.vmap(still_finite)(new, old)
+
+
+@jax.jit
+def _ended(stops: jax.Array, back: jax.Array, rows: Any, best: Any) -> Any:
+    """The arrays with some members stopped, and some of those put back to their best."""
+    trainable, rest = chosen(back, best, rows[:2])
+    standing = rows[3]._replace(stopped=jnp.where(stops, jnp.int32(Stop.EARLY), rows[3].stopped))
+    return trainable, rest, rows[2], standing
+
+
+@jax.jit
+def _restarted(again: jax.Array, rows: Any, snapshot: Any, step: jax.Array) -> Any:
+    """The arrays with some members put back."""
+    times = rows[3].restarts + again
+    standing = rows[3]._replace(
+        step=jnp.where(again, step, rows[3].step), stopped=jnp.where(again, 0, rows[3].stopped), restarts=times
+    )
+
+    before = snapshot[0], with_other_keys(snapshot[1], times), with_other_keys(snapshot[2], times)
+    return *chosen(again, before, rows[:3]), standing

@@ -1,0 +1,317 @@
+"""`Trainer.fit`: a step for each batch, with a history, checkpoints to go on from, and members that come and go."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from ...transforms._core.arguments import describe
+from ...transforms._core.axes import broadcast_axes
+from ...transforms._runs.checkpoint import Checkpoint
+from ...transforms._runs.history import History, Recorder, is_recorded, numbers
+from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
+from ...transforms._runs.processes import Group
+from ...transforms._runs.run_directory import Store
+from .._members.sharding import everywhere
+from .._members.strategy import Execution
+from .._step.member_status import Stop
+from .._step.state import TrainState, check_state
+from .checkpoint import read_run, write_state
+from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run computes with, as far as it is known; plain values, for JSON.
+
+    Attributes:
+      optimizer: the name of the optax factory, or None for a ready transformation.
+      hyperparams: the hyperparameters that are numbers.
+      strategy: how the members are executed; "auto" before the first step.
+      chunk_size: how many members at a time.
+      products: whether convolutions are rewritten as matrix products.
+      devices: over how many devices the members are spread.
+    """
+
+    optimizer: str | None
+    hyperparams: Mapping[str, Any]
+    strategy: str
+    chunk_size: int | None
+    products: bool
+    devices: int
+
+
+class Callback(Protocol):
+    """What `Trainer.fit` tells of a step: any function of these arguments.
+
+    Examples:
+      >>> from plurax.ensemble import Callback
+      >>> def worst(step, metrics):
+      ...     print(f"step {step}: {metrics['loss'].max():.3f}")
+      >>> callbacks: list[Callback] = [worst]  # for Trainer.fit
+    """
+
+    def __call__(self, step: int, metrics: Mapping[str, np.ndarray]) -> Any:
+        """Take the metrics of a recorded step.
+
+        Args:
+          step: its number, from 1.
+          metrics: by name, for each member: shape (size,). NaN for a member that had stopped before; where one had,
+            integers are float32.
+        """
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    state: TrainState
+    history: dict[str, np.ndarray]
+    execution: Execution
+    watched: dict[str, Any]
+
+
+def fit(
+    trainer: Trainer,
+    state: TrainState,
+    batches: Iterable[Any],
+    *,
+    steps: int | None,
+    progress: bool,
+    checkpoint_dir: Any,
+    checkpoint_every: int | None,
+    checkpoint_keep: int,
+    history_every: int,
+    early_stopping: EarlyStopping | None,
+    restarts: Restarts | None,
+    callbacks: Sequence[Callback],
+) -> tuple[TrainState, History]:
+    """See `Trainer.fit`."""
+    check_state("Trainer.fit", state)
+    check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
+    _check_watched(trainer, early_stopping, restarts, callbacks)
+    source = iterate("Trainer.fit", batches)
+    start = int(state.step)
+    target = None if steps is None else start + steps
+    group = Group.of(state._contents())
+    watch = Watch(early_stopping, restarts, state._structure_and_size()[1], start)
+    given = state
+    store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
+    resumed = None if store is None else store.newest(partial(_resume, state, trainer._settings(), watch))
+    if resumed is not None and int(resumed.state.step) < start:
+        resumed = None
+    if resumed is not None and int(resumed.state.step) > start:
+        state = resumed.state
+        if target is not None and int(state.step) > target:
+            raise ValueError(
+                f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than "
+                f"step {target} that was asked for; ask for more steps or use another directory."
+            )
+        skip("Trainer.fit", source, int(state.step) - start)
+
+    columns = _columns(trainer, state)
+    recorder = Recorder(history_every, None if resumed is None else resumed.history)
+    execution = None if resumed is None else resumed.execution
+    aloud = progress and group.is_first
+    own = _Run(trainer, watch, recorder, store, callbacks, execution, aloud, int(state.step))
+    # What belongs to a checkpoint says nothing of a state that is handed in.
+    first = watch.begin(state._copy(), resumed.watched if resumed is not None and resumed.state is state else {})
+    last, step, interrupted = run(
+        first,
+        source,
+        own.advance,
+        step=int(state.step),
+        target=target,
+        record=own.record,
+        say=lambda _, reported: _loss_range(reported.metrics),
+        save=None if store is None else own.save,
+        checkpoint_every=checkpoint_every,
+        # One bar, and no process stops where others go on.
+        progress=aloud,
+        interruptible=group.is_alone,
+        done=int(state.step) - start,
+        total=total_steps(batches, steps),
+        finished=lambda: watch.finished,
+    )
+    last = watch.whole(last)
+    if watch.finished:
+        step = int(last.step)
+    if trainer._freezes and step > start and (spoiled := watch.spoiled(given, last)).size:
+        warnings.warn(
+            f"Trainer.fit: the parameters of {members_in_words(spoiled)} are no longer finite, though the gradients "
+            "that made them were; the learning rate may be too large, or not finite.",
+            stacklevel=3,
+        )
+    if target is not None and step < target and not interrupted:
+        why = "all members have stopped" if watch.finished else "the batches ended"
+        ends = f"{why} after step {step}, {target - step} steps before the {steps} asked for."
+        stopped_early = (np.asarray(everywhere(last._rows()[3].stopped)) == Stop.EARLY).any()
+        if not (watch.finished and stopped_early):
+            warnings.warn(f"Trainer.fit: {ends}", stacklevel=3)
+        elif aloud:  # which is what it was asked for
+            tqdm.write(ends.capitalize(), file=sys.stderr)
+    return last, recorder.rows(columns)
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What there is of a step: of the members in the run, and which those are."""
+
+    metrics: dict[str, Any]
+    lineup: np.ndarray
+    evaluated: bool
+
+
+@dataclass
+class _Run:
+    """The steps of one run of a trainer."""
+
+    trainer: Trainer
+    watch: Watch
+    recorder: Recorder
+    store: Store | None
+    callbacks: Sequence[Callback]
+    execution: Execution | None
+    aloud: bool
+    taken: int
+    saved: int = -1
+
+    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Reported]:
+        """A step, and what is done with members after it."""
+        watch = self.watch
+        if len(watch.lineup) < watch.size:
+            arguments, axes = self.trainer._arguments(batch, watch.size)
+            batch = watch.batch(arguments, broadcast_axes(axes, arguments))
+        tell = _tell if self.aloud else _be_silent
+        after, metrics, self.execution = self.trainer._advance(state, batch, self.execution, donate=True, tell=tell)
+        self.taken += 1
+        lineup = watch.lineup
+        after, found, said = watch.after(self.taken, after)
+        for line in said if self.aloud else ():
+            tqdm.write(line, file=sys.stderr)
+        return after, Reported({**everywhere(metrics), **found}, lineup, bool(found))
+
+    def record(self, step: int, reported: Reported) -> None:
+        """Record a step that is computed."""
+        lineup, size = reported.lineup, self.watch.size
+        metrics = {name: x for name, x in reported.metrics.items() if is_recorded(x)}
+        stopped = np.asarray(metrics.pop("stopped"))
+        self.watch.notice(stopped)
+        if (stopped > 0).all():  # nobody has trained
+            return
+        if (stopped < 0).any():
+            named = members_in_words(lineup[stopped < 0])
+            warnings.warn(
+                f"Trainer.fit: {named} stopped at step {step}, since the loss or the gradients were not finite; "
+                "everything of it stays as it was before.",
+                stacklevel=6,  # where fit was called: this is in it, in the loop, in what waits for a step
+            )
+        trained = np.zeros(size, bool)
+        trained[lineup] = stopped <= 0
+        if len(lineup) < size:
+            metrics = {name: _spread(numbers(x), lineup, size) for name, x in metrics.items()}
+        if self.recorder.add(step, metrics, trained, always=reported.evaluated) and self.callbacks:
+            told = {name: _or_nan(numbers(x), trained) for name, x in metrics.items()}
+            for callback in self.callbacks:
+                callback(step, told)
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint."""
+        assert self.store is not None
+        whole = self.watch.whole(state)
+        step = int(whole.step)
+        if step == self.saved:
+            return
+        self.saved = step
+        about, more = vars(self.trainer._settings(self.execution)), self.watch.parts(step, whole)
+        self.store.write(
+            step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
+        )
+
+
+def _columns(trainer: Trainer, state: TrainState) -> dict[str, list[float]]:
+    """The hyperparameters that are numbers with one for each member, as the state has them."""
+    (_, _, opt_state, standing), (_, size) = state._rows(), state._structure_and_size()
+    held = {**getattr(opt_state, "hyperparams", {}), **standing.hyperparams}
+    # As they are written: 0.1 and not the nearest number of float32.
+    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in trainer._columns}
+
+
+def _tell(what: str) -> None:
+    tqdm.write(f"Measuring, for once: {what}", file=sys.stderr)
+
+
+def _be_silent(_: str) -> None:
+    """Say nothing."""
+
+
+def _spread(values: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
+    """Values of some members among those of all, which are zero."""
+    spread = np.zeros(size, values.dtype)
+    spread[places] = values
+    return spread
+
+
+def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    if known.all():
+        return values
+    wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
+    return np.where(known, wide, np.nan).astype(wide.dtype)
+
+
+def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Checkpoint) -> Resumed:
+    """What a checkpoint has to go on from; refuses one of another run."""
+    about = checkpoint.manifest
+    _check_settings(checkpoint, settings)
+    (state, watched), history = read_run(checkpoint, like, watch.likes(like)), checkpoint.history()
+    return Resumed(state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched)
+
+
+def _check_watched(trainer: Trainer, early: Any, restarts: Any, callbacks: Any) -> None:
+    """Refuse what is none of these."""
+    if early is not None and not isinstance(early, EarlyStopping):
+        raise TypeError(f"Trainer.fit: early_stopping must be an EarlyStopping, but got {describe(early)}.")
+    if restarts is not None and not isinstance(restarts, Restarts):
+        raise TypeError(f"Trainer.fit: restarts must be a Restarts, but got {describe(restarts)}.")
+    if restarts is not None and not trainer._freezes:
+        raise ValueError('Trainer.fit: restarts need nonfinite="freeze": no other member is ever put back.')
+    if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
+        raise TypeError(
+            "Trainer.fit: callbacks must be a list of functions of a step and its metrics, but got "
+            f"{describe(callbacks)}."
+        )
+
+
+def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a checkpoint of another optimiser or other hyperparameters."""
+    if "optimizer" not in checkpoint.manifest:
+        raise ValueError(
+            f"Trainer.fit: the checkpoint {checkpoint.path} is of a run of something else; use another checkpoint_dir."
+        )
+    values = [{"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, vars(settings))]
+    before, now = values
+    for name in [*before, *now]:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"Trainer.fit: the checkpoint {checkpoint.path} was written with {name}={before.get(name)}, but the "
+                f"trainer has {name}={now.get(name)}; use another checkpoint_dir, or the same optimiser and "
+                "hyperparameters."
+            )
+
+
+def _loss_range(metrics: Mapping[str, Any]) -> str:
+    loss = np.asarray(metrics["loss"])[np.asarray(metrics["stopped"]) <= 0]
+    finite = loss[np.isfinite(loss)]
+    lost = loss.size - finite.size
+    spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"
+    return spread + (f", {lost} not finite" if lost else "")

@@ -1,0 +1,43 @@
+"""`grid`: every combination of hyperparameters, one for each member."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+from ...transforms._core.arguments import check_count, describe
+
+
+def grid(*, repeats: int = 1, **values: Iterable[Any]) -> dict[str, list[Any]]:
+    """Every combination of hyperparameters, as a `Trainer` takes them: one value of each for each member.
+
+    Args:
+      repeats: how many members each combination has, one after another; they differ in their seeds.
+      **values: by the name of a hyperparameter the values to try: numbers or schedules.
+
+    Returns:
+      Lists of one length, which is the size of the ensemble: the product of the numbers of values, times `repeats`. The
+      last name changes first.
+
+    Raises:
+      TypeError: `repeats` is no int, or a hyperparameter has no list of values.
+      ValueError: `repeats` is below 1, there are no hyperparameters, or one has no values.
+
+    Examples:
+      >>> from plurax.ensemble import grid
+      >>> grid(learning_rate=[0.1, 0.01], weight_decay=[0.0, 0.001], repeats=2)["learning_rate"]
+      [0.1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01]
+    """
+    check_count("grid", "repeats", repeats)
+    if not values:
+        raise ValueError("grid: there are no hyperparameters; give some, such as learning_rate=[0.1, 0.01].")
+    lists: dict[str, list[Any]] = {}
+    for name, tried in values.items():
+        if isinstance(tried, str) or not isinstance(tried, Iterable):
+            raise TypeError(f"grid: {name} must be a list of values, but got {describe(tried)}.")
+        lists[name] = list(tried)
+        if not lists[name]:
+            raise ValueError(f"grid: {name} has no values.")
+    members = [combination for combination in product(*lists.values()) for _ in range(repeats)]
+    return {name: [member[i] for member in members] for i, name in enumerate(lists)}

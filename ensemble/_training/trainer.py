@@ -1,0 +1,350 @@
+"""`Trainer`: one training step of every member, as one program or as a loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...transforms._core.arguments import check_count, describe, is_real
+from ...transforms._core.axes import Axes, axes_per_argument, check_in_axes, mapped_size
+from ...transforms._core.memory import check_budget
+from ...transforms._models.hashable import Static
+from .._execution.autotune import Tuning
+from .._execution.choose_strategy import Choice
+from .._execution.data_parallel import check_split
+from .._execution.executor import Executor
+from .._members.ensemble import Ensemble
+from .._members.sharding import Layout
+from .._members.strategy import STRATEGIES, Execution
+from .._step.loss import MemberLoss
+from .._step.member_status import Standing
+from .._step.member_step import MemberStep
+from .._step.optimizer import MemberOptimizer, check_size
+from .._step.state import TrainState, check_state, kind_of
+from .early_stopping import EarlyStopping, Restarts
+from .fit import Callback, History, Settings, fit
+
+
+class Trainer:
+    """Train every member of an ensemble, on its own or on shared batches.
+
+    Args:
+      loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member,
+        an ordinary module. What it changes of its own state is carried along.
+      optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` that all members share.
+      hyperparams: arguments of the factory, and keyword-only arguments of the loss: a list or 1-D array holds one value
+        per member, anything else is shared. Schedules (functions of the step) may stand in a list for the factory. The
+        values per member live in the state (`state.opt_state.hyperparams`, `state.standing.hyperparams`), where `init`
+        puts them. `grid` makes lists for all combinations.
+      in_axes: for the batch: None (all members share it), 0 (member i takes slice i of every array), or a tuple with
+        one entry for each element of the batch.
+      grad_fn: replaces `plurax.transforms.value_and_grad`: `grad_fn(loss)(model, *batch)` returns `(value, gradients)`,
+        where value is what `loss` returns and the gradients are like those of `value_and_grad`. What it assigns to
+        the model holds.
+      strategy: how the members are executed, never what they compute. "vmap": batched operations; "map": a compiled
+        loop; "unroll": one program with each member's operations in turn; "loop": a Python loop over the compiled step
+        of one member. "auto" compiles these, "vmap" also in chunks, each also with convolutions rewritten as matrix
+        products, measures them at the first step of a kind, and takes the quickest; `explain` tells. Where a step is
+        traced, "loop" is executed as "unroll", and "auto" as what was found before, or else by rule.
+      chunk_size: how many members "vmap" executes at a time; None executes all at once.
+      memory_budget: the most that the temporaries of the compiled step may take: bytes, or a string such as "512MiB".
+        "auto" drops what does not fit, "vmap" takes the largest chunk that does.
+      mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are spread, and perhaps an axis
+        "data", over which every array of the batch is split along its first axis that is not the members'. No device
+        sees another's members. With "data" the loss must be a mean over the examples: the losses and gradients of the
+        parts are averaged, and so are other scalars that the loss reports; what the first batch shows to be no mean is
+        refused. A mesh may span several processes; then each hands in the same batches. "loop" is executed as
+        "unroll".
+      tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
+        a CPU where the step contains a convolution, else "vmap".
+      tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
+      nonfinite: what becomes of a member when its loss or its gradients are not finite, or the sums of the latter
+        overflow. "freeze": it stays as it was before that step, and no longer trains; `state.standing` tells, and `fit`
+        warns. (Where gradients are finite but new parameters are not, as with an infinite learning rate, the next loss
+        nearly always tells; of what is left at the end `fit` warns.) "ignore": it goes on, which is for optimisers that
+        take care of that (`optax.apply_if_finite`, scaled losses).
+
+    Raises:
+      TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is no
+        mesh, `tune_seconds` no number, `tune_cache` no path, `memory_budget` no size.
+      ValueError: a hyperparameter that the factory does not take, or lacks; hyperparameters for a ready optimiser; an
+        unknown strategy; `chunk_size` below 1; `chunk_size` or `memory_budget` with a strategy other than "vmap" and
+        "auto", or both at once; `tune_seconds` below 0; `mesh` has other axes, or an axis "data" beside a `grad_fn`.
+
+    Source:
+      MindSpore's ensemble training with `vmap` over a `CellList`; `torch.func.stack_module_state`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from plurax.ensemble import Ensemble, Trainer
+      >>> def loss(model, x, y):
+      ...     return jnp.mean((model(x) - y) ** 2)
+      >>> trainer = Trainer(loss, optax.sgd, hyperparams={"learning_rate": [0.1, 0.2]})
+      >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 1, rngs=rngs), 2, seed=0))
+      >>> state, metrics = trainer.step(state, (jnp.ones((4, 3)), jnp.zeros((4, 1))))
+      >>> metrics["loss"].shape
+      (2,)
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        optimizer: Any,
+        *,
+        hyperparams: Mapping[str, Any] | None = None,
+        in_axes: Axes = None,
+        grad_fn: Callable[..., Any] | None = None,
+        strategy: str = "auto",
+        chunk_size: int | None = None,
+        memory_budget: int | str | None = None,
+        mesh: Any = None,
+        tune_seconds: float = 5.0,
+        tune_cache: str | os.PathLike[str] | None = None,
+        nonfinite: str = "freeze",
+    ) -> None:
+        if not callable(loss):
+            raise TypeError(f"Trainer: loss must be a function of a model and a batch, but got {describe(loss)}.")
+        if grad_fn is not None and not callable(grad_fn):
+            raise TypeError(f"Trainer: grad_fn must be a function of the loss, but got {describe(grad_fn)}.")
+        check_in_axes("Trainer", in_axes)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"Trainer: strategy must be one of {', '.join(STRATEGIES)}, but got {strategy!r}.")
+        check_count("Trainer", "chunk_size", chunk_size, optional=True)
+        if chunk_size is not None and strategy not in ("auto", "vmap"):
+            raise ValueError(f'Trainer: chunk_size needs strategy="vmap", but the strategy is {strategy!r}.')
+        budget = check_budget("Trainer", memory_budget, chunk_size)
+        if memory_budget is not None and strategy not in ("auto", "vmap"):
+            raise ValueError(
+                f'Trainer: memory_budget needs strategy="auto" or "vmap", but the strategy is {strategy!r}.'
+            )
+        if not is_real(tune_seconds):
+            raise TypeError(f"Trainer: tune_seconds must be a number of seconds, but got {describe(tune_seconds)}.")
+        if not tune_seconds >= 0:
+            raise ValueError(f"Trainer: tune_seconds must be at least 0, but got {tune_seconds}.")
+        if tune_cache is not None and not isinstance(tune_cache, (str, os.PathLike)):
+            raise TypeError(f"Trainer: tune_cache must be the path of a directory, but got {describe(tune_cache)}.")
+        if tune_cache is not None and Path(tune_cache).exists() and not Path(tune_cache).is_dir():
+            raise ValueError(f"Trainer: tune_cache must be a directory, but {str(tune_cache)!r} is a file.")
+        self._layout = None if mesh is None else Layout.of("Trainer", mesh)
+        if self._layout is not None and self._layout.shards > 1 and grad_fn is not None:
+            raise ValueError(
+                'Trainer: grad_fn does not go with a mesh axis "data" of more than one device: it would see a part of '
+                "the batch, and the mean over the parts is not what it computes; leave one of the two out."
+            )
+        self._in_axes = in_axes
+        member_loss = MemberLoss(loss, hyperparams, optimizer)
+        self._optimizer = MemberOptimizer(optimizer, member_loss.others)
+        if nonfinite not in ("freeze", "ignore"):
+            raise ValueError(f'Trainer: nonfinite must be "freeze" or "ignore", but got {nonfinite!r}.')
+        self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
+        self._executor = Executor(self._step, self._layout)
+        cache = None if tune_cache is None else Path(tune_cache).resolve()
+        chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
+        self._choice = Choice(self._executor, strategy, chunk_size, budget, float(tune_seconds), cache)
+        self._split: set[Any] = set()
+
+    def init(self, ensemble: Ensemble) -> TrainState:
+        """The state before the first step; a copy, so the ensemble stays as it is.
+
+        Args:
+          ensemble: the models to train.
+
+        Returns:
+          A `TrainState` at step 0.
+
+        Raises:
+          TypeError: not an `Ensemble`.
+          ValueError: a list of hyperparameters does not have one value for each member; nothing trains.
+        """
+        if not isinstance(ensemble, Ensemble):
+            raise TypeError(
+                f"Trainer.init: needs an Ensemble, but got {type(ensemble).__name__}; make one of models with "
+                "Ensemble.stack([...])."
+            )
+        if not jax.tree.leaves(ensemble.trainable):
+            raise ValueError(
+                "Trainer.init: the members have no trainable arrays, so there is nothing to train; give them nnx.Param "
+                "variables, or a `trainable` rule that matches."
+            )
+        size, step = len(ensemble), np.zeros((), np.int32)
+        schedules = {name: x.which for name, x in self._optimizer.schedules.items()}
+        of_loss = {name: check_size(name, x, size) for name, x in self._step.loss.per_member.items()}
+        standing = Standing._first(size, of_loss, schedules)
+        if self._layout is None:
+            opt_state = self._optimizer.init(ensemble.trainable, size)
+            return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
+        layout = self._layout
+        with layout.context():
+            # Placed first, so that what is made of them is made where it belongs.
+            arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest), size))
+            init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
+            arrays = *arrays, init(arrays[0]), layout.place(standing, size)
+            return TrainState._of_padded(ensemble.structure, arrays, size, layout.place_shared(step))
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step of every member.
+
+        Args:
+          state: from `init` or an earlier step; it stays usable.
+          batch: a tuple or list is unpacked into the arguments of the loss after the model; anything else is one.
+
+        Returns:
+          The new state, and the metrics: "loss" of shape (size,), and what the loss reports, with the members along
+          axis 0. Those of members that have stopped too: they are evaluated, but stay as they are.
+
+        Raises:
+          ValueError: the batch does not fit `in_axes`; gradients of another structure than the parameters; a member
+            changes its structure; the loss reports something called "loss".
+          TypeError: the loss returns something else than a scalar, or a scalar and a dict.
+
+        Cost:
+          Under "loop" the new state is stacked when somebody looks at it, not before.
+        """
+        check_state("Trainer.step", state)
+        after, metrics, _ = self._advance(state, batch)
+        return after, {name: x for name, x in metrics.items() if name != "stopped"}
+
+    def fit(
+        self,
+        state: TrainState,
+        batches: Iterable[Any],
+        *,
+        steps: int | None = None,
+        progress: bool = True,
+        checkpoint_dir: Any = None,
+        checkpoint_every: int | None = None,
+        checkpoint_keep: int = 2,
+        history_every: int = 1,
+        early_stopping: EarlyStopping | None = None,
+        restarts: Restarts | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> tuple[TrainState, History]:
+        """Take a step for each batch, with a progress bar, a history, and checkpoints to go on from.
+
+        Args:
+          state: where to start; it stays usable.
+          batches: an iterable of batches. It is never rewound, and no batch is taken from it that is not used.
+          steps: how many further steps to take; None goes on until the batches end. Ending earlier warns, unless it is
+            because of `early_stopping`.
+          progress: whether to show a bar with the range of the loss over the members, and steps per second.
+          checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
+            a whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later
+            are taken and skipped, and the steps count from `state`. A damaged one is passed over with a warning, and
+            what a run that was killed had begun to write is removed. What else is in the directory stays as it is. A
+            final checkpoint is always written.
+          checkpoint_every: steps between checkpoints; None writes only the final one.
+          checkpoint_keep: how many checkpoints to keep, the newest.
+          history_every: steps between rows of the history.
+          early_stopping: when members stop, each on its own; an `EarlyStopping`. The run ends when all have. What was
+            evaluated is in the history as "validation".
+          restarts: whether, and how often, members are put back that were frozen because something was not finite; a
+            `Restarts`.
+          callbacks: functions of a step's number and its metrics, called for each step of the history: see `Callback`.
+
+        Returns:
+          The state after the last step, and the history: a list of dicts, one for each recorded step and member, with
+          "step", "member", the hyperparameters that differ between members, "loss" and what else the loss reports that
+          is one number. A member that has stopped has no rows from there on. Ctrl-C ends training cleanly after the
+          current step with the same results; a second one interrupts it. With `checkpoint_dir` the history has the
+          earlier steps of the run too.
+
+        Raises:
+          TypeError, ValueError: as for `step`; `steps` or another count is no int or too small; a checkpoint of another
+            ensemble, another factory or other hyperparameters, or later than the steps asked for. (Two ready
+            optimisers with states of one structure cannot be told apart.)
+          OSError: `checkpoint_dir` cannot be made.
+
+        Cost:
+          The state is copied once, then each step takes over the memory of the one before.
+        """
+        return fit(
+            self,
+            state,
+            batches,
+            steps=steps,
+            progress=progress,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            checkpoint_keep=checkpoint_keep,
+            history_every=history_every,
+            early_stopping=early_stopping,
+            restarts=restarts,
+            callbacks=callbacks,
+        )
+
+    def _advance(
+        self,
+        state: TrainState,
+        batch: Any,
+        execution: Execution | None = None,
+        *,
+        donate: bool = False,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> tuple[TrainState, dict[str, jax.Array], Execution]:
+        """`step`, and how it was executed.
+
+        Args:
+          state: where to start.
+          batch: as for `step`.
+          execution: how an earlier step was executed: it stands for what the trainer leaves open.
+          donate: whether the step takes over the memory of `state`.
+          tell: is told what is measured, which may take a while.
+        """
+        arguments, axes = self._arguments(batch, state._structure_and_size()[1])
+        if self._layout is not None and self._layout.shards > 1:
+            kind = state._kind, Static.of(axes), kind_of(arguments)
+            if kind not in self._split and check_split(self._step, self._executor, state, arguments, axes):
+                self._split.add(kind)
+        execution = self._choice.choose(state, arguments, axes, execution, donate, tell)
+        if donate:
+            # A loader may fill the same buffer again, while the step still reads it.
+            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
+        after, metrics = self._executor.execute(execution, state, arguments, axes, donate)
+        return after._after(state), metrics, execution
+
+    def _arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
+        """The arguments of the loss after the model, and how each is mapped over `size` members; refuses others."""
+        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
+        # The model comes first, so that the loss's own names are those of the errors.
+        what = "the number of members"
+        mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
+        return arguments, tuple(axes)
+
+    @property
+    def _columns(self) -> list[str]:
+        """The hyperparameters that are numbers with one for each member, which the history has."""
+        numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
+        return [name for name, values in numbers.items() if isinstance(values, list)]
+
+    @property
+    def _freezes(self) -> bool:
+        """Whether a member stops where something is not finite."""
+        return self._step.freeze
+
+    def explain(self) -> Tuning | None:
+        """Print what "auto" has measured last, and what it chose.
+
+        Returns:
+          The same as an object; None where nothing was measured, such as under a strategy that was asked for.
+        """
+        nothing = (
+            'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
+            "is 0, the loss has side effects, or the mesh spans several processes."
+        )
+        print(self._choice.tuning or nothing)  # noqa: T201 (to print is what it is for)
+        return self._choice.tuning
+
+    def _settings(self, execution: Execution | None = None) -> Settings:
+        """What the steps are computed with."""
+        execution = execution or self._choice.asked
+        numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
+        return Settings(self._optimizer.name, numbers, **execution._asdict())

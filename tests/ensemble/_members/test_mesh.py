@@ -1,0 +1,562 @@
+"""An ensemble over eight devices is what it is on one. This file is also the script that has them: tests have one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
+from plurax.ensemble._execution.data_parallel import differs
+from plurax.transforms import vmap
+from plurax.transforms._models.hashable import Static
+
+# All in one worker: what they ask is found once.
+pytestmark = pytest.mark.xdist_group("eight devices")
+
+MEMBERS = 6
+RNG = np.random.default_rng(0)
+IMAGES, LABELS = RNG.normal(size=(8, 6, 6, 2)).astype(np.float32), np.arange(8) % 3
+ROWS, TARGETS = RNG.normal(size=(8, 3)).astype(np.float32), RNG.normal(size=(8, 2)).astype(np.float32)
+
+
+class CNN(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(2, 4, (3, 3), rngs=rngs)
+        self.out = nnx.Linear(36, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.max_pool(nnx.relu(self.conv(x)), (2, 2), (2, 2))
+        return self.out(x.reshape(len(x), -1))
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, axis_name: str | None = None, rate: float = 0.0) -> None:
+        self.first = nnx.Linear(3, 5, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, axis_name=axis_name, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.out = nnx.Linear(5, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.dropout(nnx.tanh(self.norm(self.first(x)))))
+
+
+# Always the same functions, so that what is made of them is known again.
+SPREAD = partial(MLP, axis_name="data")
+DROPPING = partial(MLP, rate=0.5)
+SPREAD_DROPPING = partial(MLP, axis_name="data", rate=0.5)
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Linear(3, 2, rngs=rngs)
+
+
+@cache
+def created(make: Callable[..., Any], size: int = MEMBERS) -> Ensemble:
+    """Members on one device: each is traced and compiled once, and fewer of them are the first."""
+    return created(make)[:size] if size < MEMBERS else Ensemble.create(make, size, seed=0)
+
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+@cache
+def begun(make: Callable[..., Any], size: int, optimizer: Any, mesh: Any) -> Any:
+    """The state before the first step: no step changes it, and it is the same for every loss and strategy."""
+    return Trainer(square, optimizer, mesh=mesh).init(created(make, size))
+
+
+def cross_entropy(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+
+def square(model: Any, x: jax.Array, y: jax.Array) -> Any:
+    loss = jnp.mean((model(x) - y) ** 2)
+    return loss, {"mean": jnp.mean(jnp.abs(y)), "count": 3}
+
+
+def mesh_of(ensemble: int, data: int | None = None) -> Any:
+    shape = (ensemble,) if data is None else (ensemble, data)
+    return jax.make_mesh(shape, ("ensemble", "data")[: len(shape)])
+
+
+def train(
+    make: Callable[..., Any],
+    loss: Any,
+    batch: Any,
+    mesh: Any = None,
+    *,
+    size: int = MEMBERS,
+    optimizer: Any = MOMENTUM,
+    **o: Any,
+) -> Any:
+    """A trainer, the state after three steps and their last metrics."""
+    trainer = Trainer(loss, optimizer, mesh=mesh, **{"strategy": "vmap", **o})
+    state = begun(make, size, optimizer, mesh)
+    for _ in range(3):
+        state, metrics = trainer.step(state, batch)
+    return trainer, state, metrics
+
+
+@cache
+def alone(name: str) -> Any:
+    """What one device gives."""
+    kinds: dict[str, Any] = {
+        "cnn": (CNN, cross_entropy, (IMAGES, LABELS)),
+        "mlp": (MLP, square, (ROWS, TARGETS)),
+        "dropout": (DROPPING, square, (ROWS, TARGETS)),
+    }
+    return train(*kinds[name])[1:]
+
+
+def reporting(value: Callable[[jax.Array], Any], model: Any, x: jax.Array, y: jax.Array) -> Any:
+    """The loss `square`, with a value of the batch beside it."""
+    return square(model, x, y)[0], {"mine": value(x)}
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for mine, theirs in zip(numbers(actual), numbers(expected), strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@nnx.jit
+def called(model: Any, x: jax.Array) -> jax.Array:
+    return model(x)
+
+
+def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]:
+    """What devices exchange in the compiled step, and in which groups."""
+    axes = (None,) * len(batch)
+    execution = trainer._choice.choose(state, batch, axes, None, False, print)
+    structure, size = state._structure_and_size()
+    with trainer._executor._context(execution):  # as the step was compiled, so that it is not compiled again
+        inputs = trainer._executor._inputs(execution, state, batch, axes)
+        lowered = trainer._executor._programs[0].lower(structure, execution, size, Static.of(axes), *inputs)
+        text = lowered.compile().as_text()
+    found: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+            if re.search(rf" {name}(-start)?\(", line):
+                found.setdefault(name, set()).update(re.findall(r"replica_groups=(.+?)(?:, \w+=|$)", line))
+    return found
+
+
+def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
+    """Parameters, optimiser state, metrics and outputs; six members do not divide over four devices, nor over eight."""
+    make: Any
+    make, loss, batch = {"cnn": (CNN, cross_entropy, (IMAGES, LABELS)), "mlp": (MLP, square, (ROWS, TARGETS))}[kind]
+    if kind == "mlp" and len(shape) == 2:
+        make = SPREAD
+    trainer, state, metrics = train(make, loss, batch, mesh_of(*shape), strategy=strategy)
+    expected, expected_metrics = alone(kind)
+    assert len(state.ensemble) == MEMBERS
+    assert_close(metrics, expected_metrics)
+    for mine, theirs in zip(numbers(state._arrays()), numbers(expected._arrays()), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    if kind == "cnn":
+        assert_close(state.ensemble(IMAGES), expected.ensemble(IMAGES), 1e-5)
+        assert_close(called(state.ensemble[4], IMAGES), called(expected.ensemble[4], IMAGES), 1e-5)
+    found = collectives(trainer, state, batch)
+    if len(shape) == 1:
+        assert not found
+    else:
+        groups = np.arange(8)[: shape[0] * shape[1]].reshape(shape).tolist()
+        assert set(found) == {"all-reduce"}
+        listed = str(groups).replace(" ", "").replace("[", "{").replace("]", "}")
+        named = f"mesh['ensemble'={shape[0]},'data'={shape[1]}] {{'data'}}"  # as of jax 0.11
+        assert found["all-reduce"] in ({listed}, {named})
+
+
+def held_by_each() -> None:
+    """No device holds another's members, from the start."""
+    ensemble = Ensemble.create(CNN, 8, seed=0, mesh=mesh_of(4))
+    assert_close(ensemble.trainable, created(CNN, 8).trainable)
+    state = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(ensemble)
+    for leaf in jax.tree.leaves((ensemble, state.ensemble, state.opt_state)):
+        assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
+    padded = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(created(CNN))
+    assert {len(shard.data) for leaf in jax.tree.leaves(padded._rows()) for shard in leaf.addressable_shards} == {2}
+    assert len(padded.ensemble) == 6
+    with pytest.raises(
+        ValueError, match=r"6 members do not divide over the 4 devices of the mesh axis \"ensemble\"; c"
+    ):
+        Ensemble.create(CNN, 6, seed=0, mesh=mesh_of(4))
+
+
+def a_batch_for_each() -> None:
+    batch = np.stack([IMAGES + i for i in range(MEMBERS)]), np.stack([np.roll(LABELS, i) for i in range(MEMBERS)])
+    _, expected, expected_metrics = train(CNN, cross_entropy, batch, in_axes=0)
+    for mesh in (mesh_of(4), mesh_of(2, 4)):
+        _, state, metrics = train(CNN, cross_entropy, batch, mesh, in_axes=0)
+        assert_close(metrics, expected_metrics, 5e-6)
+        assert_close(state.ensemble.trainable, expected.ensemble.trainable, 5e-6)
+        assert_close(state.ensemble(batch[0], in_axes=0), expected.ensemble(batch[0], in_axes=0), 2e-5)
+
+
+def random_numbers() -> None:
+    """Dropout draws the same with members on many devices, and others for each part of a batch."""
+    expected, expected_metrics = alone("dropout")
+    _, state, metrics = train(DROPPING, square, (ROWS, TARGETS), mesh_of(4))
+    assert_close((state.ensemble, metrics), (expected.ensemble, expected_metrics))
+
+    _, state, _ = train(SPREAD_DROPPING, square, (ROWS, TARGETS), mesh_of(2, 4))
+    counts = [x for path, x in jax.tree.leaves_with_path(state.ensemble.rest) if "count" in str(path)]
+    expected_counts = [x for path, x in jax.tree.leaves_with_path(expected.ensemble.rest) if "count" in str(path)]
+    assert_close(counts, expected_counts)
+    keys = [x for x in jax.tree.leaves(state.ensemble.rest) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    assert_close(keys, [x for x in jax.tree.leaves(expected.ensemble.rest) if x.dtype == keys[0].dtype])
+
+
+def keys_in_the_batch() -> None:
+    """One key for each example is that example's, wherever it is; a single one is another for each part."""
+
+    def noisy(m: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
+        return jnp.mean((m(x) + jax.vmap(lambda k: jax.random.normal(k, (2,)))(keys)) ** 2)
+
+    batch = ROWS, jax.random.split(jax.random.key(0), 8)
+    expected = train(linear, noisy, batch)[1]
+    assert_close(train(linear, noisy, batch, mesh_of(2, 4))[1].ensemble, expected.ensemble)
+
+    def drawn(m: Any, x: jax.Array, key: jax.Array) -> Any:
+        return jnp.mean(m(x) ** 2), {"mine": jax.random.normal(key)}
+
+    one = train(linear, drawn, (ROWS, jax.random.key(0)), mesh_of(2, 4))[2]["mine"][0]
+    parts = [jax.random.normal(jax.random.fold_in(jax.random.key(0), i)) for i in range(4)]
+    np.testing.assert_allclose(one, np.mean(parts), rtol=1e-5)
+
+
+def padded() -> None:
+    """Five members on four devices: rates of their own, and looks inside and outside of traces."""
+    rates = [0.1, 0.2, 0.3, 0.05, 0.4]
+    states = []
+    for mesh in (None, mesh_of(4)):
+        trainer = Trainer(square, optax.sgd, hyperparams={"learning_rate": rates}, strategy="vmap", mesh=mesh)
+        state = trainer.init(created(linear, 5))
+        for _ in range(2):
+            state, _ = trainer.step(state, (ROWS, TARGETS))
+            jax.jit(lambda x, state=state: state.ensemble(x))(ROWS)
+            assert len(state.ensemble) == 5
+        assert_close(jax.jit(lambda state: state.ensemble(ROWS))(state), state.ensemble(ROWS))
+        state, _ = trainer.step(jax.tree.map(lambda x: x, state), (ROWS, TARGETS))  # made anew, without padding
+        states.append(state)
+    assert_close(states[1], states[0])
+
+
+def calls() -> None:
+    """Axes counted from behind, and arrays that are on one device."""
+    whole = created(linear, 4)
+    spread = Trainer(square, optax.sgd(0.1), mesh=mesh_of(4)).init(whole).ensemble
+    inputs = np.sin(np.arange(24.0, dtype=np.float32)).reshape(2, 4, 3)
+    assert_close(spread(inputs, in_axes=-2), whole(inputs, in_axes=1))
+    assert_close(spread(jax.device_put(ROWS, jax.devices()[0])), whole(ROWS))
+
+
+def a_data_axis_of_one() -> None:
+    for seconds in (0, 0.1):
+        state = train(SPREAD, square, (ROWS, TARGETS), mesh_of(4, 1), strategy="auto", tune_seconds=seconds)[1]
+        assert_close(state.ensemble.trainable, alone("mlp")[0].ensemble.trainable)
+
+
+def refusals() -> None:
+    data = mesh_of(2, 2)
+    with pytest.raises(
+        ValueError, match="on each part of a batch that the mesh splits over 'data', the loss leaves ano"
+    ):
+        train(MLP, square, (ROWS, TARGETS), data)
+    with pytest.raises(ValueError, match=r"the batch \(`0`\) has 7 examples, which do not split over the 2 devices"):
+        train(linear, square, (ROWS[:7], TARGETS[:7]), data)
+    with pytest.raises(ValueError, match=r"splits every array of the batch along its first axis, but they have diff"):
+        train(linear, lambda m, x, y, w: square(m, x, w), (ROWS, TARGETS, np.ones(2, np.float32)), data)
+    for value in (lambda x: (x > 0).sum(), lambda x: x.mean(1)):
+        with pytest.raises(
+            ValueError, match="the loss reports `mine`, an array of shape .* only scalars of floating poi"
+        ):
+            train(linear, partial(reporting, value), (ROWS, TARGETS), data)
+    for loss in (lambda m, x, y: ((m(x) - y) ** 2).sum(), lambda m, x, y: jnp.std(m(x))):
+        with pytest.raises(
+            ValueError, match="the loss reports `loss`, .* of a whole batch, but .* as the mean over its 2 parts"
+        ):
+            train(linear, loss, (ROWS, TARGETS), data)
+    not_a_mean = "of a whole batch, but .* as the mean over its 2 parts"
+    key = jax.random.key(0)
+    for loss, batch in (
+        (lambda m, x, y: jnp.sum(m(x) ** 2) * 1e-3 + jnp.mean(m(x) * y), (ROWS, TARGETS)),
+        (lambda m, x, k: jnp.sum(m(x) * jax.random.bernoulli(k, 0.5, (len(x), 2))), (ROWS, key)),
+    ):
+        with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
+            train(linear, loss, batch, data)
+    with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
+        train(SPREAD_DROPPING, lambda m, x, y: jnp.sum(m(x) * y), (ROWS, TARGETS), data)
+    for value in (lambda x: len(x), lambda x: jnp.float32(len(x)), lambda x: x.sum(), lambda x: jnp.sqrt(x.var())):
+        with pytest.raises(ValueError, match=f"the loss reports `mine`, .* {not_a_mean}"):
+            train(linear, partial(reporting, value), (ROWS, TARGETS), data)
+    counting = Ensemble.from_apply(lambda v, x: x @ v["w"], [{"w": jnp.ones((3, 2)), "seen": jnp.zeros((), int)}] * 2)
+
+    def counts(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        model.variables = {**model.variables, "seen": model.variables["seen"] + len(x)}
+        return jnp.mean((model(x) - y) ** 2)
+
+    trainer = Trainer(counts, optax.sgd(0.1), strategy="vmap", mesh=data)
+    with pytest.raises(ValueError, match=f"the loss leaves `seen` in the model, 8 {not_a_mean}"):
+        trainer.step(trainer.init(counting), (ROWS, TARGETS))
+    traced = Trainer(lambda m, x, y: jnp.sum(m(x)), MOMENTUM, strategy="vmap", mesh=data)
+    state = begun(linear, MEMBERS, MOMENTUM, data)
+    jax.jit(traced.step)(state, (ROWS, TARGETS))
+    with pytest.raises(ValueError, match="the loss reports `loss`"):  # in a trace there was nothing to compare
+        traced.step(state, (ROWS, TARGETS))
+    with pytest.raises(ValueError, match='grad_fn does not go with a mesh axis "data" of more than one device'):
+        Trainer(square, optax.sgd(0.1), mesh=data, grad_fn=jax.value_and_grad)
+    searching = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5))
+    with pytest.raises(ValueError, match=r"the optimizer evaluates the loss again \(value_fn, as optax.lbfgs does\)"):
+        train(linear, square, (ROWS, TARGETS), data, optimizer=searching)
+    _, state, _ = train(linear, square, (ROWS, TARGETS), mesh_of(4), optimizer=searching)
+    assert_close(state.ensemble, train(linear, square, (ROWS, TARGETS), optimizer=searching)[1].ensemble)
+
+
+def other_meshes() -> None:
+    """Axes of another type, inside of a trace, and with the mesh as that of the whole program."""
+    expected, _ = alone("cnn")
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4, 2), ("ensemble", "data"), axis_types=(kind, kind))
+        with jax.set_mesh(mesh):
+            _, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh)
+        assert_close(state.ensemble.trainable, expected.ensemble.trainable)
+    trainer = Trainer(cross_entropy, optax.sgd(0.1, momentum=0.9), strategy="loop", mesh=mesh_of(4))
+    state, step = trainer.init(created(CNN)), jax.jit(trainer.step)
+    for _ in range(3):
+        state, _ = step(state, (IMAGES, LABELS))
+    assert_close(state.ensemble, expected.ensemble)
+
+
+def files() -> None:
+    """A run over four devices goes on over two and on one, with what it had."""
+    batches = [(IMAGES + i, LABELS) for i in range(4)]
+    make = lambda mesh: Trainer(cross_entropy, optax.adam(0.01), strategy="vmap", mesh=mesh)
+    ensemble = created(CNN)
+    whole, history = make(None).fit(make(None).init(ensemble), batches, progress=False)
+    for mesh in (None, mesh_of(2, 2)):
+        with tempfile.TemporaryDirectory() as directory:
+            first = make(mesh_of(4))
+            first.fit(first.init(ensemble), batches[:2], progress=False, checkpoint_dir=directory)
+            second = make(mesh)
+            state, rows = second.fit(second.init(ensemble), batches, progress=False, checkpoint_dir=directory)
+        assert_close(state.ensemble, whole.ensemble)
+        np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in history], rtol=1e-5)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh_of(4))
+        save(f"{directory}/x", state)
+        again = load(f"{directory}/x", trainer.init(ensemble))
+        assert_close(again._rows(), state._rows())
+        assert [x.sharding for x in jax.tree.leaves(again._rows())] == [
+            x.sharding for x in jax.tree.leaves(state._rows())
+        ]
+        assert_close(load(f"{directory}/x", alone("cnn")[0]).ensemble, alone("cnn")[0].ensemble)
+        assert_close(trainer.step(again, (IMAGES, LABELS))[1], trainer.step(state, (IMAGES, LABELS))[1])
+
+
+def chosen() -> None:
+    """ "auto" on a mesh, and on all devices of a CPU."""
+    expected, _ = alone("cnn")
+    for mesh in (mesh_of(4), None):
+        trainer, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh, strategy="auto", tune_seconds=0.2)
+        assert_close(state.ensemble.trainable, expected.ensemble.trainable)
+        found = trainer.explain().candidates
+        assert {one.execution.devices for one in found} == ({1} if mesh else {1, MEMBERS})
+        assert {one.execution.strategy for one in found} == {"vmap", "map", "unroll"} | (set() if mesh else {"loop"})
+    for seconds in (0, 0.2):
+        options = {"strategy": "auto", "tune_seconds": seconds}
+        _, state, _ = train(SPREAD, square, (ROWS, TARGETS), mesh_of(2, 2), **options)
+        assert_close(state.ensemble.trainable, alone("mlp")[0].ensemble.trainable)
+    _, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh_of(4), strategy="auto", tune_seconds=0)
+    assert_close(state.ensemble.trainable, expected.ensemble.trainable)
+
+
+def leaving() -> None:
+    """Members fail, are put back, stop and leave, over devices that they do not divide over, as on one."""
+    generator = np.random.default_rng(3)
+    batches = [tuple(generator.normal(size=(6, 4, n)).astype(np.float32) for n in (3, 2)) for _ in range(12)]
+    batches[4][0][1] = np.nan
+    ends = jnp.array([3.0, 30, 1, 30, 5, 30])
+
+    class Numbered(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(3, 2, rngs=rngs)
+            self.number, self.steps = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.steps[...] += 1
+            return self.linear(x)
+
+    members = Ensemble.create(Numbered, 6, seed=0).unstack()
+    for i, member in enumerate(members):
+        member.number[...] = jnp.float32(i)
+
+    def of_member(member: Any) -> jax.Array:
+        return jnp.abs(member.steps[...] - ends[member.number[...].astype(int)])
+
+    distance = jax.jit(vmap(of_member))
+
+    found = {}
+    for name, mesh in (("one", None), ("four", mesh_of(4))):
+        trainer = Trainer(
+            lambda m, x, y: jnp.mean((m(x) - y) ** 2), optax.adam(0.01), in_axes=0, strategy="vmap", mesh=mesh
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found[name] = trainer.fit(
+                trainer.init(Ensemble.stack(members)),
+                batches,
+                progress=False,
+                early_stopping=EarlyStopping(evaluate=distance, every=1, patience=3),
+                restarts=Restarts(every=3, times=1),
+            )
+    for state, _ in found.values():
+        assert np.asarray(state.standing.stopped).tolist() == [2, 0, 2, 0, 2, 0]
+        assert np.asarray(state.standing.restarts).tolist() == [0, 1, 0, 0, 0, 0]
+    assert_close(found["four"][0].ensemble, found["one"][0].ensemble, 1e-5)
+    assert_close(found["four"][0].opt_state, found["one"][0].opt_state, 1e-5)
+    keys = [[(row["step"], row["member"]) for row in history] for _, history in found.values()]
+    assert keys[0] == keys[1]
+
+
+WAYS = (
+    leaving,
+    held_by_each,
+    a_batch_for_each,
+    random_numbers,
+    keys_in_the_batch,
+    padded,
+    calls,
+    a_data_axis_of_one,
+    refusals,
+    other_meshes,
+    files,
+    chosen,
+)
+LAYOUTS = [
+    ((4,), "vmap", "cnn"),
+    ((8,), "map", "cnn"),
+    ((2,), "unroll", "cnn"),
+    ((4, 2), "vmap", "cnn"),
+    ((2, 4), "map", "cnn"),
+    ((1, 8), "unroll", "cnn"),
+    ((4,), "vmap", "mlp"),
+    ((2, 4), "vmap", "mlp"),
+    ((4, 2), "loop", "mlp"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What went wrong on eight devices: a traceback, or nothing."""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
+def test_eight_devices(way: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[way], outcomes[way]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_as_on_one_device_and_nothing_exchanged_between_members(layout: Any, outcomes: dict[str, str]) -> None:
+    assert not outcomes[str(layout)], outcomes[str(layout)]
+
+
+def test_a_difference_would_be_seen(outcomes: dict[str, str]) -> None:
+    assert "Not equal to tolerance" in outcomes["wrong"]
+
+
+class Test_meshes_that_are_refused:
+    def test_no_mesh(self) -> None:
+        with pytest.raises(
+            TypeError, match=r"Trainer: mesh must be a jax.sharding.Mesh, such as .* but got 3 of type in"
+        ):
+            Trainer(square, optax.sgd(0.1), mesh=3)
+        with pytest.raises(TypeError, match=r"Ensemble.create: mesh must be a jax.sharding.Mesh"):
+            Ensemble.create(linear, 2, seed=0, mesh="all")
+
+    def test_other_axes(self) -> None:
+        for names in (("members",), ("ensemble", "model"), ("data",)):
+            mesh = jax.make_mesh((1,) * len(names), names)
+            with pytest.raises(
+                ValueError, match=r"mesh must have an axis \"ensemble\" and may have an axis \"data\", bu"
+            ):
+                Trainer(square, optax.sgd(0.1), mesh=mesh)
+
+
+class Test_what_differs_between_devices:
+    """`differs` follows what depends on a part of the batch."""
+
+    def of(self, fun: Callable[..., Any]) -> list[bool]:
+        closed = jax.make_jaxpr(fun, axis_env=[("data", 2)])(1.0, jnp.ones(3))
+        return differs(closed.jaxpr, [False, True])
+
+    def test_through_operations_and_calls(self) -> None:
+        assert self.of(lambda a, x: (a + 1, x + 1, jax.jit(lambda a, x: (a, a * x))(a, x))) == [
+            False,
+            True,
+            False,
+            True,
+        ]
+
+    def test_until_the_devices_agree(self) -> None:
+        assert self.of(lambda a, x: (jax.lax.pmean(x, "data"), jax.lax.psum(x, "data") + a, x)) == [False, False, True]
+
+    def test_where_a_device_asks_for_its_number(self) -> None:
+        assert self.of(lambda a, x: (a + jax.lax.axis_index("data"), a)) == [True, False]
+
+    def test_in_loops_all_of_it(self) -> None:
+        def fun(a: Any, x: Any) -> Any:
+            return jax.lax.scan(lambda c, x: (c + a, x), a, x), jax.lax.fori_loop(0, 3, lambda i, c: c + a, a)
+
+        assert self.of(fun) == [True, True, False]
+
+
+def wrong() -> None:
+    """What must be reported."""
+    assert_close(np.ones(2), np.full(2, 1.001))
+
+
+def failure_of(way: Callable[[], None]) -> str:
+    try:
+        way()
+    except Exception:  # whatever it is, the test shows it
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == 8
+    every = {way.__name__: failure_of(way) for way in (*WAYS, wrong)}
+    every |= {str(layout): failure_of(partial(as_on_one, *layout)) for layout in LAYOUTS}
+    Path("/dev/stdout").write_text(json.dumps(every))

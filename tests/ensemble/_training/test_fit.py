@@ -1,0 +1,451 @@
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pandas as pd
+import pytest
+
+from plurax.ensemble import Ensemble, Trainer
+from plurax.ensemble._training import checkpoint as checkpoint
+
+
+@pytest.fixture(scope="module")
+def ens(plain):
+    return Ensemble.create(plain, 3, seed=0)
+
+
+@pytest.fixture(scope="module")
+def trainer(cross_entropy):
+    return Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.01, 0.02, 0.03]}, strategy="vmap")
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_pythons() -> Iterator[None]:
+    """What starts in the background of a shell ignores it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_fit_is_a_step_for_each_batch(trainer, ens, make_batches, assert_same):
+    state = trainer.init(ens)
+    for batch in make_batches(4):
+        state, _ = trainer.step(state, batch)
+    fitted, _ = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
+    assert_same(fitted, state)
+    assert int(fitted.step) == 4
+
+
+def test_the_history_is_a_tidy_table(trainer, ens, make_batches):
+    _, history = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
+    table = pd.DataFrame(history)
+    assert set(table) == {"step", "member", "learning_rate", "loss", "accuracy"}
+    assert table.shape == (12, 5)
+    assert list(table.step.unique()) == [1, 2, 3, 4]
+    assert list(table[table.step == 2].member) == [0, 1, 2]
+    state = trainer.init(ens)
+    for batch in make_batches(4)[:2]:
+        state, metrics = trainer.step(state, batch)
+    np.testing.assert_array_equal(table[table.step == 2].loss.astype(np.float32), metrics["loss"])
+
+
+def test_the_history_can_be_thinned(trainer, ens, make_batches):
+    _, history = trainer.fit(trainer.init(ens), make_batches(7), progress=False, history_every=3)
+    assert sorted({row["step"] for row in history}) == [3, 6]
+
+
+def test_metrics_that_are_no_numbers_stay_out_of_the_history(ens, make_batches):
+    def loss(model, x, y):
+        return (model(x) ** 2).mean(), {"logits": model(x), "size": x.mean(), "both": {"x": x.mean()}, "none": None}
+
+    trainer = Trainer(loss, optax.sgd(0.1))
+    _, history = trainer.fit(trainer.init(ens), make_batches(2), progress=False)
+    assert set(history[0]) == {"step", "member", "loss", "size"}
+
+
+def test_no_batch_is_taken_that_is_not_used(trainer, ens, make_batches):
+    source = iter(make_batches(10))
+    state, _ = trainer.fit(trainer.init(ens), source, steps=3, progress=False)
+    state, _ = trainer.fit(state, source, steps=4, progress=False)
+    assert int(state.step) == 7
+    assert len(list(source)) == 3
+
+
+def test_no_steps_change_nothing(trainer, ens, make_batches, assert_same):
+    state = trainer.init(ens)
+    for batches, steps in ((make_batches(2), 0), ([], None)):
+        after, history = trainer.fit(state, batches, steps=steps, progress=False)
+        assert_same(after, state)
+        assert history == []
+
+
+def test_batches_that_end_early_warn(trainer, ens, make_batches):
+    with pytest.warns(UserWarning, match="the batches ended after step 2, 3 steps before the 5 asked for"):
+        state, _ = trainer.fit(trainer.init(ens), make_batches(2), steps=5, progress=False)
+    assert int(state.step) == 2
+
+
+def test_progress_shows_the_range_of_the_loss(trainer, ens, make_batches, capsys):
+    trainer.fit(trainer.init(ens), make_batches(4))
+    shown = capsys.readouterr().err
+    assert "4/4" in shown
+    assert "step/s" in shown
+    _, history = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
+    last = [row["loss"] for row in history[-3:]]
+    assert f"loss {min(last):.4f} to {max(last):.4f}" in shown
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_says_how_many_are_not_finite(trainer, ens, make_batches, capsys):
+    batches = [(x * np.float32("inf"), y) for x, y in make_batches(1)]
+    with pytest.warns(UserWarning, match="members 0, 1, 2 stopped at step 1"):
+        trainer.fit(trainer.init(ens), batches)
+    assert "3 not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+def test_ctrl_c_ends_cleanly_after_the_current_step(ens, cross_entropy, make_batches, assert_same, strategy):
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+
+    def batches():
+        for i, batch in enumerate(make_batches(9)):
+            if i == 3:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    source = batches()
+    state, history = trainer.fit(trainer.init(ens), source, progress=False)
+    assert int(state.step) == 4
+    assert len(history) == 12
+    assert len(list(source)) == 5
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    expected, _ = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
+    assert_same(state, expected)
+
+
+def test_a_second_ctrl_c_interrupts(trainer, ens, make_batches):
+    def batches():
+        yield make_batches(1)[0]
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(trainer.init(ens), batches(), progress=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_from_the_batches_ends_cleanly(trainer, ens, make_batches):
+    def batches():
+        yield from make_batches(2)
+        raise KeyboardInterrupt
+
+    state, _ = trainer.fit(trainer.init(ens), batches(), progress=False)
+    assert int(state.step) == 2
+
+
+def test_a_handler_of_the_programs_own_stays(trainer, ens, make_batches):
+    own = lambda *_: None
+    signal.signal(signal.SIGINT, own)
+    try:
+        trainer.fit(trainer.init(ens), make_batches(1), progress=False)
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("vmap", "stateful"), ("map", "plain"), ("unroll", "plain"), ("loop", "stateful")]
+)
+def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
+    request, tmp_path, kind, cross_entropy, make_batches, assert_same, strategy
+):
+    ens = Ensemble.create(request.getfixturevalue(kind), 3, seed=0)
+
+    def trainer():
+        return Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.01, 0.02, 0.03]}, strategy=strategy)
+
+    class Stopped(Exception):
+        pass
+
+    def stopping():
+        yield from make_batches(9)[:5]
+        raise Stopped
+
+    whole, history = trainer().fit(trainer().init(ens), make_batches(9), progress=False)
+    options = {"progress": False, "checkpoint_dir": tmp_path / "run", "checkpoint_every": 2}
+    with pytest.raises(Stopped):
+        trainer().fit(trainer().init(ens), stopping(), **options)
+    assert sorted(os.listdir(tmp_path / "run")) == ["step_00000002", "step_00000004"]
+    state, resumed = trainer().fit(trainer().init(ens), make_batches(9), steps=9, **options)
+    assert_same(state, whole)
+    assert resumed == history
+
+
+def test_a_finished_run_is_only_read_again(tmp_path, trainer, ens, make_batches, assert_same):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "steps": 4}
+    state, history = trainer.fit(trainer.init(ens), make_batches(4), **options)
+    again, same = trainer.fit(trainer.init(ens), make_batches(4), **options)
+    assert_same(again, state)
+    assert same == history
+
+
+def test_a_second_fit_goes_on_from_the_state_it_is_given(tmp_path, trainer, ens, make_batches, assert_same):
+    batches = make_batches(8)
+    state, _ = trainer.fit(trainer.init(ens), batches[:5], progress=False, checkpoint_dir=tmp_path)
+    state, history = trainer.fit(state, batches[5:], progress=False, checkpoint_dir=tmp_path)
+    whole, _ = trainer.fit(trainer.init(ens), batches, progress=False)
+    assert_same(state, whole)
+    assert sorted({row["step"] for row in history}) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_last_step_is_always_kept_and_older_ones_go(tmp_path, trainer, ens, make_batches):
+    trainer.fit(
+        trainer.init(ens), make_batches(7), progress=False, checkpoint_dir=tmp_path, checkpoint_every=2,
+        checkpoint_keep=3,
+    )  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000006", "step_00000007"]
+
+
+def test_ctrl_c_writes_a_checkpoint(tmp_path, trainer, ens, make_batches):
+    def batches():
+        yield from make_batches(3)
+        raise KeyboardInterrupt
+
+    trainer.fit(trainer.init(ens), batches(), progress=False, checkpoint_dir=tmp_path, checkpoint_every=100)
+    assert os.listdir(tmp_path) == ["step_00000003"]
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, trainer, ens, make_batches, assert_same):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    trainer.fit(trainer.init(ens), make_batches(9)[:4], **options)
+    with open(tmp_path / "step_00000004" / "history.npz", "r+b") as file:
+        file.truncate(10)
+    whole, _ = trainer.fit(trainer.init(ens), make_batches(9), progress=False)
+    with pytest.warns(UserWarning, match=r"history.npz has 10 bytes instead of \d+. It is skipped"):
+        state, _ = trainer.fit(trainer.init(ens), make_batches(9), **options)
+    assert_same(state, whole)
+
+
+# Orbax starts all its reads at once; those that fail after the first one complain to nobody.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["arrays/0/manifest.ocdbt", "history.npz", "plurax.json"])
+def test_bytes_that_changed_make_a_checkpoint_damaged_too(tmp_path, trainer, ens, make_batches, assert_same, name):
+    """And training on to its step replaces it, at the same name."""
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
+    trainer.fit(trainer.init(ens), make_batches(9)[:4], **options)
+    file = tmp_path / "step_00000004" / name
+    file.write_bytes(bytes(file.stat().st_size))
+    whole, _ = trainer.fit(trainer.init(ens), make_batches(4), progress=False)
+    with pytest.warns(UserWarning, match="It is skipped"):
+        state, history = trainer.fit(trainer.init(ens), make_batches(4), **options)
+    assert_same(state, whole)
+    assert_same(checkpoint.load(tmp_path / "step_00000004", state), whole)
+    assert [row["step"] for row in history[::3]] == [1, 2, 3, 4]
+    _, again = trainer.fit(trainer.init(ens), make_batches(4), **options)
+    assert again == history
+
+
+def test_only_checkpoints_are_removed_and_counted(tmp_path, trainer, ens, make_batches):
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "step_00000001" / "thesis.txt").write_text("mine")
+    (tmp_path / "step_5").mkdir()
+    with pytest.warns(UserWarning, match="step_00000001 is not a checkpoint of this library, or is damaged"):
+        trainer.fit(
+            trainer.init(ens), make_batches(6), progress=False, checkpoint_dir=tmp_path, checkpoint_every=2,
+            checkpoint_keep=2,
+        )  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000004", "step_00000006", "step_5"]
+    assert (tmp_path / "step_00000001" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_damaged_checkpoint_takes_nobody_s_place(tmp_path, trainer, ens, make_batches):
+    options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_keep": 1}
+    trainer.fit(trainer.init(ens), make_batches(8), checkpoint_every=4, **options)
+    (tmp_path / "step_00000008" / "plurax.json").unlink()
+    with pytest.warns(UserWarning, match="is damaged: it has no plurax.json. It is skipped"):
+        trainer.fit(trainer.init(ens), make_batches(6), checkpoint_every=1, **options)
+    assert sorted(os.listdir(tmp_path)) == ["step_00000006", "step_00000008"]
+
+
+def test_metrics_may_come_and_go(tmp_path, ens, make_batches):
+    """The loss of a later run reports something else, and a batch of another kind too."""
+
+    def loss(model, x, y, *extra):
+        return (model(x) ** 2).mean(), {"file": x.mean(), **({"extra": x.max()} if extra else {})}
+
+    def other(model, x, y):
+        return (model(x) ** 2).mean().astype(jnp.bfloat16), {"other": jnp.int32(y.max())}
+
+    batches = make_batches(4)
+    for strategy in ("vmap", "loop"):
+        trainer = Trainer(loss, optax.sgd(0.1), strategy=strategy)
+        options = {"progress": False, "checkpoint_dir": tmp_path / strategy}
+        mixed = [batches[0], (*batches[1], np.ones(1, np.float32))]
+        trainer.fit(trainer.init(ens), mixed, **options)
+        trainer = Trainer(other, optax.sgd(0.1), strategy=strategy)
+        _, history = trainer.fit(trainer.init(ens), batches, **options)
+        assert [set(row) for row in history[::3]] == [
+            {"step", "member", "loss", "file"},
+            {"step", "member", "loss", "file", "extra"},
+            *[{"step", "member", "loss", "other"}] * 2,
+        ]
+        table = pd.DataFrame(history)
+        assert table.other.isna().sum() == 6
+        assert table.extra[3] == batches[1][0].max()
+        _, again = trainer.fit(trainer.init(ens), batches, **options)
+        assert again == history
+
+
+def test_a_metric_that_is_a_key_stays_out_of_the_history(ens, make_batches):
+    trainer = Trainer(lambda m, x, y: ((m(x) ** 2).mean(), {"key": jax.random.key(0)}), optax.sgd(0.1))
+    _, history = trainer.fit(trainer.init(ens), make_batches(1), progress=False)
+    assert set(history[0]) == {"step", "member", "loss"}
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+def test_batches_may_be_refilled_in_place(ens, cross_entropy, make_batches, assert_same, strategy):
+    trainer = Trainer(cross_entropy, optax.adam(0.01), strategy=strategy)
+
+    def refilled():
+        x, y = (np.empty_like(a) for a in make_batches(1)[0])
+        for batch in make_batches(20):
+            x[...], y[...] = batch
+            yield x, y
+            x[...], y[...] = np.nan, 0
+
+    state, _ = trainer.fit(trainer.init(ens), refilled(), progress=False)
+    expected, _ = trainer.fit(trainer.init(ens), make_batches(20), progress=False)
+    assert_same(state, expected)
+
+
+def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches, monkeypatch):
+    def auto():
+        return Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=0.1)
+
+    auto().fit(auto().init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
+    monkeypatch.setattr("plurax.ensemble._execution.choose_strategy.recall", lambda *_: pytest.fail("chosen anew"))
+    auto().fit(auto().init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
+
+
+def settings(path):
+    manifest = json.loads((path / "plurax.json").read_text())
+    return manifest["strategy"], manifest["chunk_size"]
+
+
+def test_the_chunk_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches):
+    """What a trainer leaves open is as before; what it says is as it says."""
+    for i, (options, expected) in enumerate(
+        (
+            ({"chunk_size": 2}, ("vmap", 2)),
+            ({}, ("vmap", 2)),
+            ({"strategy": "vmap"}, ("vmap", 2)),
+            ({"chunk_size": 3}, ("vmap", 3)),
+            ({"strategy": "loop"}, ("loop", None)),
+            ({"chunk_size": np.int64(2)}, ("vmap", 2)),
+        )
+    ):
+        trainer = Trainer(cross_entropy, optax.sgd(0.1), **options)
+        trainer.fit(trainer.init(ens), make_batches(i + 1), progress=False, checkpoint_dir=tmp_path)
+        assert settings(tmp_path / f"step_{i + 1:08d}") == expected
+
+
+def test_what_a_killed_run_left_is_ignored(tmp_path, trainer, ens, make_batches):
+    (tmp_path / ".step_00000009.abc.unfinished").mkdir()
+    (tmp_path / "step_notes").mkdir()
+    state, _ = trainer.fit(trainer.init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
+    assert int(state.step) == 2
+
+
+def test_a_checkpoint_is_written_with_the_state_of_its_step(tmp_path, trainer, ens, make_batches, assert_same):
+    trainer.fit(trainer.init(ens), make_batches(5), progress=False, checkpoint_dir=tmp_path, checkpoint_every=3)
+    three, _ = trainer.fit(trainer.init(ens), make_batches(3), progress=False)
+    assert_same(checkpoint.load(tmp_path / "step_00000003", trainer.init(ens)), three)
+
+
+def test_fit_moves_few_bytes_and_no_arrays_of_the_caller_are_donated(trainer, ens, make_batches):
+    state = trainer.init(ens)
+    trainer.fit(state, make_batches(2), progress=False)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, ens)) if isinstance(leaf, jax.Array))
+
+
+class Test_refusals:
+    @pytest.mark.parametrize(
+        ("options", "error", "match"),
+        [
+            ({"steps": -1}, ValueError, "steps must be at least 0, but got -1"),
+            ({"steps": 1.5}, TypeError, "steps must be an int or None, but got 1.5"),
+            ({"checkpoint_every": 0, "checkpoint_dir": "x"}, ValueError, "checkpoint_every must be at least 1"),
+            ({"checkpoint_every": 3}, ValueError, "checkpoint_every needs a checkpoint_dir"),
+            ({"checkpoint_keep": 0}, ValueError, "checkpoint_keep must be at least 1"),
+            ({"history_every": 0}, ValueError, "history_every must be at least 1"),
+            ({"history_every": None}, TypeError, "history_every must be an int"),
+            ({"checkpoint_every": 2.0, "checkpoint_dir": "x"}, TypeError, "checkpoint_every must be an int"),
+            ({"checkpoint_keep": True}, TypeError, "checkpoint_keep must be an int"),
+        ],
+    )
+    def test_counts(self, trainer, ens, options, error, match):
+        with pytest.raises(error, match=match):
+            trainer.fit(trainer.init(ens), [], progress=False, **options)
+
+    def test_what_is_no_state_and_no_batches(self, trainer, ens):
+        with pytest.raises(TypeError, match="Trainer.fit: state must be a TrainState"):
+            trainer.fit(ens, [])
+        with pytest.raises(TypeError, match="batches must be an iterable of batches, but got 3"):
+            trainer.fit(trainer.init(ens), 3)
+
+    def test_a_checkpoint_of_other_hyperparameters(self, tmp_path, trainer, ens, cross_entropy, make_batches):
+        trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+        other = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": [0.01, 0.02, 0.04]})
+        with pytest.raises(ValueError, match=r"written with learning_rate=\[0.01, 0.02, 0.03\], but the trainer has"):
+            other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+
+    def test_a_checkpoint_of_another_optimizer(self, tmp_path, trainer, ens, cross_entropy, make_batches):
+        """Of the same state: nothing else tells."""
+        first = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": 0.1})
+        first.fit(first.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+        other = Trainer(cross_entropy, optax.adamw, hyperparams={"learning_rate": 0.1})
+        with pytest.raises(ValueError, match="written with optimizer=adam, but the trainer has optimizer=adamw"):
+            other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+
+    def test_a_directory_that_cannot_be_made(self, tmp_path, trainer, ens):
+        """Before the first step, not after the last."""
+        (tmp_path / "file").write_text("mine")
+        batches = iter([None])
+        for path in (tmp_path / "file", tmp_path / "file" / "inside"):
+            with pytest.raises(
+                OSError, match=r"Trainer.fit: checkpoint_dir='.*file.*' cannot be made: .*; give another"
+            ):
+                trainer.fit(trainer.init(ens), batches, progress=False, checkpoint_dir=path)
+        assert list(batches) == [None]
+
+    def test_a_checkpoint_of_another_size(self, tmp_path, ens, cross_entropy, make_batches):
+        trainer = Trainer(cross_entropy, optax.sgd(0.1))
+        trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+        with pytest.raises(ValueError, match="has 3 members, but like has 2"):
+            trainer.fit(trainer.init(ens[:2]), [], progress=False, checkpoint_dir=tmp_path)
+
+    def test_a_checkpoint_of_another_ensemble(self, tmp_path, trainer, ens, cross_entropy, stateful, make_batches):
+        trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
+        with pytest.raises(ValueError, match="of a member's ensemble, but like has"):
+            trainer.fit(trainer.init(Ensemble.create(stateful, 3, seed=0)), [], progress=False, checkpoint_dir=tmp_path)
+
+    def test_a_checkpoint_later_than_asked_for(self, tmp_path, trainer, ens, make_batches):
+        trainer.fit(trainer.init(ens), make_batches(4), progress=False, checkpoint_dir=tmp_path)
+        with pytest.raises(ValueError, match="is at step 4, later than step 2 that was asked for"):
+            trainer.fit(trainer.init(ens), make_batches(4), steps=2, progress=False, checkpoint_dir=tmp_path)
+
+    def test_batches_too_few_to_skip(self, tmp_path, trainer, ens, make_batches):
+        trainer.fit(trainer.init(ens), make_batches(4), progress=False, checkpoint_dir=tmp_path)
+        with pytest.raises(ValueError, match="has used 4 batches, but there are only 3"):
+            trainer.fit(trainer.init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
+
+    def test_a_bad_batch_leaves_the_state_usable(self, trainer, ens, make_batches):
+        state = trainer.init(ens)
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            trainer.fit(state, [make_batches(1)[0], (np.ones((2, 4)),)], progress=False)
+        trainer.step(state, make_batches(1)[0])

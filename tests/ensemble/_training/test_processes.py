@@ -1,0 +1,288 @@
+"""An ensemble over two processes with two devices each. This file is also the script that each of them runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, load_member, save
+from plurax.transforms._runs import array_store
+from plurax.transforms._runs.processes import Damaged, Group
+
+# All in one worker: what they ask is found once.
+pytestmark = pytest.mark.xdist_group("two processes")
+
+BATCHES = [
+    (
+        np.sin(np.arange(24.0) + i).reshape(8, 3).astype(np.float32),
+        np.cos(np.arange(16.0) * i).reshape(8, 2).astype("f"),
+    )
+    for i in range(4)
+]
+
+
+class Model(nnx.Module):
+    """A dense layer and what draws random numbers: keys are saved and loaded too."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(3, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x)
+
+
+def loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def trainer_on(mesh: Any) -> Trainer:
+    return Trainer(loss, optax.adam, hyperparams={"learning_rate": 0.1}, strategy="vmap", mesh=mesh)
+
+
+def ill_trainer_on(mesh: Any) -> Trainer:
+    """Of four members the second does not learn, and the third does not stay finite."""
+    rates = {"learning_rate": [0.1, 0.0, 1e30, 0.05]}
+    return Trainer(loss, optax.sgd, hyperparams=rates, strategy="vmap", mesh=mesh)
+
+
+def watching() -> dict[str, Any]:
+    def evaluate(ensemble: Ensemble) -> jax.Array:
+        x, y = BATCHES[0]
+        return jnp.mean((ensemble(x) - y) ** 2, axis=(1, 2))
+
+    return {
+        "early_stopping": EarlyStopping(evaluate=evaluate, every=2, patience=2),
+        "restarts": Restarts(every=3, times=1),
+    }
+
+
+def told_to(steps: list[int]) -> Any:
+    return lambda step, metrics: steps.append(step)
+
+
+def members(size: int, mesh: Any = None) -> Ensemble:
+    return Ensemble.create(Model, size, seed=0, mesh=mesh)
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def held(tree: Any) -> list[np.ndarray]:
+    """What this process has of some arrays."""
+    data = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
+    ]
+    return [np.asarray(shard.data) for x in data for shard in x.addressable_shards]
+
+
+# What each process does.
+
+
+def run(root: Path) -> dict[str, Any]:
+    """Train, save and load on meshes over both processes; what went wrong, by name."""
+    devices = np.array(jax.devices())
+    assert (jax.process_count(), devices.size, jax.local_device_count()) == (2, 4, 2)
+    flat = Mesh(devices, ("ensemble",))
+    across = Mesh(devices.reshape(2, 2).T, ("ensemble", "data"))  # both processes have a part of each batch
+    found: dict[str, Any] = {}
+
+    def check(work: Any) -> None:
+        try:
+            found[work.__name__] = work() or ""
+        except Exception:  # whatever it is, the test shows it
+            found[work.__name__] = traceback.format_exc()
+
+    @check
+    def trains_and_goes_on_elsewhere() -> None:
+        first = trainer_on(flat)
+        ensemble = members(4, flat)
+        assert {len(shard.data) for x in jax.tree.leaves(ensemble) for shard in x.addressable_shards} == {1}
+        first.fit(first.init(ensemble), BATCHES[:2], progress=False, checkpoint_dir=root / "run", checkpoint_every=1)
+        second = trainer_on(across)
+        state, history = second.fit(second.init(members(4)), BATCHES, progress=False, checkpoint_dir=root / "run")
+        assert int(state.step) == 4
+        assert [row["step"] for row in history] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+
+    @check
+    def pads() -> None:
+        trainer = trainer_on(flat)
+        state = trainer.init(members(5))
+        for batch in BATCHES:
+            state, metrics = trainer.step(state, batch)
+            assert len(state.ensemble) == 5  # looking changes nothing
+        assert metrics["loss"].shape == (5,)
+        remade = jax.tree.map(lambda x: x, state)
+        assert trainer.step(remade, BATCHES[0])[1]["loss"].shape == (5,)
+        total = Trainer(lambda *args: 8 * loss(*args) + jnp.sum(args[1]), optax.sgd(0.1), strategy="vmap", mesh=across)
+        with pytest.raises(ValueError, match="the loss reports `loss`"):
+            total.step(total.init(members(2)), BATCHES[0])
+        save(root / "padded", state)
+        again = load(root / "padded", trainer.init(members(5)))
+        for mine, theirs in zip(held(again._rows()), held(state._rows()), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+    @check
+    def members_stop_and_leave() -> None:
+        trainer, told = ill_trainer_on(flat), list[int]()
+        options: dict[str, Any] = {**watching(), "checkpoint_dir": root / "watched", "callbacks": [told_to(told)]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(trainer.init(members(4, flat)), BATCHES * 6, steps=11, progress=False, **options)
+            state, _ = trainer.fit(trainer.init(members(4)), BATCHES * 6, progress=False, **options)
+        assert told == list(range(1, 25))  # in every process
+        assert int(state.step) == 24
+        assert len(state.ensemble) == 4
+
+    @check
+    def fails_together() -> None:
+        ensemble, put = members(4, flat), array_store.put
+
+        def fail(*_: Any) -> None:
+            raise OSError("disk full")
+
+        save(root / "whole", ensemble)
+        before = sorted(path.name for path in root.rglob("*"))
+        failing: Any = fail if jax.process_index() == 1 else put
+        array_store.put = failing
+        try:
+            for name in ("whole", "other"):
+                with pytest.raises(
+                    OSError, match="disk full" + (r" \(In process 1.\)" if jax.process_index() == 0 else "")
+                ):
+                    save(root / name, ensemble)
+        finally:
+            array_store.put = put
+        if jax.process_index() == 0:  # which is the one that cleans up
+            assert sorted(path.name for path in root.rglob("*")) == before
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+            load(root / "other", ensemble)
+
+    @check
+    def own_files() -> None:
+        """What a process has alone, it saves and loads alone."""
+        mine = jax.tree.map(lambda x: x + jax.process_index(), members(2).trainable)
+        ensemble = Ensemble(members(2).structure, mine, members(2).rest)
+        save(root / f"own {jax.process_index()}", ensemble)
+        again = load(root / f"own {jax.process_index()}", ensemble)
+        np.testing.assert_array_equal(numbers(again.trainable)[0], jax.process_index())
+
+    return found
+
+
+def main() -> None:
+    root, process, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    (root / f"found {process}").write_text(json.dumps(run(root / "files")))
+
+
+# What the tests do, in a process and on a device of their own.
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have written what they found, and their checkpoints."""
+    root = tmp_path_factory.mktemp("processes")
+    (root / "files").mkdir()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(root), str(i), port],
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(errors)
+    return root
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize(
+    "name", ["trains_and_goes_on_elsewhere", "pads", "members_stop_and_leave", "fails_together", "own_files"]
+)
+def test_two_processes(root: Path, name: str, process: int) -> None:
+    found = json.loads((root / f"found {process}").read_text())
+    assert not found[name], found[name]
+
+
+@pytest.mark.parametrize(("name", "size"), [("run/step_00000004", 4), ("padded", 5)])
+def test_one_process_reads_what_two_have_trained(root: Path, name: str, size: int) -> None:
+    trainer = trainer_on(None)
+    expected, _ = trainer.fit(trainer.init(members(size)), BATCHES, progress=False)
+    path = root / "files" / name
+    state = load(path, trainer.init(members(size)))
+    for mine, theirs in zip(numbers(state), numbers(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    for mine, theirs in zip(
+        numbers(nnx.state(load_member(path, 3, state))), numbers(nnx.state(expected.ensemble[3])), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Trainer.fit")
+def test_members_stop_and_leave_as_in_one_process(root: Path) -> None:
+    trainer = ill_trainer_on(None)
+    expected, _ = trainer.fit(trainer.init(members(4)), BATCHES * 6, progress=False, **watching())
+    assert expected.standing.stopped[1] == 2
+    np.testing.assert_array_equal(expected.standing.restarts, [0, 0, 1, 0])
+    state = load(root / "files" / "watched" / "step_00000024", trainer.init(members(4)))
+    for mine, theirs in zip(numbers(state), numbers(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_each_process_has_written_its_members(root: Path) -> None:
+    manifest = json.loads((root / "files" / "run" / "step_00000002" / "plurax.json").read_text())
+    assert manifest["owners"] == [0, 0, 1, 1]
+    assert {name.split("/")[1] for name in manifest["files"] if name.startswith("arrays/")} == {"0", "1"}
+    manifest = json.loads((root / "files" / "padded" / "plurax.json").read_text())
+    assert manifest["owners"] == [0, 0, 0, 0, 1]
+
+
+class Test_a_group_of_one:
+    """It never waits for anybody."""
+
+    def test_gathers_and_agrees_with_itself(self) -> None:
+        group = Group.of({"x": jnp.ones(3), "y": np.ones(2)})
+        assert group.is_alone
+        assert group.is_first
+        assert group.gather({"a": 1}) == [{"a": 1}]
+        assert group.agree(lambda: 3) == 3
+
+    def test_raises_what_was_raised(self) -> None:
+        def fail() -> None:
+            raise Damaged("no")
+
+        with pytest.raises(Damaged, match="^no$"):
+            Group.of(()).agree(fail)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What a call changes of its models: where that may be written, and what only looks changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from plurax import transforms
+from plurax.transforms import Dual
+from plurax.transforms._models.split_model import split
+from plurax.transforms.program import accumulate, bucketed, scan_layers, stack_layers
+
+
+class Net(nnx.Module):
+    """A network whose call moves statistics, a random stream and an array that is no variable."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.dense, self.norm = nnx.Linear(3, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(self.norm(self.dense(x)))
+
+    def loss(self, x: jax.Array, mask: Any = None) -> jax.Array:
+        return (self(x) ** 2).sum()
+
+
+X = jnp.arange(12.0).reshape(4, 3)
+# Each calls a method of a module, whose state it writes.
+CALLS: dict[str, Callable[[Any, jax.Array], Any]] = {
+    name: lambda loss, x, name=name: getattr(transforms, name)(loss)(x)
+    for name in (
+        *("grad", "value_and_grad", "jacrev", "jacfwd", "jacobian", "hessian"),
+        *("hessian_diagonal", "hessian_trace", "laplacian"),
+    )
+} | {
+    "hutchinson_trace": lambda loss, x: transforms.hutchinson_trace(loss, 2)(jax.random.key(0), x),
+    "jvp": lambda loss, x: transforms.jvp(loss, (x,), (x,)),
+    "vjp": lambda loss, x: transforms.vjp(loss, x)[0],
+    "linearize": lambda loss, x: transforms.linearize(loss, x)[0],
+    "dual": lambda loss, x: transforms.dual(loss)(Dual(x, x)).primal,
+    "hvp": lambda loss, x: transforms.hvp(loss, (x,), (x,)),
+    "vhp": lambda loss, x: transforms.vhp(loss, (x,), (x,)),
+    "value_grad_and_hvp": lambda loss, x: transforms.value_grad_and_hvp(loss, (x,), (x,)),
+    "gnvp": lambda loss, x: transforms.gnvp(loss, jnp.sin, x, x),
+    "accumulate": lambda loss, x: accumulate(loss, 2, batch_argnums=0)(x),
+    "bucketed": lambda loss, x: bucketed(loss)(x),
+}
+
+
+def state(net: Any) -> dict[str, np.ndarray]:
+    """The arrays of a module, as they were before a tracer was left in it."""
+    return {path: np.asarray(x) for path, x in split(net).arrays().items() if not path.endswith("key")}
+
+
+def outer_grad(fun: Any) -> Any:
+    return jax.grad(lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(x))))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_state_that_is_closed_over_is_not_written(name: str) -> None:
+    net = Net()
+    before = state(net)
+    outer = outer_grad if name in ("grad", "jvp", "accumulate") else jax.jit
+    with pytest.raises(ValueError, match=f"^{name}: the call changes `.*` of Net, which is closed over by a function"):
+        outer(lambda x: CALLS[name](net.loss, x))(X)
+    np.testing.assert_equal(state(net), before)
+    still = nnx.view(net, deterministic=True, use_running_average=True)
+    outer(lambda x: CALLS[name](still.loss, x))(X)  # changes nothing
+
+
+class Layer(nnx.Module):
+    """A layer whose call changes what it is told to."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.w, self.seen = nnx.Param(jnp.ones(3)), nnx.BatchStat(jnp.zeros(()))
+        self.plain = nnx.data(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.what == "plain":
+            self.plain = self.plain + 1
+        elif self.what:
+            variable = getattr(self, self.what)
+            variable[...] = variable[...] + 1
+        return x * self.w
+
+
+@pytest.mark.parametrize("outer", [jax.jit, outer_grad, jax.vmap, jax.checkpoint])
+@pytest.mark.parametrize("what", ["w", "seen", "plain", ""])
+def test_a_stack_that_is_closed_over_is_not_written(what: str, outer: Any) -> None:
+    stack = stack_layers([Layer(what) for _ in range(2)])
+    before = state(stack)
+    transformed = outer(lambda x: scan_layers(stack, x)[0])
+    if what:
+        with pytest.raises(ValueError, match=f"^scan_layers: the call changes `{what}` of Layer, which is closed over"):
+            transformed(X)
+        np.testing.assert_equal(state(stack), before)
+        nnx.jit(lambda stack, x: scan_layers(stack, x)[0])(stack, X)
+        np.testing.assert_array_equal(state(stack)[f"layer.{what}"], before[f"layer.{what}"] + 1)
+    else:
+        transformed(X)
+
+
+def test_of_several_modules_none_is_written_where_one_is_out_of_reach() -> None:
+    far = Layer("seen")
+
+    def outer(x: jax.Array) -> jax.Array:
+        near = Layer("seen")
+        held = near.seen.get_raw_value()
+        with pytest.raises(ValueError, match="`seen` of Layer, which is closed over"):
+            transforms.grad(lambda x, near, far: (near(x) + far(x)).sum())(x, near, far)
+        assert near.seen.get_raw_value() is held
+        return x
+
+    jax.jit(outer)(X)
+
+
+def test_an_inner_jit_moves_state_and_hands_the_rest_back() -> None:
+    @nnx.jit
+    def call(model: Layer, x: jax.Array) -> jax.Array:
+        return model(x)
+
+    def loss(model: Layer, x: jax.Array) -> jax.Array:
+        return call(model, x).sum()
+
+    layer = Layer("seen")
+    transforms.grad(loss)(layer, X)
+    assert float(layer.seen[...]) == 1
+    with pytest.raises(ValueError, match="^grad: the call changes `seen` of Layer"):
+        jax.jit(lambda x: transforms.grad(loss, 1)(layer, x))(X)
+    quiet = Layer("")
+    before = state(quiet)
+    jax.jit(lambda x: transforms.grad(loss, 1)(quiet, x))(X)
+    np.testing.assert_equal(state(quiet), before)
+
+
+def test_each_of_several_models_gets_its_own_state() -> None:
+    models: dict[str, Any] = {
+        "a": Layer(""),
+        "b": Layer("seen"),
+        "c": nnx.Linear(3, 3, rngs=nnx.Rngs(0)),
+        "d": Layer("seen"),
+    }
+
+    def mean(models: dict[str, Any], x: jax.Array) -> jax.Array:
+        models["d"](x)
+        return sum(model(x).mean() for model in models.values())
+
+    accumulate(mean, 2)(models, X)
+    assert [float(models[name].seen[...]) for name in ("a", "b", "d")] == [0, 2, 4]

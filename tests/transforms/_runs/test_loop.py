@@ -1,0 +1,44 @@
+"""The training loop by itself; `test_fit.py` of ensembles and of privacy have it with what they put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from plurax.transforms._runs.loop import run
+
+
+def taken(source: Iterator[Any], saved: list[int], interruptible: bool) -> Any:
+    """Steps that count, and save what they counted at the end."""
+    return run(
+        0,
+        source,
+        lambda state, batch: (state + batch, {}),
+        step=0,
+        target=None,
+        record=lambda step, metrics: None,
+        say=lambda step, metrics: "",
+        save=saved.append,
+        checkpoint_every=None,
+        progress=False,
+        interruptible=interruptible,
+        done=0,
+        total=None,
+    )
+
+
+def test_an_interrupt_while_a_batch_is_made_ends_only_what_may_end() -> None:
+    """Where several processes train together, one that ended by itself would save while the others go on."""
+
+    def batches() -> Iterator[int]:
+        yield from (1, 2)
+        raise KeyboardInterrupt
+
+    saved: list[int] = []
+    assert taken(batches(), saved, True) == (3, 2, True)
+    assert saved == [3]
+    with pytest.raises(KeyboardInterrupt):
+        taken(batches(), saved, False)
+    assert saved == [3]

@@ -1,0 +1,92 @@
+"""Accounting against the figures that other libraries publish, and against dp-accounting called by hand."""
+
+import math
+
+import dp_accounting
+import pytest
+from jax_privacy.experimental.accounting import amplified_bandmf_event, dpsgd_event
+
+from plurax.transforms.privacy._dpsgd.accounting import Ledger, calibrate
+
+REFERENCE = [
+    ("rdp", 1.3, 0.0025, 6000, 1e-5, 0.7242),
+    ("rdp", 1.0, 0.001, 30000, 1e-7, 1.4155),
+    ("rdp", 0.7, 0.01, 120, 1e-5, 3.2393),
+    ("pld", 0.7, 0.01, 120, 1e-5, 2.4612),
+    ("pld", 1.5, 0.05, 1000, 1e-6, 6.1997),
+]
+
+
+def ledger(noise_multiplier: float = 1.0, probability: float = 0.25, strategy: tuple[float, ...] = (1.0,)) -> Ledger:
+    return Ledger(noise_multiplier, probability, 1.0, 10.0, strategy)
+
+
+@pytest.mark.parametrize(("accountant", "sigma", "q", "steps", "delta", "expected"), REFERENCE)
+def test_epsilon_is_that_of_the_reference(accountant, sigma, q, steps, delta, expected):
+    assert ledger(sigma, q).epsilon(steps, delta, accountant) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(("accountant", "expected"), [("rdp", 1.3562), ("pld", 1.2900)])
+def test_noise_is_that_of_the_reference(accountant, expected):
+    found = calibrate(8.0, 0.04, 2000, 1e-5, accountant)
+    assert found == pytest.approx(expected, abs=5e-5)
+    assert 7.999 < ledger(found, 0.04).epsilon(2000, 1e-5, accountant) <= 8.0
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize(("epsilon", "q", "rounds"), [(0.5, 1.0, 3), (2.0, 0.06, 600), (0.1, 0.0001, 10**5)])
+def test_calibrated_noise_is_enough_and_no_more(accountant, epsilon, q, rounds):
+    sigma = calibrate(epsilon, q, rounds, 1e-6, accountant)
+    assert ledger(sigma, q).epsilon(rounds, 1e-6, accountant) <= epsilon
+    assert ledger(sigma - 1e-4, q).epsilon(rounds, 1e-6, accountant) > epsilon
+
+
+def test_the_event_is_what_jax_privacy_says():
+    assert ledger().event(7) == dpsgd_event(1.0, 7, sampling_prob=0.25)
+    banded = ledger(strategy=(1.0, 0.5, 0.25))
+    assert banded.event(7) == amplified_bandmf_event(1.0, 7, num_bands=3, sampling_prob=0.25)
+
+
+@pytest.mark.parametrize(
+    ("accountant", "make"), [("rdp", dp_accounting.rdp.RdpAccountant), ("pld", dp_accounting.pld.PLDAccountant)]
+)
+def test_epsilon_is_what_the_accountant_makes_of_the_event(accountant, make):
+    for steps, models in [(1, 1), (5, 3)]:
+        by_hand = make().compose(ledger(2.0).event(steps, models)).get_epsilon(1e-5)
+        assert ledger(2.0).epsilon(steps, 1e-5, accountant, models) == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_models_of_the_same_batches_are_one_sum():
+    # Four models with noise σ each are one sum of norm 2 under that noise: a multiplier of σ / 2.
+    assert ledger(3.0).epsilon(5, 1e-5, "rdp", models=4) == pytest.approx(ledger(1.5).epsilon(5, 1e-5, "rdp"))
+
+
+def test_bands_count_a_round_when_it_begins():
+    banded = ledger(2.0, strategy=(1.0, 0.5, 0.25))
+    spent = [banded.epsilon(steps, 1e-5, "rdp") for steps in range(8)]
+    once = [ledger(2.0).epsilon(rounds, 1e-5, "rdp") for rounds in (0, 1, 1, 1, 2, 2, 2, 3)]
+    assert spent == once
+
+
+def test_no_steps_spend_nothing_and_no_noise_spends_everything():
+    assert ledger().epsilon(0, 1e-5, "pld") == 0
+    assert ledger(0.0).epsilon(1, 1e-5, "pld") == math.inf
+    assert ledger(0.0).epsilon(1, 1e-5, "rdp") == math.inf
+
+
+@pytest.mark.parametrize("q", [0.001, 0.2])
+def test_the_quick_bound_is_a_bound(q):
+    for steps in (1, 10, 300):
+        exact = ledger(1.2, q).epsilon(steps, 1e-5, "pld")
+        assert exact <= ledger(1.2, q).epsilon_at_most(steps, 1e-5, "pld") <= 1.1 * exact
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_steps_within_a_budget_are_the_most_there_are(accountant):
+    of = ledger(2.0, 0.1)
+    for budget in (0.3, 1.0, 1.5):
+        steps = of.steps_within(budget, 1e-5, accountant, 1, 40)
+        assert of.epsilon(steps, 1e-5, accountant) <= budget
+        assert steps == 40 or of.epsilon(steps + 1, 1e-5, accountant) > budget
+    assert of.steps_within(1e-9, 1e-5, accountant, 1, 40) == 0
+    assert of.steps_within(math.inf, 1e-5, accountant, 1, 40) == 40

@@ -1,0 +1,129 @@
+"""The noise is jax-privacy's, from the same bits, and has the distribution that the accountant counts with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_privacy.matrix_factorization import toeplitz
+from scipy import stats
+
+from plurax.transforms.privacy._dpsgd import noise as _noise
+from plurax.transforms.privacy._dpsgd.accounting import Ledger
+from plurax.transforms.privacy._dpsgd.noise import add_noise, privatizer
+
+SHAPES = {"kernel": (7, 5), "bias": (5,), "scale": (), "none": (0, 3), "one": (1, 1)}
+
+
+def ledger(noise_multiplier: float = 1.5, clip: float = 2.0, strategy: tuple[float, ...] = (1.0,)) -> Ledger:
+    return Ledger(noise_multiplier, 0.1, clip, 10.0, strategy)
+
+
+def sums(dtype=jnp.float32):
+    return {name: jnp.full(shape, 3.0, dtype) for name, shape in SHAPES.items()}
+
+
+def noises(of: Ledger, like, steps: int, seed: int = 0):
+    """The noise of each step, stacked."""
+    zeros = jax.tree.map(jnp.zeros_like, like)
+
+    def step(state, _):
+        noisy, state = add_noise(of, zeros, state)
+        return state, noisy
+
+    return jax.lax.scan(step, privatizer(of, jax.random.key(seed)).init(zeros), length=steps)[1]
+
+
+@pytest.mark.parametrize("strategy", [(1.0,), (1.0, 0.5, 0.25)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64])
+def test_noise_is_that_of_jax_privacy(strategy, dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        of = ledger(strategy=strategy)
+        by_hand = privatizer(of, jax.random.key(3))
+        state = expected_state = by_hand.init(sums(dtype))
+        for _ in range(3):
+            noisy, state = jax.jit(lambda s: add_noise(of, sums(dtype), s))(state)
+            expected, expected_state = jax.jit(by_hand.update)(sums(dtype), expected_state)
+            for name in SHAPES:
+                assert noisy[name].dtype == dtype
+                found, wanted = (np.asarray(x[name], float) for x in (noisy, expected))
+                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        assert state[0].dtype == expected_state[0].dtype
+        np.testing.assert_array_equal(*map(jax.random.key_data, (state[0], expected_state[0])))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 1, 4), (1000,)])
+@pytest.mark.parametrize("partitionable", [True, False])
+def test_bits_are_those_of_jax(shape, partitionable):
+    key = jax.random.key(7)
+    with jax.threefry_partitionable(partitionable):
+        for width in (8, 16, 32):
+            found = _noise._random_bits(jax.random.key_data(key), width, shape)
+            np.testing.assert_array_equal(found, jax.random.bits(key, shape, f"uint{width}"))
+
+
+def test_bits_of_many_keys_are_those_of_each():
+    keys = jax.random.split(jax.random.key(7), 4)
+    found = jax.vmap(lambda key: _noise._random_bits(key, 32, (5,)))(jax.random.key_data(keys))
+    np.testing.assert_array_equal(found, jax.vmap(lambda key: jax.random.bits(key, (5,)))(keys))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_other_keys_are_left_as_they_are(impl):
+    by_hand = privatizer(ledger(), jax.random.key(3, impl=impl))
+    noisy, state = add_noise(ledger(), sums(), by_hand.init(sums()))
+    expected, _ = by_hand.update(sums(), by_hand.init(sums()))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), noisy, expected)
+    assert jax.random.key_impl(state[0]) == impl
+
+
+def test_noise_is_gaussian_with_the_stated_deviation():
+    """False alarm of the whole test: 2e-6, of which each of the two statistics has one half."""
+    of = ledger(noise_multiplier=1.5, clip=2.0)
+    drawn = np.asarray(noises(of, jnp.zeros((50, 40)), 100), float).ravel() / 3.0
+    assert stats.kstest(drawn, "norm").pvalue > 1e-6
+    low, high = stats.chi2(drawn.size).ppf([5e-7, 1 - 5e-7]) / drawn.size
+    assert low < np.mean(drawn**2) < high
+    # ... and a deviation that is one per cent off is found: the bounds are 0.8 per cent from one.
+    assert not low < np.mean((1.01 * drawn) ** 2) < high
+
+
+def test_leaves_and_steps_and_keys_have_noise_of_their_own():
+    """False alarm: correlations of 2,000 pairs stay below 0.13 but for one of 1e8, and there are six."""
+    like = {"a": jnp.zeros(2000), "b": jnp.zeros(2000)}
+    first, second = (noises(ledger(), like, 2, seed) for seed in (0, 1))
+    drawn = [first["a"][0], first["b"][0], first["a"][1], second["a"][0]]
+    correlations = np.corrcoef(np.stack(drawn))[np.triu_indices(4, 1)]
+    assert np.abs(correlations).max() < 0.13
+
+
+def test_noise_of_a_strategy_has_the_covariance_of_its_inverse():
+    """C times the noise is independent again, as large as the norm of a column of C: in closed form, no chance."""
+    strategy, steps = (1.0, 0.5, 0.25), 6
+    of = ledger(strategy=strategy)
+    correlated = np.asarray(noises(of, jnp.zeros(4), steps), float)
+    matrix = np.asarray(toeplitz.materialize_lower_triangular(jnp.asarray(strategy), steps), float)
+    keys, key = [], jax.random.key(0)
+    for _ in range(steps):
+        key, sub = jax.random.split(key)
+        keys.append(sub)
+    scale = of.noise_multiplier * of.l2_clip_norm * np.linalg.norm(strategy)
+    independent = [jax.random.normal(jax.random.split(key, 1)[0], (4,)) * scale for key in keys]
+    np.testing.assert_allclose(matrix @ correlated, independent, atol=1e-4)
+
+
+@pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
+def test_noise_is_added_once_whatever_the_key(word):
+    """How often the loop around the noise turns is read from a word of the key, which must make no difference."""
+    key = jax.random.wrap_key_data(jnp.array([word, 7], jnp.uint32))
+    by_hand = privatizer(ledger(), key)
+    noisy, _ = jax.jit(lambda s: add_noise(ledger(), sums(), s))(by_hand.init(sums()))
+    expected, _ = by_hand.update(sums(), by_hand.init(sums()))
+    np.testing.assert_allclose(noisy["kernel"], expected["kernel"], rtol=1e-5, atol=1e-5)
+
+
+def test_no_noise_leaves_the_sums():
+    of = ledger(noise_multiplier=0.0)
+    state = privatizer(of, jax.random.key(0)).init(sums())
+    noisy, after = add_noise(of, sums(), state)
+    jax.tree.map(np.testing.assert_array_equal, noisy, sums())
+    assert after is state

@@ -1,0 +1,242 @@
+"""A call as a function of the arguments it is differentiated for: `argnums`, `has_aux` and models, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
+from .._models.mutation import call_with_models, changes, check_structure, passing_through, update
+from .._models.split_model import (
+    Parts,
+    is_module,
+    models_of,
+    named_arrays,
+    owner_of,
+    parts_of,
+    refuse_shared_state,
+    split,
+    to_parts,
+)
+from .decisions import remembered
+from .primals import Primals, dtype_of, trainable_of, with_trainable
+
+
+class Call:
+    """`fun(*args, **kwargs)` as a function of some of its arguments.
+
+    Of a model what trains is differentiated, of any other argument all of it. Called with primals it returns
+    `(output, rest)`, which `jax` transforms with `has_aux=True`; `finish(rest)` then writes into the models what `fun`
+    changed of their other state, and gives back the auxiliary output.
+
+    Args:
+      api: what to call the transform in an error.
+      fun: the function.
+      argnums: the positions as `check_argnums` gives them.
+      has_aux: whether `fun` returns a pair of an output and anything else.
+      args: the positional arguments.
+      kwargs: the keyword arguments.
+      holomorphic: whether it is a holomorphic function of complex arguments; None for a transform that never asks.
+      integers: whether the arguments that are differentiated may have leaves that are not of floating point, which pass
+        through to `fun` with None for their gradient, as functions and text always do.
+      filters: for some of `argnums` which variables of a module are differentiated, as a filter of NNX; its `nnx.Param`
+        where there is none.
+
+    Attributes:
+      fun: the function.
+      primals: what is differentiated, one for each of `argnums`.
+      selected: their positions, none of them negative.
+      form: what they look like to the user.
+    """
+
+    def __init__(
+        self,
+        api: str,
+        fun: Callable[..., Any],
+        argnums: Sequence[int],
+        has_aux: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        holomorphic: bool | None = None,
+        integers: bool = False,
+        filters: Mapping[int, Any] | None = None,
+    ) -> None:
+        self._api, self.fun, self._has_aux, self._args = api, fun, has_aux, args
+        self.holomorphic = holomorphic
+        self._owner, self._function = owner_of(fun)
+        self.selected = resolve_argnums(api, fun, tuple(argnums), args)
+        refuse_shared_state(api, fun, self._owner, args, kwargs)
+        self._models = models_of((self._owner, args, kwargs))
+        split_by = dict(zip(self.selected, map((filters or {}).get, argnums), strict=True))
+        self._owner_parts, self._kwarg_parts = to_parts((self._owner, kwargs))
+        self._parts = tuple(to_parts(arg, split_by.get(i)) for i, arg in enumerate(args))
+        for i in split_by:
+            if split_by[i] is not None and not any(map(is_module, models_of(args[i]))):
+                raise TypeError(
+                    f"{api}: argnums has an nnx.DiffState for `{argument_name(fun, args, i)}`, which holds no NNX "
+                    f"module; write its position, {i}."
+                )
+        self.form = Primals(api, self.name, tuple(self._parts[i] for i in self.selected), integers)
+        self.primals = self.form.values
+
+    def remembered(self, fun: Any, options: Any, decide: Callable[[], Any]) -> Any:
+        """What was decided for `fun`, of which this is a call, and other calls like this one: see `decisions.py`."""
+        arguments = self._owner_parts, self._parts, self._kwarg_parts
+        return remembered(fun, arguments, (options, self.selected, self._has_aux, self.holomorphic), decide)
+
+    def name(self, i: int) -> str:
+        """What `fun` calls the `i`-th of the primals."""
+        return argument_name(self.fun, self._args, self.selected[i])
+
+    def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
+        """Refuse primals that cannot be differentiated; integers and booleans only without `allow_int`."""
+        kind: Any = jnp.inexact if complex_too else jnp.floating
+        name = "floating point" if complex_too else "real floating point"
+        if self.holomorphic:
+            kind, name = jnp.complexfloating, "complex floating point, with holomorphic=True,"
+        constant = (jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else ()
+        for i, primal in enumerate(self._whole_if_none()):
+            for path, leaf in jax.tree.leaves_with_path(primal):
+                dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
+                if isinstance(leaf, int) and constant:
+                    continue
+                if dtype is None or not any(jnp.issubdtype(dtype, one) for one in (kind, *constant)):
+                    split_up = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+                    cure = "give its real and imaginary parts, as arguments of their own" if split_up else "convert it"
+                    if split_up and self.holomorphic is False:
+                        cure += ", pass holomorphic=True if fun is holomorphic"
+                    raise TypeError(
+                        f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
+                        f"of {name} can be differentiated; {cure}, or leave it out of argnums."
+                    )
+
+    def _whole_if_none(self) -> list[Any]:
+        """The primals; the whole of an argument of which nothing is differentiated."""
+        whole = (trainable_of(self._parts[i]) for i in self.selected)
+        return [x if jax.tree.leaves(x) else every for x, every in zip(self.primals, whole, strict=True)]
+
+    def check_arrays(self) -> None:
+        """Refuse primals that are not made of arrays and numbers."""
+        for i, primal in enumerate(self._whole_if_none()):
+            for path, leaf in jax.tree.leaves_with_path(primal):
+                if dtype_of(leaf) is None:
+                    raise TypeError(
+                        f"{self._api}: `{leaf_name(self.name(i), path)}` is {describe(leaf)}, which has no derivative; "
+                        "let fun close over it."
+                    )
+
+    def __call__(self, *primals: Any) -> tuple[Any, Any]:
+        filled = list(self._parts)
+        for i, primal in zip(self.selected, primals, strict=True):
+            filled[i] = with_trainable(self._parts[i], primal)
+        before = (self._owner_parts, tuple(filled), self._kwarg_parts)
+        out, left = call_with_models(self._function, before)
+        after = [
+            split(model, getattr(x.structure, "trains", None)) for model, x in zip(left, parts_of(before), strict=True)
+        ]
+        for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
+            check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
+            assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
+            if assigned:
+                self._refuse_assigned(assigned - passing_through(self._function, before)[i])
+        out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
+        arrays, self._join_aux = arrays_apart(aux)
+        return out, (arrays, after)
+
+    def evaluate(self, primals: Sequence[Any], replaced: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The output and the auxiliary output for other arguments; refuses a call that changes a model's state.
+
+        Args:
+          primals: as for `__call__`.
+          replaced: other positional arguments by their positions.
+          kwargs: the keyword arguments.
+        """
+        filled = list(self._parts)
+        for i, primal in zip(self.selected, primals, strict=True):
+            filled[i] = with_trainable(self._parts[i], primal)
+        for i, value in replaced.items():
+            filled[i] = value
+        before = (self._owner_parts, tuple(filled), kwargs)
+        out, left = call_with_models(self._function, before)
+        for model, lost in zip(left, changes(self._function, before, left), strict=True):
+            if lost:
+                raise ValueError(
+                    f"{self._api}: fun changes the state of {type(model).__name__} (`{lost[0]}`), of which there is "
+                    "one for all examples; use its evaluation mode: nnx.view(model, use_running_average=True) for "
+                    "BatchNorm, deterministic=True for dropout; call nnx.RNN with initial_carry=."
+                )
+        return pair_of(self._api, out) if self._has_aux else (out, None)
+
+    def finish(self, rest: Any) -> Any:
+        """Write what `fun` changed into the models; returns the auxiliary output."""
+        arrays, after = rest
+        call = self._owner_parts, self._parts, self._kwarg_parts
+        before = parts_of(call)
+        # What trains stays: it passes through the transform, and is another object behind that.
+        left = [Parts(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
+        update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, call))
+        return self._join_aux(arrays)
+
+    def gradient(self, i: int, values: Any) -> Any:
+        """`values` for the `i`-th of the primals, in the form that its models ask for: `nnx.State` for a module."""
+        return self.form.gradient(i, values)
+
+    def tangents(self, values: Any) -> tuple[Any, ...]:
+        """`values`, one for each of the primals, as tangents of them: checked, and models' as what they train."""
+        return self.form.tangents(values)
+
+    def _refuse_assigned(self, assigned: set[str]) -> None:
+        if assigned:
+            raise ValueError(
+                f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep "
+                "values that fun computes in another kind of variable, such as nnx.BatchStat."
+            )
+
+
+def check_output(api: str, out: Any, name: str = "output") -> None:
+    """Refuse an output, called so in an error, that has no derivative, or a part that has none."""
+    if not jax.tree.leaves(out):
+        raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"{api}: `{leaf_name(name, path)}` is {describe(leaf)}, but only floating point has derivatives; "
+                "convert it, or return it beside the output with has_aux=True."
+            )
+
+
+def check_complex(api: str, out: Any) -> None:
+    """Refuse an output that no holomorphic function has."""
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+            raise TypeError(
+                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but holomorphic=True takes complex outputs "
+                "only; convert it, or leave holomorphic out."
+            )
+
+
+def pair_of(api: str, out: Any) -> tuple[Any, Any]:
+    """What a function with `has_aux` has returned; refuses what is no pair."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(
+            f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
+        )
+    return tuple(out)
+
+
+def arrays_apart(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
+    """The arrays of `tree`, which alone pass through a transform, and a function that puts such back among the rest."""
+    leaves, treedef = jax.tree.flatten(tree)
+    which = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+    def join(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        return jax.tree.unflatten(
+            treedef, [next(given) if is_array else leaf for leaf, is_array in zip(leaves, which, strict=True)]
+        )
+
+    return [leaf for leaf, is_array in zip(leaves, which, strict=True) if is_array], join

@@ -1,0 +1,157 @@
+"""A mapped function evaluated over one chunk of its axis after another, the results written in place.
+
+The result is allocated once and each chunk is written into it by `lax.dynamic_update_slice` inside a `lax.scan`, which
+XLA does in place. Stacking the chunks instead (`lax.map`) and moving their axis afterwards holds the result twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core.axes import Axes, broadcast_axes
+from .._core.weak_types import weak_like
+from .explicit_sharding import explicit_sharding
+
+
+def map_in_chunks(
+    mapped: Callable[[int], Callable[..., Any]],
+    args: tuple[Any, ...],
+    in_axes: tuple[Axes, ...],
+    out_axes: Axes,
+    size: int,
+    chunk_size: int,
+) -> Any:
+    """`mapped(size)(*args)`, `chunk_size` slices at a time; the last chunk holds what remains.
+
+    Args:
+      mapped: from a size to the function mapped by `jax.vmap` with these axes over an axis of that size.
+      args: its arguments, with `size` slices.
+      in_axes: an axis specification for each argument.
+      out_axes: the axis specification of its output.
+      size: the number of slices, at least 1.
+      chunk_size: how many to evaluate at once, at least 1.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    leaf_axes = broadcast_axes(in_axes, args)
+    axes = {i: axis % leaves[i].ndim for i, axis in enumerate(leaf_axes) if axis is not None}
+    references = [i for i in axes if isinstance(leaves[i], jax.Ref)]
+    chunk_size = min(chunk_size, size)
+
+    def evaluate(start: Any, length: int) -> Any:
+        slices = list(leaves)
+        for i, axis in axes.items():
+            whole = leaves[i][...] if i in references else leaves[i]
+            slices[i] = lax.dynamic_slice_in_dim(whole, start, length, axis)
+        for i in references:
+            slices[i] = jax.new_ref(slices[i])
+        out = mapped(length)(*_fitted(jax.tree.unflatten(treedef, slices)))
+        for i in references:
+            leaves[i][...] = lax.dynamic_update_slice_in_dim(leaves[i][...], slices[i][...], start, axes[i])
+        return out
+
+    shardings: list[Any] = []
+
+    def first() -> Any:
+        out = evaluate(0, chunk_size)
+        shardings.extend(map(explicit_sharding, jax.tree.leaves(out)))
+        return out
+
+    shapes = jax.eval_shape(first)
+    out_leaves, out_treedef = jax.tree.flatten(shapes)
+    # Counted on the mapped output, so that a negative axis names the same place as it does for `jax.vmap`.
+    positions = [
+        None if axis is None else axis % len(leaf.shape)
+        for leaf, axis in zip(out_leaves, broadcast_axes(out_axes, shapes), strict=True)
+    ]
+
+    def write(results: list[jax.Array], chunk: Any, start: Any) -> list[jax.Array]:
+        return [
+            new if axis is None else lax.dynamic_update_slice_in_dim(result, new, start, axis)
+            for result, new, axis in zip(results, jax.tree.leaves(chunk), positions, strict=True)
+        ]
+
+    def step(results: list[jax.Array], start: jax.Array) -> tuple[list[jax.Array], None]:
+        return write(results, evaluate(start, chunk_size), start), None
+
+    results = [
+        # Divided among devices as each chunk is.
+        jnp.empty(_with_size(leaf.shape, axis, size), leaf.dtype, out_sharding=sharding)
+        for leaf, axis, sharding in zip(out_leaves, positions, shardings, strict=True)
+    ]
+    whole, remaining = divmod(size, chunk_size)
+    results, _ = lax.scan(step, results, jnp.arange(whole) * chunk_size)
+    if remaining:
+        results = write(results, evaluate(whole * chunk_size, remaining), whole * chunk_size)
+    results = [weak_like(result, leaf) for result, leaf in zip(results, out_leaves, strict=True)]
+    return _fitted(jax.tree.unflatten(out_treedef, results))
+
+
+def _with_size(shape: tuple[int, ...], axis: int | None, size: int) -> tuple[int, ...]:
+    return shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def map_parts_in_chunks(
+    mapped: Callable[[int], Callable[..., Any]],
+    args: tuple[Any, ...],
+    in_axes: tuple[Axes, ...],
+    out_axes: Axes,
+    size: int,
+    parts: int,
+    chunk_size: int,
+) -> Any:
+    """As `map_in_chunks`, of an axis that is divided among devices, each of which takes slices of its own part.
+
+    Args:
+      mapped: as for `map_in_chunks`.
+      args: likewise.
+      in_axes: likewise.
+      out_axes: likewise.
+      size: likewise.
+      parts: how many parts the axis is divided into.
+      chunk_size: how many slices to evaluate at once, over all devices.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    leaf_axes = [
+        axis if axis is None else axis % jnp.ndim(leaf)
+        for leaf, axis in zip(leaves, broadcast_axes(in_axes, args), strict=True)
+    ]
+
+    def split(x: Any, axis: int | None) -> Any:
+        return x if axis is None else x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
+
+    def of_part(*leaves: Any) -> Any:
+        args = jax.tree.unflatten(treedef, leaves)
+        return map_in_chunks(mapped, args, in_axes, out_axes, size // parts, -(-chunk_size // parts))
+
+    # The axis of parts is in front of that of the slices, also where that is counted from the end.
+    outer = jax.tree.map(lambda axis: axis if axis >= 0 else axis - 1, out_axes)
+    # Compiled as one program, which goes where its arguments are: outside of one, a new array has no mesh.
+    out = jax.jit(jax.vmap(of_part, leaf_axes, outer))(*map(split, leaves, leaf_axes))
+    out_leaves, out_treedef = jax.tree.flatten(out)
+
+    def join(x: Any, axis: int | None) -> Any:
+        axis = axis if axis is None else axis % jnp.ndim(x)
+        return x if axis is None else x.reshape(*x.shape[:axis], size, *x.shape[axis + 2 :])
+
+    return jax.tree.unflatten(out_treedef, map(join, out_leaves, broadcast_axes(outer, out)))
+
+
+def _fitted(tree: Any) -> Any:
+    """`tree`, in which sparse arrays, which keep a shape beside their arrays, have as many slices as these."""
+
+    def fit(x: Any) -> Any:
+        if not _is_sparse(x) or not x.n_batch:
+            return x
+        children, kept = x.tree_flatten()
+        return x.tree_unflatten(kept | {"shape": (x.data.shape[0], *x.shape[1:])}, children)
+
+    return jax.tree.map(fit, tree, is_leaf=_is_sparse)
+
+
+def _is_sparse(x: Any) -> bool:
+    return type(x).__module__.startswith("jax.experimental.sparse")

@@ -1,0 +1,144 @@
+"""Explicit axes of a mesh: the type of an array says how it is divided over them.
+
+With them JAX (0.10, 0.11) refuses much of what it does with automatic ones: to map arrays of which some are divided and
+others are not, to map a lookup, to contract what is divided. Where examples are divided, no example knows, so that
+inside nothing needs such a type, and the axes are made automatic there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._core.compat import Tracer
+from .._models.split_model import from_parts, to_parts
+from .call import arrays_apart
+
+
+def explicit_spec(x: Any) -> PartitionSpec:
+    """How an array is divided over explicit axes of a mesh."""
+    return jax.typeof(x).sharding.spec if _is_array(x) else PartitionSpec()
+
+
+def explicit_sharding(x: Any) -> NamedSharding | None:
+    """How an array is divided, where its mesh has explicit axes."""
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+def explicit_axes(arrays: Any) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """How axis 0 of some arrays is divided over explicit axes of a mesh: in the first that is, and these of all."""
+    entries = [explicit_spec(x)[:1] for x in jax.tree.leaves(arrays)]
+    entries = [entry for entry in entries if any(entry)]
+    names = dict.fromkeys(name for entry in entries for name in axis_names(entry))
+    return PartitionSpec(*entries[0]) if entries else PartitionSpec(), tuple(names)
+
+
+def along(axes: Sequence[str], x: Any) -> PartitionSpec:
+    """How an array is divided over these explicit axes of a mesh."""
+    entries = (tuple(name for name in axis_names([entry]) if name in axes) for entry in explicit_spec(x))
+    return PartitionSpec(*(entry or None for entry in entries))
+
+
+def divided_as(x: Any, other: Any) -> Any:
+    """`x`, divided over explicit axes of a mesh as another array is of the same shape."""
+    sharding = jax.typeof(other).sharding
+    return x if jax.typeof(x).sharding.spec == sharding.spec else jax.sharding.reshard(x, sharding)
+
+
+def divided_alike(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], int]:
+    """Arrays to be mapped over `axes`, all divided as the first of those that are; and into how many parts.
+
+    JAX refuses to map some that are divided beside others that are not.
+    """
+    mapped = [(x, axis % x.ndim) for x, axis in zip(leaves, axes, strict=True) if axis is not None]
+    entries = [(x, explicit_spec(x)[axis]) for x, axis in mapped if _is_array(x)]
+    first, entry = next(((x, entry) for x, entry in entries if entry), (None, None))
+    if first is None:
+        return list(leaves), 1
+
+    # Of a traced array only the form of the mesh is known, which an array that is not traced could not be moved to.
+    mesh = jax.typeof(first).sharding.mesh if isinstance(first, Tracer) else first.sharding.mesh
+
+    def divided(x: Any, axis: int | None) -> Any:
+        if axis is None or not _is_array(x) or explicit_spec(x)[axis % x.ndim]:
+            return x
+        spec = [*explicit_spec(x)]
+        spec[axis % x.ndim] = entry
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    parts = math.prod(mesh.shape[name] for name in axis_names([entry]))
+    return [divided(x, axis) for x, axis in zip(leaves, axes, strict=True)], parts
+
+
+def axis_names(spec: Iterable[Any]) -> tuple[str, ...]:
+    """The axes of a mesh in a partition spec."""
+    return tuple(name for entry in spec if entry for name in (entry if isinstance(entry, tuple) else (entry,)))
+
+
+def with_automatic(
+    api: str,
+    function: Callable[..., Any],
+    arguments: Any,
+    axes: Sequence[str],
+    place: Callable[[Any], Sequence[PartitionSpec]],
+) -> Any:
+    """`function(*arguments)` with explicit axes of a mesh made automatic inside, and explicit again in the result.
+
+    Args:
+      api: what the user called.
+      function: of any pytrees, with models in them too; it may return anything.
+      arguments: its arguments.
+      axes: the axes of the mesh. An array that `function` closes over must not know them.
+      place: from the result to partition specs over these axes, one for each of its arrays.
+    """
+    leaves, join = arrays_apart(jax.tree.map(_as_array, to_parts(arguments)))
+    mesh = next(jax.typeof(x).sharding.mesh for x in leaves if set(axes) & set(axis_names(explicit_spec(x))))
+    found: list[Any] = []
+
+    def run(leaves: list[Any]) -> list[jax.Array]:
+        out = function(*from_parts(join(leaves)))
+        arrays, join_result = arrays_apart(out)
+        found[:] = [join_result, [_merged(jax.typeof(x), spec) for x, spec in zip(arrays, place(out), strict=True)]]
+        return arrays
+
+    def traced(leaves: list[Any]) -> jax.Array:
+        run(leaves)
+        return jnp.zeros(())
+
+    whole = NamedSharding(mesh, PartitionSpec())  # says which mesh, where none is set
+    try:
+        # Once for how the result is divided over other explicit axes, which its type tells only inside.
+        jax.eval_shape(jax.sharding.auto_axes(traced, axes=tuple(axes), out_sharding=whole), leaves)
+    except ValueError as error:
+        if "should match the aval mesh" not in str(error):
+            raise
+        raise ValueError(
+            f"{api}: fun closes over an array of a mesh with the explicit axes {', '.join(axes)}; pass it as an "
+            "argument, which all examples share, or make a mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."
+        ) from error
+    if not found[1]:
+        return found[0]([])
+    shardings = [NamedSharding(mesh, spec) for spec in found[1]]
+    arrays = jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves)
+    return found[0](arrays)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _merged(kind: Any, spec: PartitionSpec) -> PartitionSpec:
+    """How an array is divided over both: the explicit axes that it knows, and others."""
+    known, others = ([*x, *[None] * kind.ndim][: kind.ndim] for x in (kind.sharding.spec, spec))
+    return PartitionSpec(*(tuple(axis_names([x, y])) or None for x, y in zip(others, known, strict=True)))

@@ -1,0 +1,1 @@
+"""Convolutions rewritten for CPUs: as matrix products, and with quick derivatives inside scans."""

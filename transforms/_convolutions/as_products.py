@@ -1,0 +1,370 @@
+"""Convolutions as matrix products, and pooling as slices, anywhere in a program: `convolutions_as_products`.
+
+XLA's CPU backend is slow at a convolution whose weights are mapped over, at one inside a loop, and at the gradients of
+both it and of pooling (`select_and_scatter`). It is quick at large matrix products. So here a convolution becomes one
+product with as many shifted slices of its input as its window has positions, side by side ("patches"; for the gradient
+of the input: one product, and its parts added up at shifted places).
+
+Between the axes that are many (positions, batch) the order matters as much: with the batch innermost every slice is a
+run of contiguous numbers. So images are held with channels first and the batch last, through all operations that work
+on elements, and only put back where an operation asks for the order that it was written with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret
+
+# A window of more positions than this stays as it is: each is one slice in the program.
+_MOST_SLICES = 64
+
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
+
+
+def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` with its convolutions as matrix products and its pooling as slices; the same to rounding.
+
+    It is for functions that are not differentiated any more: custom derivative rules are lost.
+    """
+
+    def rewritten(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+        values = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), values)
+
+    return rewritten
+
+
+def has_convolution(jaxpr: Jaxpr) -> bool:
+    """Whether a program contains a convolution."""
+    return any(
+        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolution, bodies(eqn))) for eqn in jaxpr.eqns
+    )
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """An array whose axes are held in another order: axis i of `array` is axis `order[i]` of what it stands for."""
+
+    array: jax.Array
+    order: tuple[int, ...]
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return [plain(x) for x in interpret(jaxpr, consts, args, _visit)]
+
+
+def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name in CALLS and name not in REMAT:
+        # The axes stay in their order through a call: activation functions are one.
+        with at_source(eqn):
+            return interpret(*called(eqn), values, _visit)
+    if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
+        eqn = with_bodies(eqn, _run)
+    if name in _PRODUCTS_AND_SLICES:
+        with at_source(eqn):
+            out = _PRODUCTS_AND_SLICES[name](eqn, *values)
+        if out is not None:
+            return [out]
+    laid = next((x for x in values if isinstance(x, _Laid)), None)
+    if laid is not None and name in ELEMENTWISE:
+        arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, laid.order) for x in values]
+        return [_Laid(x, laid.order) for x in evaluate(eqn, *arrays)]
+    if laid is not None and name in _REDUCTIONS:
+        return [_reduce(eqn, laid)]
+    if laid is not None and name == "transpose":
+        order = tuple(eqn.params["permutation"].index(i) for i in laid.order)
+        return [_laid(laid.array, order)]
+    return evaluate(eqn, *map(plain, values))
+
+
+def with_bodies(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> JaxprEqn:
+    """The operation with its bodies traced again, each by `run(jaxpr, consts, args)`."""
+    return eqn.replace(params={key: _traced_again(value, run) for key, value in eqn.params.items()})
+
+
+def _traced_again(value: Any, run: Callable[..., list[Any]]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_traced_again(x, run) for x in value)
+    if not isinstance(value, (ClosedJaxpr, Jaxpr)):
+        return value
+    closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, closed.jaxpr.invars)]
+    again = jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*avals)
+    if isinstance(value, ClosedJaxpr):
+        return again
+    return value if again.consts else again.jaxpr
+
+
+def _reduce(eqn: JaxprEqn, laid: _Laid) -> Any:
+    axes = eqn.params["axes"]
+    kept = [axis for axis in laid.order if axis not in axes]
+    params = {**eqn.params, "axes": tuple(i for i, axis in enumerate(laid.order) if axis in axes)}
+    (out,) = evaluate(eqn.replace(params=params), laid.array)
+    return _laid(out, tuple(sorted(kept).index(axis) for axis in kept))
+
+
+def _laid(array: jax.Array, order: tuple[int, ...]) -> Any:
+    return array if order == tuple(range(len(order))) else _Laid(array, order)
+
+
+def _array(x: Any) -> Any:
+    return x.array if isinstance(x, _Laid) else x
+
+
+def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
+    """The array that stands for `x` with its axes in the given order."""
+    held = x.order if isinstance(x, _Laid) else tuple(range(len(order)))
+    turn = tuple(held.index(axis) for axis in order)
+    return _array(x) if turn == tuple(range(len(turn))) else lax.transpose(_array(x), turn)
+
+
+def plain(x: Any) -> Any:
+    return _in_order(x, range(len(x.order))) if isinstance(x, _Laid) else x
+
+
+# Convolutions.
+
+
+class _Convolution:
+    """A convolution, with its axes and its settings by their names.
+
+    Attributes:
+      batch, channels, places: axes of the input.
+      features, inputs, window: axes of the weights.
+      out_batch, out_features, out_places: axes of the result.
+      sizes: the lengths of the result's places.
+      number: the length of the result's batch.
+      groups: how many groups of channels there are, each for its own features.
+      batches: how many groups of the batch there are, each for its own features.
+    """
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        params = eqn.params
+        numbers = params["dimension_numbers"]
+        self.batch, self.channels, *self.places = numbers.lhs_spec
+        self.features, self.inputs, *self.window = numbers.rhs_spec
+        self.out_batch, self.out_features, *self.out_places = numbers.out_spec
+        shape, dtype = aval(eqn.outvars[0]).shape, aval(eqn.outvars[0]).dtype
+        self.sizes, self.number = [shape[i] for i in self.out_places], shape[self.out_batch]
+        self.groups: int = params["feature_group_count"]
+        self.batches: int = params["batch_group_count"]
+        self.strides, self.padding = params["window_strides"], params["padding"]
+        self.spread, self.dilation = params["lhs_dilation"], params["rhs_dilation"]
+        # Parts of a result are added up in at least 32 bits, as XLA adds them.
+        wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+        self._settings = {"precision": params["precision"], "preferred_element_type": wide}
+
+    def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
+        """The product summed over some axes of each, for each place along others."""
+        return lax.dot_general(left, right, (over, along), **self._settings)
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """The input, its places behind the first axis, with its padding and its dilation."""
+        spread = zip(self.padding, self.spread, strict=True)
+        config = [(0, 0, 0), *((low, high, step - 1) for (low, high), step in spread)]
+        config += [(0, 0, 0)] * (x.ndim - len(config))
+        return lax.pad(x, jnp.zeros((), x.dtype), config) if any(map(any, config)) else x
+
+
+def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
+    """A convolution as a product; None where its window has too many positions."""
+    of = _Convolution(eqn)
+    lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
+    positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
+    if 0 in (*lhs_shape, *rhs_shape, results) or min(positions, results) > _MOST_SLICES:
+        return None
+    patches = results * lhs_shape[of.channels]
+    parts = math.prod(lhs_shape[i] for i in of.places) * rhs_shape[of.features]
+    if positions > results:
+        out = _by_results(of, lhs, rhs)
+    elif parts < patches and of.batches == 1:
+        out = _by_parts(of, lhs, rhs)
+    else:
+        out = _by_patches(of, lhs, rhs)
+    return _Laid(out.array.astype(aval(eqn.outvars[0]).dtype), out.order)
+
+
+def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+    """One product of the weights with the patches, of shape (positions, channels, places, batch)."""
+    x = of.padded(_in_order(lhs, (of.channels, *of.places, of.batch)))
+    w = _in_order(rhs, (*of.window, of.inputs, of.features))
+    patches = _slices(x, of.dilation, w.shape[:-2], of.strides, of.sizes)
+    positions = len(patches)
+    # (positions, group, channels of one, places, group of the batch, batch) and (positions, channels, group, features)
+    patches = patches.reshape(positions, of.groups, w.shape[-2], math.prod(of.sizes), of.batches, of.number)
+    w = w.reshape(positions, w.shape[-2], of.groups * of.batches, -1)
+    if of.groups == of.batches == 1:
+        left = w.reshape(-1, w.shape[-1])
+        out = of.product(left, patches.reshape(len(left), -1), ((0,), (0,)))
+    elif of.batches == 1:
+        out = of.product(w, patches, ((0, 1), (0, 2)), ((2,), (1,)))
+    else:
+        out = of.product(w, patches.squeeze(1), ((0, 1), (0, 1)), ((2,), (3,)))
+    return _Laid(out.reshape(-1, *of.sizes, of.number), (of.out_features, *of.out_places, of.out_batch))
+
+
+def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+    """One product of the weights with the input, whose parts, one for each position, are added up where they belong."""
+    x = _in_order(lhs, (of.channels, *of.places, of.batch))
+    w = _in_order(rhs, (*of.window, of.inputs, of.features))
+    counts = w.shape[:-2]
+    if of.groups == 1:
+        left = w.swapaxes(-1, -2).reshape(-1, w.shape[-2])
+        parts = of.product(left, x.reshape(len(x), -1), ((1,), (0,)))
+    else:
+        left = w.reshape(math.prod(counts), w.shape[-2], of.groups, -1)
+        right = x.reshape(of.groups, -1, math.prod(x.shape[1:]))
+        parts = of.product(left, right, ((1,), (1,)), ((2,), (0,))).swapaxes(0, 1)
+    parts = parts.reshape(*counts, -1, *x.shape[1:])
+    axis = len(counts)  # of a place, once the axis of its positions is taken away, which is always the first
+    for i, (size, count) in enumerate(zip(of.sizes, counts, strict=True)):
+        begin, length = of.padding[i][0], (size - 1) * of.strides[i] + 1
+        shifted = [
+            _placed(parts[position], axis, begin - position * of.dilation[i], of.spread[i], length, of.strides[i])
+            for position in range(count)
+        ]
+        parts = reduce(jnp.add, shifted)
+    return _Laid(parts, (of.out_features, *of.out_places, of.out_batch))
+
+
+def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+    """For a window larger than the result, as in the gradient of weights: one slice for each place of the result."""
+    x = of.padded(_in_order(lhs, (of.batch, *of.places, of.channels)))
+    w = _in_order(rhs, (of.features, *of.window, of.inputs))
+    slices = _slices(x, of.strides, of.sizes, of.dilation, w.shape[1:-1])
+    window, inputs = math.prod(w.shape[1:-1]), w.shape[-1]
+    # (results, group of the batch, batch, window, group, inputs of one) and (group, features, window, inputs of one)
+    slices = slices.reshape(len(slices), of.batches, of.number, window, of.groups, inputs)
+    w = w.reshape(of.groups * of.batches, -1, window, inputs)
+    if of.groups == of.batches == 1:
+        out = of.product(slices.reshape(-1, window * inputs), w.reshape(-1, window * inputs), ((1,), (1,)))
+    elif of.batches == 1:
+        out = of.product(slices.squeeze(1), w, ((2, 4), (2, 3)), ((3,), (0,))).transpose(1, 2, 0, 3)
+    else:
+        out = of.product(slices.squeeze(4), w, ((3, 4), (2, 3)), ((1,), (0,))).transpose(1, 2, 0, 3)
+    return _Laid(out.reshape(*of.sizes, of.number, -1), (*of.out_places, of.out_batch, of.out_features))
+
+
+def _slices(
+    x: jax.Array, steps: Sequence[int], counts: Sequence[int], strides: Sequence[int], sizes: Sequence[int]
+) -> jax.Array:
+    """Stacked along a new axis 0: for each position a slice of the axes behind the first, shifted by `steps`.
+
+    One axis after another, since XLA computes the operations that lead to `x` once more for each slice of it.
+    """
+    for i in reversed(range(len(counts))):
+        axis = len(counts)  # of the place, behind the new axes and the first
+        begins = [position * steps[i] for position in range(counts[i])]
+        length = (sizes[i] - 1) * strides[i] + 1
+        x = jnp.stack([lax.slice_in_dim(x, begin, begin + length, strides[i], axis) for begin in begins])
+    return x.reshape(-1, *x.shape[len(counts) :])
+
+
+def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, stride: int) -> jax.Array:
+    """Every `stride`-th of `length` places along an axis, zero but where `x` is: from `begin` on, each `dilation`."""
+    config = [(0, 0, 0)] * x.ndim
+    config[axis] = (begin, length - begin - (x.shape[axis] - 1) * dilation - 1, dilation - 1)
+    return lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, None, stride, axis)
+
+
+# Pooling.
+
+
+def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: Any) -> Any:
+    """The slices of a window, one for each of its positions, combined element by element."""
+    order = x.order if isinstance(x, _Laid) else tuple(range(len(x.shape)))
+    x = _array(x)
+    window, strides, padding, base, dilation = (
+        [eqn.params[name][i] for i in order]
+        for name in ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+    )
+    if math.prod(window) > _MOST_SLICES or 0 in (*x.shape, *aval(eqn.outvars[0]).shape):
+        return None
+    config = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
+    if any(map(any, config)):
+        x = lax.pad(x, jnp.asarray(empty(x.dtype), x.dtype), config)
+    sizes = [aval(eqn.outvars[0]).shape[i] for i in order]
+    return _Laid(reduce(combine, _window_slices(x, window, strides, dilation, sizes)), order)
+
+
+def _window_slices(
+    x: jax.Array, window: Sequence[int], strides: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
+) -> list[jax.Array]:
+    """For each position of a window, the elements that are there."""
+    found = []
+    for position in itertools.product(*map(range, window)):
+        start = [i * step for i, step in zip(position, dilation, strict=True)]
+        stop = [begin + (size - 1) * stride + 1 for begin, size, stride in zip(start, sizes, strides, strict=True)]
+        found.append(lax.slice(x, start, stop, strides))
+    return found
+
+
+def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
+    """The gradient of a maximum (or minimum) over windows: each goes to the first element that is it."""
+    params = eqn.params
+    given = next((x for x in (operand, source) if isinstance(x, _Laid)), None)
+    order = given.order if given else tuple(range(len(operand.shape)))
+    source, operand = _in_order(source, order), _in_order(operand, order)
+    window, strides, padding = (
+        [params[name][i] for i in order] for name in ("window_dimensions", "window_strides", "padding")
+    )
+    select = {"ge": lax.ge, "le": lax.le}.get(params["select_prim"].name)
+    if select is None or math.prod(window) > _MOST_SLICES or any(map(any, padding)) or 0 in source.shape:
+        return None
+    best, *others = _window_slices(operand, window, strides, [1] * len(window), source.shape)
+    chosen = jnp.zeros(best.shape, jnp.int8)
+    for i, other in enumerate(others, 1):
+        stays = select(best, other)
+        best, chosen = jnp.where(stays, best, other), jnp.where(stays, chosen, jnp.int8(i))
+    parts = [jnp.where(chosen == i, source, 0) for i in range(1 + len(others))]
+    for axis in reversed(range(source.ndim)):
+        # The positions along the axis are the last that are left to be put in their places.
+        parts = [
+            _interleaved(parts[i : i + window[axis]], axis, strides[axis], operand.shape[axis])
+            for i in range(0, len(parts), window[axis])
+        ]
+    return _Laid(parts[0], order)
+
+
+def _interleaved(parts: list[jax.Array], axis: int, stride: int, length: int) -> jax.Array:
+    """The sum of some arrays, each `stride` apart along an axis of `length`, from 0, 1, 2 and so on."""
+    if len(parts) == stride:
+        x = jnp.stack(parts, axis + 1)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return _placed(x, axis, 0, 1, length, 1) if x.shape[axis] != length else x
+    return reduce(jnp.add, [_placed(x, axis, i, stride, length, 1) for i, x in enumerate(parts)])
+
+
+def _least(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _greatest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+_PRODUCTS_AND_SLICES: dict[str, Callable[..., Any]] = {
+    "conv_general_dilated": convolved,
+    "reduce_window_max": partial(_pool, combine=lax.max, empty=_least),
+    "reduce_window_min": partial(_pool, combine=lax.min, empty=_greatest),
+    "reduce_window_sum": partial(_pool, combine=lax.add, empty=lambda _: 0),
+    "select_and_scatter_add": _scatter,
+}

@@ -1,0 +1,87 @@
+"""Convolutions whose derivatives are quick inside a loop on a CPU: `with_loopable_gradients`.
+
+XLA's CPU backend computes a convolution inside a loop well if its axes are in one order, channels last. Its gradients
+are convolutions of other orders, many times slower than outside of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn
+
+from .._core.jaxpr import at_source, bodies, evaluate, interpret
+from .as_products import WITH_BODIES, convolved, has_convolution, plain, with_bodies
+
+
+def with_loopable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` with convolutions whose derivatives are products; the same to rounding, and for a loop on a CPU.
+
+    Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.
+    """
+
+    def rewritten(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+        values = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), _visit)
+        return jax.tree.unflatten(jax.tree.structure(out), values)
+
+    return rewritten
+
+
+def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name == "conv_general_dilated":
+        with at_source(eqn):
+            return [_convolve(eqn, *values)]
+    if not any(map(has_convolution, bodies(eqn))):
+        return evaluate(eqn, *values)
+    if name == "jit":
+        body = eqn.params["jaxpr"]
+        with at_source(eqn):
+            return interpret(body.jaxpr, body.consts, values, _visit)
+    return evaluate(with_bodies(eqn, partial(interpret, visit=_visit)) if name in WITH_BODIES else eqn, *values)
+
+
+def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
+    """A convolution, linear in each operand, with derivatives by products.
+
+    Slices of the operand are taken again where they are needed: held, they would be as many copies as the window has
+    positions. Of half precision, what comes back from them is added up in single, as XLA does.
+    """
+    half = jnp.issubdtype(lhs.dtype, jnp.floating) and jnp.finfo(lhs.dtype).bits < 32
+    by_xla = partial(eqn.primitive.bind, **eqn.params)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def as_products(lhs: Any, rhs: Any) -> Any:
+        operands = (x.astype(jnp.float32) if half else x for x in (lhs, rhs))
+        out = convolved(eqn, *operands)
+        return by_xla(lhs, rhs) if out is None else plain(out)
+
+    @jax.custom_jvp
+    def convolve(lhs: Any, rhs: Any) -> Any:
+        return by_xla(lhs, rhs) if _is_channels_last(eqn) else as_products(lhs, rhs)
+
+    @partial(convolve.defjvp, symbolic_zeros=True)
+    def _(primals: Any, tangents: Any) -> Any:
+        (lhs, rhs), (lhs_tangent, rhs_tangent) = primals, tangents
+        terms = []
+        if not isinstance(lhs_tangent, SymbolicZero):
+            terms.append(as_products(lhs_tangent, rhs))
+        if not isinstance(rhs_tangent, SymbolicZero):
+            terms.append(as_products(lhs, rhs_tangent))
+        return convolve(lhs, rhs), sum(terms[1:], *terms[:1])
+
+    return convolve(lhs, rhs)
+
+
+def _is_channels_last(eqn: JaxprEqn) -> bool:
+    lhs, rhs, out = eqn.params["dimension_numbers"]
+    places = tuple(range(1, len(lhs) - 1))
+    last = (0, len(lhs) - 1, *places)
+    weights = (len(lhs) - 1, len(lhs) - 2, *(i - 1 for i in places))
+    return (lhs, rhs, out) == (last, weights, last) and eqn.params["batch_group_count"] == 1

@@ -1,0 +1,184 @@
+"""A memory budget: the largest chunk whose compiled temporaries fit into it.
+
+How much a program needs is what XLA says of it once it is compiled. Nothing is run or allocated for that, so it works
+inside other traces, from shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from .arguments import describe, is_int
+from .compat import NeedsValues, Tracer, transforms_around
+
+_UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
+_UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate(["k", "m", "g", "t"], 1)}
+_SIZE = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)"
+# A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
+# that does; more only until any fits.
+_ENOUGH, _PROBES = 0.9, 6
+
+# Whose lines may be between what the user called and what warns.
+_LIBRARIES = ("plurax", "jax", "flax", "equinox")
+
+
+def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
+    """The budget in bytes, or None; refuses what is no size, and a chunk size beside it."""
+    if budget is None:
+        return None
+    if chunk_size is not None:
+        raise ValueError(f"{api}: chunk_size and memory_budget both set the chunk; give one of them.")
+    found = re.fullmatch(_SIZE, budget.strip()) if isinstance(budget, str) else None
+    unit = (found[2] or "B").lower() if found else None
+    if found and unit in _UNITS:
+        size = float(found[1]) * _UNITS[unit]
+    elif is_int(budget):
+        size = budget
+    else:
+        raise (ValueError if isinstance(budget, str) else TypeError)(
+            f'{api}: memory_budget must be a number of bytes or a string such as "512MiB" (1024**2 bytes '
+            f'each), "2GB" (1000**3) or "1e9", but got {describe(budget)}.'
+        )
+    if not 1 <= size < math.inf:
+        raise ValueError(f"{api}: memory_budget must be at least one byte, and finite, but got {budget!r}.")
+    return int(size)
+
+
+def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: int) -> int:
+    """The largest chunk of `size` slices whose temporaries fit into `budget` bytes; refuses where none does.
+
+    Of the chunks that are equally many only the smallest is tried, since a larger one costs as many and more memory.
+
+    Args:
+      api: what to call the caller in an error.
+      need_of: from a chunk size to the bytes of its temporaries.
+      size: the number of slices, at least 1.
+      budget: bytes.
+    """
+    needs: dict[int, int] = {}
+
+    def need(chunk: int) -> int:
+        if chunk not in needs:
+            # Within the larger program, copies of small arrays and the counters of loops come on top.
+            try:
+                alone = need_of(chunk)
+            except NeedsValues as error:
+                raise ValueError(
+                    f"{api}: memory_budget needs a program that can be compiled, but fun asks for a value (it branches "
+                    "on one, or hands it to NumPy); use lax.cond or jnp.where, or leave the budget out."
+                ) from error
+            needs[chunk] = alone + alone // 64 + 256
+        return needs[chunk]
+
+    if need(size) <= budget:
+        return size
+    # What fits, and what does not; 0 stands for nothing, which needs nothing.
+    low, high = 0, size
+    while high - low > 1 and not (low and (len(needs) >= _PROBES or needs[low] >= _ENOUGH * budget)):
+        needed = needs.get(low, 0)
+        guess = low + int((high - low) * (budget - needed) / max(needs[high] - needed, 1))
+        # One slice at a time is often compiled to something worse than two: it is the last to be tried.
+        guess = min(max(guess, low + 1, 2), high - 1 if low else max(high // 2, 1))
+        chunk = -(-size // -(-size // guess))
+        if chunk in needs:
+            break
+        low, high = (chunk, high) if need(chunk) <= budget else (low, chunk)
+    if not low and need(1) <= budget:
+        low = 1
+    if not low:
+        chunk = min(needs, key=needs.__getitem__)
+        raise ValueError(
+            f"{api}: no chunk fits into memory_budget={in_words(budget)}: the least found is {in_words(needs[chunk])}, "
+            f"for {chunk} of {size} at a time; raise the budget, or split the work of one."
+        )
+    return low
+
+
+def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int) -> int:
+    """Return the largest chunk with which the temporaries of `compute(chunk)` fit into the budget.
+
+    Args:
+      api: what to call the caller in an error.
+      compute: a function of how many of `size` slices to compute at a time.
+      size: the number of slices, at least 1.
+      budget: bytes.
+
+    Warns:
+      UserWarning: what is computed is part of a larger program that maps, repeats or differentiates it, whose
+        temporaries are not known here.
+    """
+    needs: dict[int, int] = {}
+    around: list[str] = []
+
+    def need(chunk: int) -> int:
+        needs[chunk], around[:] = temporaries(partial(compute, chunk))
+        return needs[chunk]
+
+    chunk = largest_chunk(api, need, size, budget)
+    if around:
+        need_of_part = in_words(needs[chunk]) if needs[chunk] else "nothing beside arguments and results"
+        warnings.warn(
+            f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
+            f"{need_of_part}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "
+            "need more; give the outermost transform the budget, or compile the whole and read its memory_analysis().",
+            stacklevel=_level_of_the_user(),
+        )
+    return chunk
+
+
+def _level_of_the_user() -> int:
+    """Return the `stacklevel`, for the caller's warning, of the first line of the user's own."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def temporaries(fun: Callable[[], Any]) -> tuple[int, list[str]]:
+    """How many bytes `fun` needs beside its arguments and results, and which transforms around will transform it.
+
+    It is compiled as a program of its own. What depends on none of their arguments they leave as it is.
+    """
+    lowered, tracers = _lower_apart(fun)
+    analysis: Any = lowered.compile().memory_analysis()
+    return analysis.temp_size_in_bytes, max(map(transforms_around, tracers), key=len, default=[])
+
+
+def lower_apart(fun: Callable[[], Any]) -> Any:
+    """`fun` lowered as a program of its own."""
+    return _lower_apart(fun)[0]
+
+
+def _lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
+    """`fun` lowered as a program of its own, and what of an outer trace it closes over."""
+    # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program. In such
+    # a trace arrays with values become constants of the outer program, for which XLA chooses other layouts and copies.
+    closed = jax.make_jaxpr(fun)()
+    traced = [isinstance(constant, Tracer) for constant in closed.consts]
+    free = traced if any(traced) else [True] * len(traced)
+
+    def of_constants(*arguments: Any) -> Any:
+        given = iter(arguments)
+        constants = [next(given) if is_free else x for x, is_free in zip(closed.consts, free, strict=True)]
+        return jax.core.eval_jaxpr(closed.jaxpr, constants)
+
+    avals = [jax.typeof(constant) for constant, is_free in zip(closed.consts, free, strict=True) if is_free]
+    lowered = jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+    return lowered, [constant for constant in closed.consts if isinstance(constant, Tracer)]
+
+
+def in_words(size: int) -> str:
+    """A number of bytes as one reads it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        size_in_unit = size / _UNITS[unit.lower()]
+        if size_in_unit < 1024:
+            return f"{size_in_unit:.3g} {unit}"
+    return f"{size / _UNITS['tib']:.3g} TiB"

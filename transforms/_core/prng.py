@@ -1,0 +1,20 @@
+"""Random keys: what is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from .arguments import describe
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a key, or an array of keys."""
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def check_key(api: str, key: Any, name: str = "key") -> None:
+    """Refuse what is not one key: words without a type, and several keys."""
+    if not isinstance(key, jax.Array) or not is_key(key) or key.shape != ():
+        raise TypeError(f"{api}: {name} must be one key, such as jax.random.key(0), but got {describe(key)}.")

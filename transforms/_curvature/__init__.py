@@ -1,0 +1,1 @@
+"""Second derivatives that never form a Hessian: products, diagonals, traces, Laplacians."""

@@ -1,0 +1,274 @@
+"""Parts of a Hessian that is never formed: `hessian_diagonal`, `hessian_trace`, and `hutchinson_trace` by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._calls.call import Call
+from .._core.arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
+from .._core.memory import check_budget, chunk_within
+from .._core.prng import check_key
+from .._core.weak_types import weak_like
+from .._jacobian.dense import by_array, map_slices
+from .products import gradient_of, seed_of
+
+
+def hessian_diagonal(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """Diagonal of the Hessian of a scalar function, exactly.
+
+    Args:
+      fun: a function, a bound method or a module, of real arrays, that returns one real scalar.
+      argnums: as for `jacfwd`.
+      has_aux: whether `fun` returns `(output, aux)`; the result is then `(diagonal, aux)`.
+      chunk_size: how many entries to compute at a time; None computes all at once.
+      memory_budget: as for `jacfwd`, with its warning.
+
+    Returns:
+      A function of the same arguments that returns the second derivative by each number of the argument: its structure,
+      shapes and dtypes (a tuple of such for a tuple of argnums; `nnx.State` for a module).
+
+    Raises:
+      TypeError: `fun` does not return one real scalar; an argument that is not real floating point; `argnums` of a
+        wrong type.
+      ValueError: as for `jacfwd`.
+
+    Cost:
+      A second derivative along a line for each number, in forward mode: two to three evaluations. Functions that it
+      does not take (`jax.custom_vjp`) cost a product with the Hessian for each.
+
+    Source:
+      Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import hessian_diagonal
+      >>> hessian_diagonal(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
+      Array([ 6., 12.], dtype=float32)
+    """
+
+    def in_form(call: Call, parts: list[jax.Array]) -> Any:
+        trees = jax.tree.unflatten(jax.tree.structure(call.primals), parts)
+        forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
+        return forms if isinstance(argnums, (tuple, list)) else forms[0]
+
+    name = "hessian_diagonal"
+    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, partial(diagonal, name), in_form)
+
+
+def hessian_trace(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """Trace of the Hessian of a scalar function, exactly.
+
+    Args:
+      fun: as for `hessian_diagonal`.
+      argnums: as for `hessian_diagonal`; the trace is over all of these arguments.
+      has_aux: as for `hessian_diagonal`.
+      chunk_size: as for `hessian_diagonal`.
+      memory_budget: as for `hessian_diagonal`.
+
+    Returns:
+      A function of the same arguments that returns a scalar.
+
+    Raises:
+      TypeError, ValueError: as for `hessian_diagonal`.
+
+    Cost:
+      That of `hessian_diagonal`. For an estimate at a cost that does not grow with the dimension: `hutchinson_trace`.
+
+    Source:
+      Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import hessian_trace
+      >>> hessian_trace(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
+      Array(18., dtype=float32)
+    """
+    name = "hessian_trace"
+    compute = partial(diagonal, name)
+    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, compute, lambda _, parts: total(parts))
+
+
+def hutchinson_trace(
+    fun: Callable[..., Any],
+    samples: int,
+    argnums: Argnums = 0,
+    *,
+    chunk_size: int | None = None,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Trace of the Hessian of a scalar function, estimated from products with random signs.
+
+    Args:
+      fun: as for `hessian_diagonal`.
+      samples: how many products, at least 2: the error falls as 1 / sqrt(samples).
+      argnums: as for `hessian_trace`, counted without the key.
+      chunk_size: how many samples to compute at a time; None computes all at once.
+
+    Returns:
+      A function of a key and the arguments of `fun`: `(mean, standard_error)`, two scalars. The mean of many estimates
+      is the trace; the mean over the standard error is distributed nearly as Student's t with samples - 1 degrees of
+      freedom. Where the Hessian is diagonal both are exact, and the error 0.
+
+    Raises:
+      TypeError: `samples` is no int; the key is none; else as for `hessian_diagonal`.
+      ValueError: `samples` is below 2; else as for `hessian_diagonal`.
+
+    Cost:
+      A product with the Hessian for each sample, about twice a gradient.
+
+    Source:
+      Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix for Laplacian smoothing splines".
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms import hutchinson_trace
+      >>> mean, error = hutchinson_trace(lambda x: (x**3).sum(), 4)(jax.random.key(0), jnp.array([1.0, 2.0]))
+      >>> float(mean), float(error)
+      (18.0, 0.0)
+    """
+    check_callable("hutchinson_trace", fun)
+    positions = check_argnums("hutchinson_trace", argnums)
+    check_count("hutchinson_trace", "samples", samples, 2)
+    check_count("hutchinson_trace", "chunk_size", chunk_size, optional=True)
+
+    def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+        check_key("hutchinson_trace", key, "the first argument")
+        call = _prepared("hutchinson_trace", fun, positions, False, args, kwargs)
+        inputs, treedef = jax.tree.flatten(call.primals)
+        _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
+
+        def sample(i: Any) -> list[jax.Array]:
+            keys = jax.random.split(jax.random.fold_in(key, i), max(1, len(inputs)))
+            signs = [
+                jax.random.rademacher(k, jnp.shape(x), jnp.result_type(x)) for k, x in zip(keys, inputs, strict=True)
+            ]
+            products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, signs)))
+            return [total([s * p for s, p in zip(signs, products, strict=True)])]
+
+        (found,) = map_slices(sample, int(samples), 0, chunk_size)
+        call.finish(rest)
+        return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
+
+    return estimate
+
+
+def of_scalar(
+    api: str,
+    fun: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    chunk_size: int | None,
+    memory_budget: int | str | None,
+    compute: Callable[[Call, int | None], Any],
+    result_of: Callable[[Call, Any], Any],
+) -> Callable[..., Any]:
+    """A transform of a scalar function, which `api` names in errors.
+
+    Args:
+      api: the transform's name.
+      fun: the function.
+      argnums: as for `hessian_diagonal`; likewise the next three.
+      has_aux: see there.
+      chunk_size: see there.
+      memory_budget: see there.
+      compute: from a call and how many directions to take at a time to arrays.
+      result_of: from the call and these to the result.
+    """
+    check_callable(api, fun)
+    positions = check_argnums(api, argnums)
+    check_count(api, "chunk_size", chunk_size, optional=True)
+    budget = check_budget(api, memory_budget, chunk_size)
+
+    def of_arguments(*args: Any, **kwargs: Any) -> Any:
+        # One for the value and what comes beside it, one to be differentiated: a call keeps what its last trace gave.
+        whole, call = (_prepared(api, fun, positions, has_aux, args, kwargs) for _ in range(2))
+        value, rest = whole(*whole.primals)
+        seed_of(api, value)  # refuses what is no scalar
+        chunk = chunk_size
+        if budget is not None:
+            size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
+            chunk = chunk_within(api, partial(compute, call), size, budget)
+        result = result_of(call, compute(call, chunk))
+        aux = whole.finish(rest)
+        return (result, aux) if has_aux else result
+
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return of_scalar(api, fun, argnums, has_aux, chunk_size, memory_budget, compute, result_of)
+
+    return wrap_like(fun, api, of_arguments, again)
+
+
+def _prepared(
+    api: str, fun: Callable[..., Any], positions: tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
+) -> Call:
+    call = Call(api, fun, positions, has_aux, args, kwargs)
+    call.check_floating(complex_too=False)
+    return call
+
+
+def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
+    """For each array of the input the second derivatives by its numbers."""
+    inputs, treedef = jax.tree.flatten(call.primals)
+
+    def entries_of(entry: Callable[[list[Any]], jax.Array]) -> list[jax.Array]:
+        def entries(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+            def of_unit(k: Any) -> list[Any]:
+                return [entry(basis(k))]
+
+            return map_slices(of_unit, size, 0, chunk_size)
+
+        found = by_array(inputs, entries, 0, chunk_size)
+        return [
+            weak_like(part.astype(jnp.result_type(x)).reshape(jnp.shape(x)), x)
+            for (part,), x in zip(found, inputs, strict=True)
+        ]
+
+    def along(unit: list[Any]) -> jax.Array:
+        """The second derivative along a line: forward over forward mode, without what leads back to the inputs."""
+        direction = jax.tree.unflatten(treedef, unit)
+
+        def slope(*primals: Any) -> Any:
+            return jax.jvp(lambda *primals: call(*primals)[0], primals, direction)[1]
+
+        return jax.jvp(slope, call.primals, direction)[1]
+
+    def by_products() -> list[jax.Array]:
+        push = jax.linearize(gradient_of(api, call), *call.primals, has_aux=True)[1]
+
+        def entry(unit: list[Any]) -> jax.Array:
+            products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, unit)))
+            return total([x * y for x, y in zip(unit, products, strict=True)])
+
+        return entries_of(entry)
+
+    try:
+        return entries_of(along)
+    except TypeError as refused:  # a jax.custom_vjp
+        try:
+            return by_products()
+        except TypeError:
+            raise refused from None
+
+
+def total(parts: list[jax.Array]) -> jax.Array:
+    """The sum of all numbers of some arrays."""
+    return weak_like(jnp.stack([part.sum() for part in parts]).sum(), *parts) if parts else jnp.zeros(())

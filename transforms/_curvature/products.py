@@ -1,0 +1,232 @@
+"""Products with second derivatives that never form them: `hvp`, `vhp`, `gnvp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._calls.call import Call
+from .._grad import scalar_seed
+from .._linear import all_of
+
+_MODES = ("auto", "fwd_rev", "rev_rev", "rev_fwd")
+
+
+def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: str = "auto", has_aux: bool = False) -> Any:
+    """Product of the Hessian of a scalar function with a vector.
+
+    Args:
+      fun: a function of positional arguments that returns one real scalar, a bound method or a module.
+      primals: a tuple with the arguments, or one that is none.
+      tangents: likewise, one for each of them, of its structure, shapes and dtypes.
+      mode: "fwd_rev" differentiates the gradient along the tangents, "rev_rev" takes the
+        gradient of its product with them, "rev_fwd" the gradient of the derivative along them; "auto" is
+        the first, which needs the least of both.
+      has_aux: whether `fun` returns `(output, aux)`; the result is then `(product, aux)`.
+
+    Returns:
+      The product, like the primals: bare for one, a tuple for several (over all of them, mixed derivatives included).
+
+    Raises:
+      TypeError: `fun` does not return one real scalar; an argument that is not floating point; other counts of primals
+        and tangents.
+      ValueError: a tangent of another structure, shape or dtype; an unknown mode.
+
+    Cost:
+      About twice a gradient; the Hessian is never formed. For many vectors map over the tangents with `vmap`.
+
+    Source:
+      Pearlmutter 1994, "Fast exact multiplication by the Hessian"; `torch.autograd.functional.hvp`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import hvp
+      >>> hvp(lambda x: (x**3).sum(), jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0]))
+      Array([ 6., 12.], dtype=float32)
+    """
+    product, aux = _value_grad_and_hvp("hvp", fun, primals, tangents, mode, has_aux)[2:]
+    return (product, aux) if has_aux else product
+
+
+def value_grad_and_hvp(
+    fun: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False
+) -> tuple[Any, ...]:
+    """`hvp` with the value and the gradient, from one pass.
+
+    Args:
+      fun: as for `hvp`.
+      primals: as for `hvp`.
+      tangents: as for `hvp`.
+      has_aux: as for `hvp`; the auxiliary output comes last.
+
+    Returns:
+      The value, the gradient and the product, the last two like the primals.
+
+    Raises:
+      TypeError, ValueError: as for `hvp`.
+
+    Cost:
+      That of `hvp`: it computes the other two on the way.
+
+    Source:
+      Pearlmutter 1994, "Fast exact multiplication by the Hessian".
+
+    Examples:
+      >>> from plurax.transforms import value_grad_and_hvp
+      >>> [float(x) for x in value_grad_and_hvp(lambda x: x**3, 2.0, 1.0)]
+      [8.0, 12.0, 12.0]
+    """
+    *found, aux = _value_grad_and_hvp("value_grad_and_hvp", fun, primals, tangents, "auto", has_aux)
+    return (*found, aux) if has_aux else tuple(found)
+
+
+def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool = False) -> Any:
+    """Product of a vector with the Hessian of a scalar function, in reverse mode over reverse mode.
+
+    The Hessian is symmetric, so this is `hvp` with `mode="rev_rev"`: for functions whose gradient forward mode does
+    not take, such as one with a `jax.custom_vjp` rule that calls another.
+
+    Args:
+      fun: as for `hvp`.
+      primals: as for `hvp`.
+      cotangents: as the tangents of `hvp`.
+      has_aux: as for `hvp`.
+
+    Returns:
+      As for `hvp`.
+
+    Raises:
+      TypeError, ValueError: as for `hvp`.
+
+    Cost:
+      About twice a gradient, and memory for the residuals of both passes.
+
+    Source:
+      `torch.autograd.functional.vhp`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import vhp
+      >>> vhp(lambda x: (x**3).sum(), jnp.array([1.0, 2.0]), jnp.array([1.0, 1.0]))
+      Array([ 6., 12.], dtype=float32)
+    """
+    product, aux = _value_grad_and_hvp("vhp", fun, primals, cotangents, "rev_rev", has_aux)[2:]
+    return (product, aux) if has_aux else product
+
+
+def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    """Product of the Gauss-Newton matrix with a vector: `Jᵀ H J v`.
+
+    `J` is the Jacobian of `model` and `H` the Hessian of `loss` at its output. It is the Hessian of
+    `loss(model(*primals))` without the curvature of the model, and positive semi-definite where the loss is convex.
+
+    Args:
+      model: a function of positional arguments, whose output is any pytree of floating point.
+      loss: a function from that output to one real scalar.
+      primals: a tuple with the arguments of `model`, or one that is none.
+      tangents: likewise, one for each of them, of its structure, shapes and dtypes.
+
+    Returns:
+      The product, like the primals: bare for one, a tuple for several.
+
+    Raises:
+      TypeError: `loss` does not return one real scalar; an argument that is not floating point.
+      ValueError: a tangent of another structure, shape or dtype.
+
+    Cost:
+      About a forward-mode and a reverse-mode derivative of `model`, and an `hvp` of `loss`.
+
+    Source:
+      Schraudolph 2002, "Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent".
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import gnvp
+      >>> x = jnp.array([1.0, 2.0])
+      >>> gnvp(jnp.square, lambda y: (y**2).sum(), x, jnp.ones(2))  # diag(2x) 2 diag(2x) v
+      Array([ 8., 32.], dtype=float32)
+    """
+    primals, tangents, bare = _as_tuples(primals, tangents)
+    call = all_of("gnvp", model, primals, False)
+    call.check_floating()
+    tangents = call.tangents(tangents)
+    # Out of `call` itself, so that the model runs once for both directions.
+    out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+    call.finish(rest)
+    pull = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
+    (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (push(*tangents),), "auto", False)[2]
+    (products,) = pull(curved)
+    found = tuple(call.gradient(i, value) for i, value in enumerate(products))
+    return found[0] if bare else found
+
+
+def _value_grad_and_hvp(
+    api: str, fun: Callable[..., Any], primals: Any, tangents: Any, mode: str, has_aux: bool
+) -> tuple[Any, Any, Any, Any]:
+    if mode not in _MODES:
+        raise ValueError(f"{api}: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
+    primals, tangents, bare = _as_tuples(primals, tangents)
+    call = all_of(api, fun, primals, has_aux)
+    call.check_floating()
+    value, gradients, products, rest = _MODE[mode](api, call, call.tangents(tangents))
+    aux = call.finish(rest)
+    forms = [tuple(call.gradient(i, x) for i, x in enumerate(values)) for values in (gradients, products)]
+    gradients, products = (form[0] if bare else form for form in forms)
+    return value, gradients, products, aux
+
+
+def gradient_of(api: str, call: Call) -> Callable[..., Any]:
+    """From primals to `(gradients, (value, rest))`."""
+
+    def gradient(*primals: Any) -> Any:
+        value, pull, rest = jax.vjp(call, *primals, has_aux=True)
+        return pull(seed_of(api, value)), (value, rest)
+
+    return gradient
+
+
+def seed_of(api: str, value: Any) -> Any:
+    return scalar_seed(
+        f"{api}: fun",
+        value,
+        "reduce it, such as by its sum, or return what else it computes beside it with has_aux=True",
+    )
+
+
+def _forward_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
+    gradients, products, (value, rest) = jax.jvp(gradient_of(api, call), call.primals, tangents, has_aux=True)
+    return value, gradients, products, rest
+
+
+def _reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
+    gradients, pull, (value, rest) = jax.vjp(gradient_of(api, call), *call.primals, has_aux=True)
+    return value, gradients, pull(tangents), rest
+
+
+def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
+    def derivative(*primals: Any) -> Any:
+        value, tangent, rest = jax.jvp(call, primals, tangents, has_aux=True)
+        return (value, tangent), rest
+
+    (value, _), pull, rest = jax.vjp(derivative, *call.primals, has_aux=True)
+    one = seed_of(api, value)
+    zero = jnp.zeros_like(one)
+    return value, pull((one, zero)), pull((zero, one)), rest
+
+
+_MODE = {
+    "auto": _forward_over_reverse,
+    "fwd_rev": _forward_over_reverse,
+    "rev_rev": _reverse_over_reverse,
+    "rev_fwd": _reverse_over_forward,
+}
+
+
+def _as_tuples(primals: Any, tangents: Any) -> tuple[Any, Any, bool]:
+    """Both as tuples, and whether the primals were one that is none."""
+    if type(primals) is tuple:  # a NamedTuple is one argument
+        return primals, tangents, False
+    return (primals,), (tangents,), True

@@ -1,0 +1,1 @@
+"""Jacobians and Hessians: dense by rows or columns, sparse by compressed products."""

@@ -1,0 +1,237 @@
+"""A sparse Jacobian: a few products, the entries read from them, and the arrays that hold these."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._calls.call import Call, check_output
+from ..._core.compat import NeedsValues
+from ..._core.memory import lower_apart
+from ..dense import check_real, cut_as, map_slices, sizes_of, whole
+from ..mode import DECISIVE, Choice, Way, choose_mode, dense_way, output_shapes, possible_modes
+from .coloring import Coloring, coloring_of, cost, symmetric_coloring_of
+from .pattern import (
+    Entries,
+    Pattern,
+    UnknownPattern,
+    blocks_of,
+    found_pattern,
+    full_pattern,
+    given_pattern,
+    starts_of,
+    strides_of,
+)
+from .verify import probe
+
+# Up to how many seeds are constants of the program, and up to how many XLA may compute with while it compiles: what it
+# makes of a linear function is then a constant too, but it computes slowly.
+_CONSTANT, _FOLDED = 2**24, 2**18
+
+
+def sparse_way(
+    api: str, call: Call, nest: Callable[[Any, Any], Any], sparsity: Any, check: bool, mode: str, symmetric: bool
+) -> tuple[Way, Choice]:
+    """How to compute a Jacobian as `BCOO`, with the entries of a pattern, and why so.
+
+    Args:
+      api: what to call the transform in an error.
+      call: what is differentiated.
+      nest: from the output, and something for each of its arrays and each of the input, to the form of the result.
+      sparsity: "auto" or a pattern.
+      check: whether the result is compared with a product.
+      mode: "auto", "forward" or "reverse".
+      symmetric: whether it is that of a gradient, if square.
+    """
+    out = output_shapes(api, call)
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    shape = sum(sizes_of(outputs)), sum(sizes_of(inputs))
+    modes = possible_modes(call, out) if mode == "auto" else (mode,)
+    checked = partial(probe, modes[0]) if check else None
+    choice = partial(Choice, inputs=shape[1], outputs=shape[0], flops=None)
+
+    def dense(pattern: Pattern, why: str) -> tuple[Way, Choice]:
+        chosen = choose_mode(api, call).mode if len(modes) == 2 else modes[0]
+        way = dense_way(api, call, chosen)
+        compute = partial(_sparse, pattern, partial(_of_dense, pattern, way.compute), checked)
+        return Way(compute, way.slices), choice(chosen, why=why)
+
+    try:
+        if isinstance(sparsity, str):
+            pattern = found_pattern(api, call, modes[0])
+        else:
+            form = jax.tree.structure(nest(out, [[0] * len(inputs)] * len(outputs)))
+            pattern = given_pattern(api, sparsity, form, outputs, inputs)
+    except UnknownPattern as reason:
+        warnings.warn(
+            f"{api}: the pattern cannot be found, so every entry is computed, and kept: {reason}. Give the pattern as "
+            "sparsity=, or leave sparsity out for a dense array.",
+            stacklevel=4,
+        )
+        return dense(full_pattern(shape), f"the pattern cannot be found: {reason}")
+    coloring = (
+        symmetric_coloring_of(api, pattern, modes[0])
+        if symmetric and shape[0] == shape[1]
+        else coloring_of(api, pattern, modes)
+    )
+    compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), checked)
+    count = coloring.counts
+    found = "both" if all(count) else "reverse" if count[1] else "forward"
+    why = f"{count[0]} products in forward and {count[1]} in reverse mode give all {len(pattern.rows)} entries"
+    way = Way(compute, lambda: max(1, *count)), choice(found, why=why, colors=count)
+    alone = {"forward": cost(shape[1], 0), "reverse": cost(0, shape[0])}
+    if DECISIVE * coloring.cost <= min(alone[mode] for mode in modes):
+        return way
+    other = dense(pattern, f"XLA counts fewer operations and bytes than for {sum(count)} products")
+    try:
+        return min(other, way, key=lambda way: _work(api, call, way[0]))
+    except NeedsValues:
+        return way
+
+
+def _work(api: str, call: Call, way: Way) -> float:
+    """The operations of a program and the bytes that it reads and writes, as XLA counts both."""
+    analysis = lower_apart(partial(way.compute, api, call, None)).cost_analysis() or {}
+    return analysis.get("flops", 0.0) + analysis.get("bytes accessed", 0.0)
+
+
+def _sparse(
+    pattern: Pattern,
+    entries_of: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
+    check: Callable[[str, Call, Any, Pattern, Entries], None] | None,
+    api: str,
+    call: Call,
+    chunk_size: int | None,
+) -> tuple[Any, list[list[Any]], Any]:
+    """As `by_columns`, with `BCOO` in place of arrays."""
+    from jax.experimental.sparse import BCOO
+
+    out, entries, rest = entries_of(api, call, chunk_size)
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    if check is not None:
+        check(api, call, out, pattern, entries)
+    blocks: list[list[Any]] = [[] for _ in outputs]
+    for j, i, _, (rows, cols) in blocks_of(pattern, outputs, inputs):
+        shape, data = jnp.shape(outputs[j]) + jnp.shape(inputs[i]), entries[j][i]
+        # Where every entry is kept they are numbers in a row, which XLA makes.
+        whole = 0 < len(data) == math.prod(shape)
+        flat = jnp.arange(len(data)) if whole else rows * jnp.size(inputs[i]) + cols
+        indices = flat[:, None] // strides_of(shape) % np.array(shape, np.int64)
+        blocks[j].append(
+            BCOO((data, jnp.asarray(indices, np.int32)), shape=shape, indices_sorted=True, unique_indices=True)
+        )
+    return out, blocks, rest
+
+
+def _of_dense(
+    pattern: Pattern,
+    compute: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
+    api: str,
+    call: Call,
+    chunk_size: int | None,
+) -> tuple[Any, Entries, Any]:
+    """The output, the entries of a pattern taken out of the dense Jacobian, and the rest of the call."""
+    out, dense, rest = compute(api, call, chunk_size)
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    entries: Entries = [[] for _ in outputs]
+    for j, i, _, (rows, cols) in blocks_of(pattern, outputs, inputs):
+        array = dense[j][i]
+        if len(rows) == array.size:
+            entries[j].append(whole(array).reshape(-1))
+        else:
+            matrix = whole(array).reshape(jnp.size(outputs[j]), jnp.size(inputs[i]))
+            entries[j].append(matrix.at[rows, cols].get(mode="promise_in_bounds"))
+    return out, entries, rest
+
+
+def _of_products(
+    pattern: Pattern, coloring: Coloring, api: str, call: Call, chunk_size: int | None
+) -> tuple[Any, Entries, Any]:
+    """The output, the entries of a pattern read from products, and the rest of the call."""
+    count, number = coloring.counts
+    push: Any = None
+    pull: Any = None
+    if count:
+        out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
+        pull = jax.linear_transpose(push, *call.primals) if number else None
+    elif number:
+        out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
+    else:
+        out, rest = call(*call.primals)
+    check_output(api, out)
+    if number:
+        check_real(api, out)
+    inputs, treedef = jax.tree.flatten(call.primals)
+    outputs, form = jax.tree.flatten(out)
+    sums = {
+        True: _products(
+            lambda seed: push(*jax.tree.unflatten(treedef, seed)), inputs, coloring.columns, count, chunk_size
+        ),
+        False: _products(lambda seed: pull(jax.tree.unflatten(form, seed)), outputs, coloring.rows, number, chunk_size),
+    }
+    starts = {True: starts_of(outputs), False: starts_of(inputs)}
+
+    def read(chosen: np.ndarray, dtype: Any) -> jax.Array:
+        """These entries, wherever they are."""
+        if not len(chosen):
+            return jnp.zeros(0, dtype)
+        parts, order = [], []
+        for forward in (True, False):
+            ours = chosen[coloring.forward[chosen] == forward]
+            array = np.searchsorted(starts[forward], coloring.place[ours], "right") - 1
+            for k in np.flatnonzero(np.bincount(array)):
+                these = ours[array == k]
+                product, place = coloring.product[these], coloring.place[these] - starts[forward][k]
+                parts.append((sums[forward][k], product, place))
+                order.append(these)
+        return _picked(parts, np.argsort(np.concatenate(order)) if len(parts) > 1 else None, dtype=np.dtype(dtype))
+
+    entries: Entries = [[] for _ in outputs]
+    for j, i, chosen, _ in blocks_of(pattern, outputs, inputs):
+        entries[j].append(read(chosen, jnp.result_type(outputs[j] if count else inputs[i])))
+    return out, entries, rest
+
+
+# One program where values are known, instead of one for each operation.
+@partial(jax.jit, static_argnames="dtype", inline=True)
+def _picked(parts: list[tuple[Any, Any, Any]], order: Any, dtype: Any) -> jax.Array:
+    """Entries of matrices, at the rows and columns that come with each: as one array, in this order."""
+    found = [
+        matrix.at[rows, cols].get(mode="promise_in_bounds", wrap_negative_indices=False).astype(dtype)
+        for matrix, rows, cols in parts
+    ]
+    if order is None:
+        return found[0]
+    return jnp.concatenate(found).at[order].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _products(
+    product: Callable[[list[Any]], Any], arrays: list[Any], colors: np.ndarray, count: int, chunk_size: int | None
+) -> list[Any]:
+    """For each array that comes out the products with the sums of the unit vectors of a colour, one a row."""
+    if not count:
+        return []
+    starts = starts_of(arrays)
+    # XLA repeats a comparison wherever a sum is used, which took twice the time; it reads a constant.
+    known = count * len(colors) <= _CONSTANT
+    seeds: Any = colors == np.arange(count)[:, None] if known else np.arange(count)
+    if seeds.size > _FOLDED:
+        seeds = jax.lax.optimization_barrier(jnp.asarray(seeds))
+
+    def of_color(seed: Any) -> list[Any]:
+        ones = seed if known else colors == seed
+        parts = [ones[start : start + jnp.size(x)] for start, x in zip(starts, arrays, strict=False)]
+        units = [
+            cut_as(jnp.asarray(p, jnp.result_type(x)).reshape(jnp.shape(x)), x)
+            for p, x in zip(parts, arrays, strict=True)
+        ]
+        return [whole(leaf).reshape(-1) for leaf in jax.tree.leaves(product(units))]
+
+    return map_slices(of_color, seeds, 0, chunk_size)

@@ -1,0 +1,86 @@
+"""Branches, and loops iteration by iteration: on one device, or on several that go on together.
+
+A value here is a list with what each device has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from ..._core.compat import scan_counts
+from ..._core.jaxpr import aval
+from .index_sets import UNKNOWN, Later, is_set, known, rows_of, stacked, united
+
+# Loops of so many iterations are gone through one by one, with what is known in each.
+ITERATIONS = 32
+
+# From a program, its constants and what stands for its arguments to what stands for its outputs.
+Run = Callable[[Jaxpr, Sequence[Any], list[list[Any]]], list[list[Any]]]
+
+
+def branched(eqn: JaxprEqn, values: list[list[Any]], run: Run) -> list[list[Any]]:
+    """Take the branches that some device may take, all of them where that is not known."""
+    branches, which = eqn.params["branches"], [known(x) for x in values[0]]
+    sure = [int(np.clip(x, 0, len(branches) - 1)) for x in which if x is not None]
+    if len(sure) == len(which):
+        branches = [branches[i] for i in set(sure)]
+    found = [run(branch.jaxpr, branch.consts, values[1:]) for branch in branches]
+    return [[united(parts) for parts in zip(*outs, strict=True)] for outs in zip(*found, strict=True)]
+
+
+def unrolled(eqn: JaxprEqn, values: list[list[Any]], run: Run) -> list[list[Any]]:
+    """Run the body of a `scan` for each iteration."""
+    closed = eqn.params["jaxpr"]
+    consts, carries = scan_counts(eqn.params)
+    sliced = list(zip(closed.jaxpr.invars, values, strict=True))[consts + carries :]
+
+    def body(carry: list[list[Any]], i: int) -> list[list[Any]]:
+        xs = [[_slice(x, part, i) for part in value] for x, value in sliced]
+        return run(closed.jaxpr, closed.consts, [*values[:consts], *carry, *xs])
+
+    return iterated(eqn, values, body)
+
+
+def iterated(
+    eqn: JaxprEqn, values: list[list[Any]], body: Callable[[list[list[Any]], int], list[list[Any]]]
+) -> list[list[Any]]:
+    """Carry values through a `scan`, and stack what comes out of its iterations.
+
+    Args:
+      eqn: the `scan`.
+      values: its operands.
+      body: from what is carried and the number of an iteration to what the loop's body gives.
+    """
+    length, (consts, carries) = eqn.params["length"], scan_counts(eqn.params)
+    carry, outs = values[consts : consts + carries], {}
+    for i in range(length)[:: -1 if eqn.params["reverse"] else 1]:
+        found = body(carry, i)
+        carry, outs[i] = found[:carries], found[carries:]
+    collected = [
+        [_collected(x, [outs[i][k][device] for i in range(length)]) for device in range(len(values[0]))]
+        for k, x in enumerate(eqn.params["jaxpr"].jaxpr.outvars[carries:])
+    ]
+    return [*carry, *collected]
+
+
+def _slice(x: Any, value: Any, i: int) -> Any:
+    """Return what an iteration has of an array, for the variable that stands for it in the body."""
+    if is_set(value):
+        size = math.prod(aval(x).shape)
+        return value[i * size : (i + 1) * size]
+
+    def compute() -> Any:
+        found = known(value)
+        return UNKNOWN if found is None else found[i]
+
+    return UNKNOWN if value is UNKNOWN else Later(compute)
+
+
+def _collected(x: Any, parts: list[Any]) -> Any:
+    columns = next((part.shape[1] for part in parts if is_set(part)), None)
+    return UNKNOWN if columns is None else stacked([rows_of(x, part, columns) for part in parts])

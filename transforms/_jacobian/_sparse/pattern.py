@@ -1,0 +1,258 @@
+"""Which entries of a Jacobian may differ from zero: given by the caller, or found in the program."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._calls.call import Call
+from ..._core.arguments import describe
+from ..._core.compat import NeedsValues, Tracer
+from ..._core.jaxpr import bodies
+from ..dense import sizes_of
+from ..mode import product_in
+
+# For each array of the output, for each array of the input, the entries of their block, row by row.
+Entries = list[list[jax.Array]]
+
+
+class Pattern(NamedTuple):
+    """The entries of a matrix that may differ from zero: row by row, each of them once.
+
+    A row stands for a number of the output, a column for one of the input. The numbers of several arrays follow one
+    another.
+
+    Attributes:
+      rows: the row of each entry.
+      cols: the column of each entry.
+      shape: how many rows and columns there are.
+    """
+
+    rows: np.ndarray
+    cols: np.ndarray
+    shape: tuple[int, int]
+
+
+class UnknownPattern(Exception):
+    """The pattern cannot be found; the message says why."""
+
+
+def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:
+    """The pattern with entries at these places, which may come in any order, and more than once."""
+    flat = np.asarray(rows, np.int64) * shape[1] + np.asarray(cols, np.int64)
+    if not (flat[1:] > flat[:-1]).all():
+        flat = np.sort(flat)
+        flat = flat[np.diff(flat, prepend=-1) > 0]
+    return Pattern(*np.divmod(flat, max(1, shape[1])), shape)
+
+
+def full_pattern(shape: tuple[int, int]) -> Pattern:
+    """The pattern with every entry."""
+    rows, cols = np.indices(shape).reshape(2, -1)
+    return Pattern(rows, cols, shape)
+
+
+def blocks_of(
+    pattern: Pattern, outputs: list[Any], inputs: list[Any]
+) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
+    """For each array of the output and each of the input: their numbers, which entries are theirs, and where."""
+    row, col = starts_of(outputs), starts_of(inputs)
+    borders = np.searchsorted(pattern.rows, row)
+    for j in range(len(outputs)):
+        within = np.arange(borders[j], borders[j + 1])
+        array = np.searchsorted(col, pattern.cols[within], "right") - 1
+        for i in range(len(inputs)):
+            chosen = within[array == i]
+            yield j, i, chosen, (pattern.rows[chosen] - row[j], pattern.cols[chosen] - col[i])
+
+
+def starts_of(arrays: list[Any]) -> np.ndarray:
+    """Where the numbers of each array start among those of all, and where they end."""
+    return np.cumsum([0, *sizes_of(arrays)])
+
+
+def strides_of(shape: Sequence[int]) -> np.ndarray:
+    """How many numbers of an array of this shape lie between neighbours along each axis."""
+    return np.cumprod([1, *shape[:0:-1]], dtype=np.int64)[::-1][: len(shape)]
+
+
+def check_sparsity(api: str, sparsity: Any, check: Any) -> None:
+    """Refuse what is no pattern for any call, and a check of none."""
+    if not isinstance(check, bool):
+        raise TypeError(f"{api}: check must be True or False, but got {describe(check)}.")
+    if sparsity is None:
+        if check:
+            raise ValueError(f"{api}: check=True compares a sparse result with a product; give sparsity with it.")
+        return
+    if isinstance(sparsity, str) and sparsity != "auto":
+        raise ValueError(f'{api}: sparsity must be "auto" or a pattern, but got {sparsity!r}.')
+    asdex(api)
+    if not isinstance(sparsity, str):
+        for pattern in jax.tree.leaves(sparsity, is_leaf=lambda x: hasattr(x, "shape")):
+            _check_pattern(api, pattern)
+
+
+def _check_pattern(api: str, given: Any) -> None:
+    if _is_bcoo(given):
+        if given.n_batch or given.n_dense:
+            raise ValueError(
+                f"{api}: the sparsity pattern has {given.n_batch} batch and {given.n_dense} dense axes, but it must "
+                "have sparse ones only; give that of one Jacobian."
+            )
+    elif not _is_scipy(given) and getattr(given, "dtype", None) != np.bool_:
+        raise TypeError(
+            f"{api}: a sparsity pattern must be a BCOO, a SciPy sparse array or an array of booleans, but got "
+            f"{describe(given)}."
+        )
+    if isinstance(given.indices if _is_bcoo(given) else given, Tracer):
+        raise TypeError(
+            f"{api}: the sparsity pattern is traced, but it must be known while the program is built; make it outside "
+            "of jit, or with NumPy, and let the function close over it."
+        )
+
+
+def _is_bcoo(x: Any) -> bool:
+    return type(x).__name__ == "BCOO" and hasattr(x, "n_batch")
+
+
+def _is_scipy(x: Any) -> bool:
+    return type(x).__module__.startswith("scipy.sparse")
+
+
+def asdex(api: str) -> Any:
+    """The library that colours patterns."""
+    try:
+        import asdex
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{api}: sparsity needs asdex; install it with pip install 'plurax[sparse]'."
+        ) from error
+    except ImportError as error:  # it imports private names of JAX, which come and go
+        raise ImportError(
+            f"{api}: the asdex that is installed cannot be imported beside jax {jax.__version__} ({error}); install "
+            "versions that go together with pip install 'plurax[sparse]'."
+        ) from error
+    return asdex
+
+
+def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs: list[Any]) -> Pattern:
+    """The pattern that a caller gave, in whichever form.
+
+    Args:
+      api: what to call the transform in an error.
+      sparsity: one matrix for all outputs and inputs, or one for each pair of their arrays, nested as the result.
+      nest: the structure of the result.
+      outputs: the arrays of the output, or arrays' shapes.
+      inputs: those of the input.
+    """
+    starts = [starts_of(arrays).tolist() for arrays in (outputs, inputs)]
+    shape = starts[0][-1], starts[1][-1]
+    single = len(outputs) == len(inputs) == 1
+    if hasattr(sparsity, "shape") and not single:
+        return pattern_at(*_entries(api, sparsity, shape), shape)
+    try:
+        blocks = iter(nest.flatten_up_to(sparsity))
+    except ValueError as error:
+        raise TypeError(
+            f"{api}: sparsity must be one pattern of shape {shape}, or patterns nested as the result, {nest}, but got "
+            f"{describe(sparsity)}."
+        ) from error
+    rows, cols = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for output, row in zip(outputs, starts[0], strict=False):
+        for x, col in zip(inputs, starts[1], strict=False):
+            size = math.prod(jnp.shape(output)), math.prod(jnp.shape(x))
+            block = _entries(api, next(blocks), size, jnp.shape(output) + jnp.shape(x))
+            rows.append(block[0] + row)
+            cols.append(block[1] + col)
+    return pattern_at(np.concatenate(rows), np.concatenate(cols), shape)
+
+
+def _entries(
+    api: str, given: Any, size: tuple[int, int], shape: tuple[int, ...] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the entries of one matrix, which may also have the axes of both arrays, `shape`."""
+    if tuple(given.shape) not in (size, shape):
+        also = "" if shape in (None, size) else f" or {shape}"
+        raise ValueError(f"{api}: the sparsity pattern must have shape {size}{also}, but it has {tuple(given.shape)}.")
+    if _is_bcoo(given):
+        places = np.asarray(given.indices, np.int64)
+        inside = (places >= 0) & (places < np.array(given.shape))
+        places = places[inside.all(1)]  # beyond them a BCOO keeps what it does not use
+        flat = places @ strides_of(given.shape)
+    elif _is_scipy(given):
+        flat = np.stack(given.tocoo().coords, 1).astype(np.int64) @ strides_of(given.shape)
+    else:
+        flat = np.flatnonzero(np.asarray(given))
+    rows, cols = np.divmod(flat, max(1, size[1]))
+    return rows, cols
+
+
+def found_pattern(api: str, call: Call, mode: str) -> Pattern:
+    """The pattern of a call, for any values of what it is differentiated for.
+
+    It is that of the derivative as a program, by which entries come out and go in, so rules for derivatives that a user
+    wrote count as they are. What the call takes beside counts with its values where it has any, and traced as unknown.
+
+    Args:
+      api: what to call the transform in an error.
+      call: the call.
+      mode: "forward" or "reverse": of which mode to look at the derivative.
+
+    Raises:
+      UnknownPattern: the program cannot be traced, or seen through.
+
+    Warns:
+      UserWarning: what comes out of some primitive is taken to depend on all that goes in.
+    """
+    from .detect import dependence
+    from .index_sets import UNKNOWN, is_set, unit_sets
+
+    forward = mode == "forward"
+    try:
+        vectors = call.primals
+        if not forward:
+            vectors = jax.eval_shape(lambda: call(*call.primals)[0])
+        closed = jax.make_jaxpr(product_in(mode, call))(call.primals, vectors)
+    except NeedsValues:
+        raise UnknownPattern("fun branches on values") from None
+    primals, moved = jax.tree.leaves(call.primals), jax.tree.leaves(vectors)
+    sets, columns = unit_sets([math.prod(jnp.shape(x)) for x in moved])
+    try:
+        found, blind = dependence(closed.jaxpr, closed.consts, [UNKNOWN] * len(primals) + sets)
+    except Exception as error:  # an operation of a form that is not known: every entry is right too
+        raise UnknownPattern(f"looking for it failed with {error!r}") from error
+    if blind:
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(blind))
+        warnings.warn(
+            f"{api}: the sparsity pattern may have more entries than it needs: what comes out of {names} is taken to "
+            "depend on all that goes in. Give the pattern as sparsity=, or leave sparsity out for a dense array.",
+            stacklevel=5,
+        )
+    starts = np.cumsum([0, *(math.prod(x.aval.shape) for x in closed.jaxpr.outvars)])
+    parts = [x.tocoo() if is_set(x) else None for x in found]
+    rows = [start + part.row for start, part in zip(starts, parts, strict=False) if part is not None]
+    cols = [part.col for part in parts if part is not None]
+    empty = [np.zeros(0, np.int64)]
+    row, col = np.concatenate(empty + rows), np.concatenate(empty + cols)
+    shape = int(starts[-1]), columns
+    return pattern_at(row, col, shape) if forward else pattern_at(col, row, shape[::-1])
+
+
+def has_symmetric_hessian(call: Call) -> bool:
+    """Whether the Hessian of a call is symmetric; where a user wrote derivatives, these need not belong together."""
+
+    def own_rules(jaxpr: Any) -> bool:
+        names = [eqn.primitive.name for eqn in jaxpr.eqns]
+        inside = (body for eqn in jaxpr.eqns for body in bodies(eqn))
+        return any(name.startswith(("custom_jvp", "custom_vjp")) for name in names) or any(map(own_rules, inside))
+
+    try:
+        return not own_rules(jax.make_jaxpr(lambda *primals: call(*primals)[0])(*call.primals).jaxpr)
+    except NeedsValues:
+        return False

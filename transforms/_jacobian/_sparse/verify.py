@@ -1,0 +1,94 @@
+"""A sparse Jacobian held against a product with a random vector, which shows what its pattern lacks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._calls.call import Call
+from ..._core.arguments import leaf_name
+from ..._core.compat import Tracer
+from ..mode import product_in
+from .pattern import Entries, Pattern, blocks_of
+
+# So many products are taken in two parts as well, and so many times the difference that this makes may pass.
+_PARTS, _ROUNDING = 4, 50
+
+
+def probe(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: Entries) -> None:
+    """Refuse entries whose product with a random vector is not that of the Jacobian: a pattern that lacks some."""
+    random = np.random.default_rng(0)
+
+    def vector(x: Any) -> np.ndarray:
+        return np.asarray(random.standard_normal(jnp.shape(x))).astype(jnp.result_type(x))
+
+    forward = mode == "forward"
+    given = jax.tree.map(vector, call.primals if forward else out)
+    # A product taken in two parts is the same but for rounding.
+    parts = [given]
+    for _ in range(_PARTS):
+        part = jax.tree.map(lambda x: x * random.integers(0, 2, x.shape).astype(x.dtype), given)
+        parts += [part, jax.tree.map(lambda x, y: x - y, given, part)]
+    together = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *parts)
+    products = jax.tree.leaves(jax.vmap(partial(product_in(mode, call), call.primals))(together))
+    vectors = [x.reshape(-1) for x in jax.tree.leaves(given)]
+    outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
+    places = [block[3] for block in blocks_of(pattern, outputs, inputs)]
+    off = _differences(forward, products, vectors, entries, places)
+    named = [("output", out)] if forward else [(call.name(k), primal) for k, primal in enumerate(call.primals)]
+    names = [
+        (leaf_name(name, path), jnp.shape(x)) for name, tree in named for path, x in jax.tree.leaves_with_path(tree)
+    ]
+
+    def refuse(*off: Any) -> None:
+        wrong = [(name, shape, np.flatnonzero(x)) for (name, shape), x in zip(names, off, strict=True) if np.any(x)]
+        if wrong:
+            name, shape, places = wrong[0]
+            index = f"[{', '.join(map(str, np.unravel_index(places[0], shape)))}]" if shape else ""
+            others = sum(len(places) for *_, places in wrong) - 1
+            raise ValueError(
+                f"{api}: the sparsity pattern lacks entries: {'row' if forward else 'column'} `{name}{index}` of the "
+                f"result{f', and {others} others, do' if others else ' does'} not give the product with a random "
+                "vector that the function gives; add every entry that can differ from zero, or leave sparsity out."
+            )
+
+    if any(isinstance(x, Tracer) for x in off):
+        jax.debug.callback(refuse, *off)
+    else:
+        refuse(*off)
+
+
+# One program where values are known, instead of one for each operation.
+@partial(jax.jit, static_argnames="forward", inline=True)
+def _differences(
+    forward: bool,
+    products: list[jax.Array],
+    vectors: list[jax.Array],
+    entries: Entries,
+    places: list[tuple[jax.Array, jax.Array]],
+) -> list[jax.Array]:
+    """For each array of the product, of which the first is the whole and two each its parts, which numbers are off."""
+    expected = [x[0] for x in products]
+    noise = [jnp.abs(x[1::2] + x[2::2] - x[0]).max(0) for x in products]
+    sums = [jnp.zeros(x.size, jnp.promote_types(x.dtype, np.float32)) for x in expected]
+    sizes = [jnp.abs(x) for x in sums]
+    blocks = [(j, i) for j, row in enumerate(entries) for i in range(len(row))]
+    for (j, i), (rows, cols) in zip(blocks, places, strict=True):
+        (to, at), (source, where) = ((j, rows), (i, cols)) if forward else ((i, cols), (j, rows))
+        terms = entries[j][i].astype(sums[to].dtype) * vectors[source][where]
+        sums[to] = sums[to].at[at].add(terms)
+        sizes[to] = sizes[to].at[at].add(jnp.abs(terms))
+    off = []
+    for found, size, *pair in zip(sums, sizes, expected, noise, strict=True):
+        right, rounding = (x.reshape(-1) for x in pair)
+        eps = float(jnp.finfo(right.dtype).eps)
+        largest = jnp.where(jnp.isfinite(right), jnp.abs(right), 0).max(initial=0)
+        usual = jnp.where(jnp.isfinite(rounding), rounding, 0).mean() if rounding.size else 0
+        rounding = jnp.maximum(rounding, usual)  # a row may have had luck
+        bound = eps**0.5 * (size + jnp.abs(right)) + 10 * eps * largest + _ROUNDING * rounding
+        off.append(jnp.isfinite(right) & ~(jnp.abs(found - right) <= bound))
+    return off

@@ -1,0 +1,112 @@
+"""Windows that slide over an array: what convolutions and pooling go over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ..._core.jaxpr import aval
+from .index_sets import PAIRS, is_set, known, matrix_at, mixed, places_of, united
+
+
+def convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """A convolution: what goes over, and for each channel that comes out the kernel that is its own."""
+    numbers = eqn.params["dimension_numbers"]
+    kernel = mixed(eqn, [None, values[1]], [None, numbers[1][:1]], [numbers[2][1:2]])
+    return united([*kernel, _gone_over(eqn, values) if is_set(values[0]) else None])
+
+
+def _gone_over(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Over the kernel's places and what goes into its channels, but for what meets a known zero."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    places, out = (
+        places_of(x).transpose(spec) for x, spec in zip((eqn.invars[0], eqn.outvars[0]), numbers[::2], strict=True)
+    )
+    kernel = [aval(eqn.invars[1]).shape[i] for i in numbers[1]]
+    axes = [
+        _along(size, window, stride, padding, base, dilation)
+        for size, window, stride, padding, base, dilation in zip(
+            places.shape[2:],
+            kernel[2:],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    ]
+    to, source, within = _together(axes, (out.shape[2:], places.shape[2:], tuple(kernel[2:])))
+    outputs, channels, batch, area = kernel[0], kernel[1], out.shape[0], math.prod(out.shape[2:])
+    weights = known(values[1])
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    mask = None
+    if weights is not None and not weights.all() and outputs * channels * batch * len(to) <= PAIRS:
+        mask, groups = weights.transpose(numbers[1]).reshape(outputs, channels, -1) != 0, outputs
+    # The outputs of a group go over the same numbers.
+    places = places.reshape(*places.shape[:2], -1)
+    rows, cols = [], []
+    for group in range(groups):
+        first = group * outputs // groups
+        part = first * params["feature_group_count"] // outputs
+        batches = np.arange(batch) + batch * (first * params["batch_group_count"] // outputs)
+        for channel in range(channels):
+            chosen = slice(None) if mask is None else mask[group, channel, within]
+            rows.append((group * batch + np.arange(batch)[:, None]) * area + to[chosen])
+            cols.append(places[batches[:, None], part * channels + channel, source[chosen]])
+    shape = (groups * batch * area, places.size)
+    sums = matrix_at(np.concatenate([x.ravel() for x in rows]), np.concatenate([x.ravel() for x in cols]), shape)
+    of_group = (np.arange(outputs) * groups // outputs)[:, None]
+    row = (of_group * batch + np.arange(batch)[:, None, None]) * area + np.arange(area)
+    order = np.empty(out.size, int)
+    order[out.ravel()] = row.ravel()
+    return (sums @ values[0])[order]
+
+
+def _along(size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int) -> tuple[Any, ...]:
+    """Along one axis for each window, and each of its places that meets a number, the three; how many windows."""
+    reach = (window - 1) * dilation + 1
+    count = max(0, (((size - 1) * base + 1 if size else 0) + sum(padding) - reach) // stride + 1)
+    at = np.arange(count)[:, None] * stride - padding[0] + np.arange(window) * dilation
+    inside = (at >= 0) & (at <= (size - 1) * base) & (at % base == 0)
+    to, within = np.nonzero(inside)
+    return to, at[inside] // base, within, count
+
+
+def _together(axes: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """The same for all axes: places in arrays of these shapes."""
+    found = []
+    for which, shape in enumerate(shapes):
+        grid = np.meshgrid(*(axis[which] for axis in axes), indexing="ij")
+        found.append((np.ravel_multi_index(grid, shape) if grid else np.zeros(1, int)).ravel())
+    return found
+
+
+def _windows(shape: tuple[int, ...], params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Pairs of a window and a number in it, and how many windows there are."""
+    ones, size = [1] * len(shape), params["window_dimensions"]
+    dilations = [params.get(key) or ones for key in ("base_dilation", "window_dilation")]
+    axes = list(map(_along, shape, size, params["window_strides"], params["padding"], *dilations))
+    counts = tuple(axis[3] for axis in axes)
+    window, number = _together(axes, (counts, shape))
+    return window, number, math.prod(counts)
+
+
+def windowed(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Sums over windows, or one number out of each; which one may depend on operands that nothing is asked about."""
+    if any(map(is_set, values[1:])):
+        return None
+    shape = aval(eqn.invars[0]).shape
+    window, number, count = _windows(shape, eqn.params)
+    return matrix_at(window, number, (count, math.prod(shape))) @ values[0]
+
+
+def scattered_from_windows(eqn: JaxprEqn, values: list[Any]) -> Any:
+    if not is_set(values[0]) or is_set(values[1]):
+        return None
+    shape = aval(eqn.invars[1]).shape
+    window, number, count = _windows(shape, eqn.params)
+    return matrix_at(number, window, (math.prod(shape), count)) @ values[0]

@@ -1,0 +1,283 @@
+"""`batch_jacobian`: a Jacobian for each sample of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._calls.call import Call, arrays_apart, pair_of
+from .._core.arguments import (
+    Argnums,
+    argument_name,
+    check_argnums,
+    check_callable,
+    check_count,
+    describe,
+    leaf_name,
+    wrap_like,
+)
+from .._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
+from .._core.compat import Tracer
+from .._core.memory import check_budget
+from .._core.weak_types import weak_like
+from .._models.hashable import Static
+from .._models.split_model import is_model, owner_of
+from .._vmap import vmap, vmap_of
+from .jacobian import jacobian_of
+from .mode import output_shapes
+
+
+def batch_jacobian(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    in_axes: Axes = 0,
+    rows: str = "vmap",
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    memory_budget: int | str | None = None,
+    check: bool = False,
+    holomorphic: bool = False,
+) -> Callable[..., Any]:
+    """Jacobian of each sample of a batch, for a function that takes the whole batch.
+
+    Args:
+      fun: a function of a batch, whose outputs (and auxiliary outputs) have the samples along axis 0.
+      argnums: as for `jacfwd`.
+      has_aux: whether `fun` returns `(output, aux)`; the result is then `(jacobians, aux)`.
+      in_axes: where the samples are in each argument, as for `vmap`; None for what all samples share.
+      rows: "vmap" gives `fun` one sample at a time, as a batch of one, and maps over them. "independent" gives it the
+        whole batch and sums: right only where no output of a sample depends on another sample, and then cheaper for
+        functions that cost more under `vmap`.
+      mode: as for `jacobian`.
+      chunk_size: for "vmap" how many samples to compute at a time; for "independent" how many columns or rows.
+      memory_budget: as for `vmap`, or as for `jacfwd`.
+      check: for "independent", whether to look for samples that depend on others, by one derivative for each sample.
+      holomorphic: as for `jacobian`.
+
+    Returns:
+      A function of the same arguments that returns the Jacobians, nested as by `jacobian`, with arrays of shape
+      `(batch, *output, *argument)`, where output and argument are those of one sample.
+
+    Raises:
+      TypeError, ValueError: as for `vmap` and `jacobian`; an unknown `rows`; an output without the samples along axis
+        0, for "vmap" also an auxiliary array; for "independent" an argument of `argnums` that all samples share; with
+        `check`, samples that depend on others, which are named, or arguments that are traced.
+
+    Warns:
+      UserWarning: as for `jacfwd`, of a memory budget.
+
+    Cost:
+      "vmap": a Jacobian for each sample. "independent": one evaluation of the batch, and a derivative of it for each
+      input number (or each output number) of one sample.
+
+    Source:
+      `torch.func.vmap(jacrev(...))`; the summing trick of PyTorch's tutorial on Jacobians and Hessians.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms import batch_jacobian
+      >>> batch_jacobian(jnp.sin, rows="independent")(jnp.zeros((5, 3))).shape
+      (5, 3, 3)
+    """
+    check_callable("batch_jacobian", fun)
+    positions = check_argnums("batch_jacobian", argnums)
+    in_axes = check_in_axes("batch_jacobian", in_axes)
+    if rows not in ("vmap", "independent"):
+        raise ValueError(f'batch_jacobian: rows must be "vmap" or "independent", but got {rows!r}.')
+    if check and rows != "independent":
+        raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
+    check_count("batch_jacobian", "chunk_size", chunk_size, optional=True)
+    check_budget("batch_jacobian", memory_budget, chunk_size)
+    owner, function = owner_of(fun)
+    of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
+    origin = fun, Static.of(in_axes)
+    by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, holomorphic=holomorphic, origin=origin)
+
+    def of_batch(*args: Any, **kwargs: Any) -> Any:
+        axes = axes_per_argument("batch_jacobian", in_axes, args)
+        size = mapped_size("batch_jacobian", fun, args, kwargs, axes, None, None, "the batch")
+        if rows == "vmap":
+            joins = []
+
+            def of_sample(owner: Any, kwargs: Any, *args: Any) -> list[jax.Array]:
+                arrays, join = arrays_apart(by_sample(*args, owner=owner, kwargs=kwargs))
+                joins.append(join)
+                return arrays
+
+            limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+            arrays = vmap_of("batch_jacobian", of_sample, (None, None, *axes), **limits)(owner, kwargs, *args)
+            return joins[-1](arrays)
+        call = Call("batch_jacobian", fun, positions, has_aux, args, kwargs, holomorphic=holomorphic)
+        call.check_floating(complex_too=False)
+        selected = call.selected
+        for i in selected:
+            if None in broadcast_axes(axes[i], args[i]):
+                raise ValueError(
+                    f"batch_jacobian: argument `{argument_name(fun, args, i)}` is shared by all samples "
+                    '(in_axes is None), so its derivatives cannot be summed over them; use rows="vmap".'
+                )
+        if check:
+            _check_independent(call, axes, args, kwargs, size)
+        limits = {"chunk_size": chunk_size, "memory_budget": memory_budget, "holomorphic": holomorphic}
+        summed = _summed(function, argnums, selected, has_aux, axes, mode, size, limits)
+        return summed(owner, args, kwargs)
+
+    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return batch_jacobian(
+            fun,
+            argnums,
+            has_aux,
+            in_axes=in_axes,
+            rows=rows,
+            mode=mode,
+            chunk_size=chunk_size,
+            memory_budget=memory_budget,
+            check=check,
+            holomorphic=holomorphic,
+        )
+
+    return wrap_like(fun, "batch_jacobian", of_batch, again)
+
+
+def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Callable[..., Any]:
+    """`function` of one sample: of a batch that holds it alone."""
+
+    def of_one(*args: Any, owner: Any, kwargs: Any) -> Any:
+        axes = axes_per_argument("batch_jacobian", in_axes, args)
+        out = function(owner, *_expand(args, axes), **kwargs)
+        out, aux = pair_of("batch_jacobian", out) if has_aux else (out, None)
+        _check_batch("output", out, 1)
+        _check_batch("aux", jax.tree.map(lambda x: x if getattr(x, "shape", ()) else None, aux), 1)
+        return jax.tree.map(first, (out, aux) if has_aux else out)
+
+    def first(x: Any) -> Any:
+        return jnp.asarray(x)[0] if getattr(x, "shape", ()) else x  # auxiliary outputs may be strings
+
+    return of_one
+
+
+def _check_batch(name: str, out: Any, size: int) -> None:
+    """Refuse an output, called so in an error, that does not have the samples along axis 0."""
+    for path, leaf in jax.tree.leaves_with_path(out):
+        if jnp.shape(leaf)[:1] != (size,):
+            raise ValueError(
+                f"batch_jacobian: for a batch of {size}, `{leaf_name(name, path)}` is {describe(leaf)}, but the "
+                f"samples must be its axis 0, of size {size}; do not reduce over them in fun, nor return what they "
+                "share."
+            )
+
+
+def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
+    """`args` with an axis of size 1 where `axes` has one."""
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)  # a copy of a model would take its changes along
+    expanded = []
+    for leaf, axis in zip(leaves, broadcast_axes(axes, args, is_leaf=is_model), strict=True):
+        expanded.append(leaf if axis is None else jnp.expand_dims(leaf, axis % (jnp.ndim(leaf) + 1)))
+    return tuple(jax.tree.unflatten(treedef, expanded))
+
+
+def _summed(
+    function: Callable[..., Any],
+    argnums: Argnums,
+    selected: tuple[int, ...],
+    has_aux: bool,
+    axes: tuple[Axes, ...],
+    mode: str,
+    size: int,
+    options: Any,
+) -> Callable[..., Any]:
+    def moved(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
+        """`function` of the arguments plus shifts, whose axis 0 is that of the samples."""
+        sums = list(args)
+        for i, shift in zip(selected, shifts, strict=True):
+            leaves, treedef = jax.tree.flatten(args[i])
+            pairs = zip(leaves, jax.tree.leaves(shift), broadcast_axes(axes[i], args[i]), strict=True)
+            sums[i] = jax.tree.unflatten(treedef, [x + jnp.moveaxis(s, 0, axis) for x, s, axis in pairs])
+        return function(owner, *sums, **kwargs)
+
+    def shifted(shifts: tuple[Any, ...], *call: Any) -> Any:
+        """With one shift for all samples."""
+        return moved(jax.tree.map(lambda s: jnp.expand_dims(s, 0), shifts), *call)
+
+    def summed(shifts: tuple[Any, ...], *call: Any) -> Any:
+        """With a shift of each sample's own."""
+        out = moved(shifts, *call)
+        out, aux = out if has_aux else (out, None)
+        total = jax.tree.map(lambda x: x.sum(axis=0), out)
+        return (total, aux) if has_aux else total
+
+    def jacobians(owner: Any, args: Any, kwargs: Any) -> Any:
+        samples = tuple(
+            jax.tree.unflatten(
+                jax.tree.structure(args[i]),
+                [
+                    jnp.zeros_like(jnp.moveaxis(leaf, axis, 0))
+                    for leaf, axis in zip(jax.tree.leaves(args[i]), broadcast_axes(axes[i], args[i]), strict=True)
+                ],
+            )
+            for i in selected
+        )
+        one = jax.tree.map(lambda x: weak_like(jnp.zeros(x.shape[1:], x.dtype), x), samples)
+        call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
+        out = output_shapes("batch_jacobian", call)
+        _check_batch("output", out, size)
+        inputs, outputs = (
+            sum(math.prod(x.shape[skip:]) for x in jax.tree.leaves(tree)) for tree, skip in ((one, 0), (out, 1))
+        )
+        forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
+        way, fun, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
+        rows = jacobian_of("batch_jacobian", fun, 0, has_aux, way, row_axis=1, **options)
+        result = rows(shifts, owner, args, kwargs)
+        result, aux = result if has_aux else (result, None)
+        if not isinstance(argnums, (tuple, list)):
+            result = jax.tree.map(lambda _, derivative: derivative[0], out, result)
+        return (result, aux) if has_aux else result
+
+    return jacobians
+
+
+def _check_independent(
+    call: Call,
+    axes: tuple[Axes, ...],
+    args: Any,
+    kwargs: Any,
+    size: int,
+) -> None:
+    """Refuse samples whose outputs change with another sample: the derivative by one alone must be zero elsewhere."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+        raise ValueError("batch_jacobian: check=True needs values, but the arguments are traced; check outside jit.")
+    generator = np.random.default_rng(0)
+    primals = call.primals
+    out, push, _ = jax.linearize(call, *primals, has_aux=True)
+    _check_batch("output", out, size)
+    directions = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), primals)
+    leaf_axes = broadcast_axes(tuple(axes[i] for i in call.selected), primals)
+
+    def influence(sample: jax.Array) -> jax.Array:
+        """Which samples the sample moves."""
+        places = iter(leaf_axes)
+
+        def only(x: jax.Array) -> jax.Array:
+            shape = [1] * x.ndim
+            shape[next(places)] = size
+            return jnp.where((jnp.arange(size) == sample).reshape(shape), x, 0)
+
+        moved = jax.tree.leaves(push(*jax.tree.map(only, directions)))
+        return jnp.stack([(x != 0).any(axis=tuple(range(1, x.ndim))) for x in moved]).any(axis=0)
+
+    found = np.asarray(vmap(influence, chunk_size=1)(jnp.arange(size)))
+    pairs = np.argwhere(found & ~np.eye(size, dtype=bool))
+    if len(pairs):
+        named = ", ".join(f"{j} on {i}" for i, j in pairs[:5].tolist())
+        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        raise ValueError(
+            f"batch_jacobian: samples depend on others ({named}{more}), so their derivatives cannot be summed; use "
+            'rows="vmap".'
+        )

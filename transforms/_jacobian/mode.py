@@ -1,0 +1,215 @@
+"""Which way to take a Jacobian: forward or reverse mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._calls.call import Call, check_output
+from .._core.compat import NeedsValues
+from .._core.memory import lower_apart
+from .dense import DENSE, by_columns, by_rows, sizes_of
+
+# Where one side is so many times as large as the other, nothing else needs to be asked.
+DECISIVE = 4
+# What JAX raises where a mode does not differentiate a function: forward mode does not pass through a custom_vjp
+# (TypeError), reverse mode through a while_loop or a callback (ValueError), neither through an operation without a rule
+# (NotImplementedError). A mistake in the function itself was met before, when its output was asked for.
+_NO_DERIVATIVE = (TypeError, ValueError, NotImplementedError)
+
+
+class Choice(NamedTuple):
+    """Which way `jacobian` takes, and why.
+
+    Attributes:
+      mode: "forward" (a column for each input) or "reverse" (a row for each output); "both" for a sparse Jacobian with
+        products of either kind.
+      inputs: how many numbers are differentiated.
+      outputs: how many numbers come out.
+      flops: the floating-point operations of both ways as XLA counts them; None where the sizes decide, or for a way
+        that the function does not allow.
+      why: a sentence.
+      colors: how many products in forward and in reverse mode give a sparse Jacobian; None for a dense one.
+    """
+
+    mode: str
+    inputs: int
+    outputs: int
+    flops: dict[str, float] | None
+    why: str
+    colors: tuple[int, int] | None = None
+
+
+class Way(NamedTuple):
+    """How to compute a Jacobian.
+
+    Attributes:
+      compute: from a transform's name, a call, and how many slices to compute at a time to the output, the blocks (for
+        each of its arrays one for each array of the input), and the rest of the call.
+      slices: asks how many columns, rows or products may be computed at a time.
+    """
+
+    compute: Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
+    slices: Callable[[], int]
+
+
+def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
+    """From primals, and tangents or cotangents, to the product of the Jacobian with these, or of these with it."""
+
+    def fun(*primals: Any) -> Any:
+        return call(*primals)[0]
+
+    def push(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(fun, primals, tangents)[1]
+
+    def pull(primals: Any, cotangents: Any) -> Any:
+        return jax.vjp(fun, *primals)[1](cotangents)
+
+    return push if mode == "forward" else pull
+
+
+def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
+    """The modes that differentiate a call with this output."""
+    if _is_complex(out):
+        return ("forward",)
+    modes, errors = [], []
+    for mode, vectors in (("forward", call.primals), ("reverse", out)):
+        # Mapped, since only then a derivative that does not exist is missed before anything is computed.
+        product = jax.vmap(partial(product_in(mode, call), call.primals))
+        try:
+            jax.eval_shape(product, jax.tree.map(_batch_of_one, vectors))
+        except NeedsValues:
+            modes.append(mode)
+        except _NO_DERIVATIVE as error:
+            errors.append(error)
+        else:
+            modes.append(mode)
+    if not modes:
+        raise errors[0]
+    return tuple(modes)
+
+
+def choose_mode(api: str, call: Call, *, anew: bool = False) -> Choice:
+    """The cheaper mode for a dense Jacobian, decided once for each function and kind of arguments, or anew."""
+    choices = _choices(call, None)
+    if anew or not choices:
+        choices[:] = [_decide(api, call)]
+    return choices[0]
+
+
+def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin: tuple[Any, Any] | None = None) -> Any:
+    """Return what `compute` gives for the cheaper mode, which is decided anew where one that is remembered fails.
+
+    Another value of what `fun` is given or closes over may have made it impossible: another branch is taken, the output
+    has become complex.
+
+    Args:
+      api: what to call the transform in an error.
+      call: what is differentiated.
+      compute: a function of a mode.
+      origin: as for `jacobian_of`.
+    """
+    choices = _choices(call, origin)
+    remembered = bool(choices)
+    if not remembered:
+        choices[:] = [_decide(api, call)]
+    mode = choices[0].mode
+    try:
+        return compute(mode)
+    except _NO_DERIVATIVE:
+        if not remembered:
+            raise
+        choices[:] = [_decide(api, call)]
+        if choices[0].mode == mode:
+            raise
+    return compute(choices[0].mode)
+
+
+def _choices(call: Call, origin: tuple[Any, Any] | None) -> list[Choice]:
+    """Return the list that is remembered for such calls: of the choice that was made, or of none yet."""
+    fun, made = origin or (call.fun, None)
+    return call.remembered(fun, ("mode", made), list)
+
+
+def _decide(api: str, call: Call) -> Choice:
+    out = output_shapes(api, call)
+    inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
+    choice = partial(Choice, inputs=inputs, outputs=outputs)
+    if not call.holomorphic:
+        real = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(call.primals))
+        if not real:
+            return choice("reverse", flops=None, why="forward mode takes real arguments only")
+        if _is_complex(out):
+            return choice("forward", flops=None, why="the output is complex, which reverse mode does not take")
+    first, other = ("reverse", "forward") if outputs < inputs else ("forward", "reverse")
+    few, many = sorted((inputs, outputs))
+    vectors = {"forward": call.primals, "reverse": out}
+    flops: dict[str, float] = {}
+    errors: dict[str, Exception] = {}
+    for mode in (first, other):
+        try:
+            if many >= DECISIVE * few and mode == first:
+                jax.eval_shape(partial(DENSE[mode], api, call, None))
+                return choice(mode, flops=None, why=f"there are {inputs} inputs and {outputs} outputs")
+            analysis = lower_apart(partial(DENSE[mode], api, call, None)).cost_analysis() or {}
+            flops[mode] = analysis.get("flops", 0.0)
+        except NeedsValues:
+            try:  # whether the branch that these values take has this derivative
+                product_in(mode, call)(call.primals, jax.tree.map(jnp.zeros_like, vectors[mode]))
+            except _NO_DERIVATIVE as error:
+                errors[mode] = error
+                continue
+            mode = first if flops else mode
+            return choice(mode, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
+        except _NO_DERIVATIVE as error:
+            errors[mode] = error
+    if len(errors) == 2:
+        raise errors[first]
+    if errors:
+        (mode,), (refused,) = flops, errors
+        return choice(mode, flops=None, why=f"{refused} mode cannot differentiate it: {errors[refused]}")
+    if flops["reverse"] == flops["forward"]:
+        return choice("reverse", flops=flops, why="XLA counts as many operations either way; rows lie in one piece")
+    mode = min(flops, key=flops.__getitem__)
+    return choice(mode, flops=flops, why="XLA counts fewer operations")
+
+
+def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    cut, sharding = getattr(kind.sharding, "spec", ()), None
+    if any(cut):  # over explicit axes of a mesh
+        sharding = NamedSharding(kind.sharding.mesh, PartitionSpec(None, *cut))
+    return jax.ShapeDtypeStruct((1, *kind.shape), kind.dtype, sharding=sharding)
+
+
+def _is_complex(out: Any) -> bool:
+    return any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out))
+
+
+def output_shapes(api: str, call: Call) -> Any:
+    """The output as shapes, or as it is where `fun` branches on values."""
+    try:
+        out = jax.eval_shape(lambda: call(*call.primals)[0])
+    except NeedsValues:
+        out = jax.tree.map(jnp.asarray, call(*call.primals)[0])
+    check_output(api, out)
+    return out
+
+
+def dense_way(api: str, call: Call, mode: str, row_axis: int = 0) -> Way:
+    """How to compute a dense Jacobian.
+
+    Args:
+      api: what to call the transform in an error.
+      call: what is differentiated.
+      mode: "forward" or "reverse".
+      row_axis: as for `by_rows`.
+    """
+    if mode == "forward":
+        return Way(by_columns, lambda: max([1, *sizes_of(call.primals)]))
+    return Way(partial(by_rows, axis=row_axis), lambda: max([1, *sizes_of(output_shapes(api, call))]))

@@ -1,0 +1,231 @@
+"""What a call changes of the models that it is given, and what merely passes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._core.compat import scan_counts
+from .._core.jaxpr import CALLS, IDENTITIES, aval, called
+from .split_model import Parts, dotted, from_parts, is_module, models_of, named_arrays, parts_of, split, with_parts
+
+
+def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
+    """`function(owner, *args, **kwargs)`, and the models that were put together for it, in the order of their parts."""
+    owner, args, kwargs = together = from_parts(arguments)
+    out = function(owner, *args, **kwargs)
+    return out, models_of(together)
+
+
+def call_purely(
+    api: str, function: Callable[..., Any], arguments: Any, *, may_assign: bool = False
+) -> tuple[Any, list[dict[str, Any]]]:
+    """`function(owner, *args, **kwargs)`, and for each model the arrays that it has changed, by their dotted paths.
+
+    Raises:
+      ValueError: the call changes the structure of a model, or assigns what trains (which it `may_assign` in modules).
+    """
+    for parts_before in parts_of(arguments):
+        names = [dotted(path[1:]) for path, _ in jax.tree.leaves_with_path((parts_before.trainable, parts_before.rest))]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"{api}: a model has two arrays of the name `{next(x for x in names if names.count(x) > 1)}`, one of "
+                "them with a dot in the name of an attribute or key; use names without dots."
+            )
+    out, models = call_with_models(function, arguments)
+    changed = []
+    parts = [split(model) for model in models]
+    for model, before, after in zip(models, parts_of(arguments), parts, strict=True):
+        check_structure(f"{api}: fun", type(model).__name__, before, after)
+    for model, after, paths in zip(models, parts, changes(function, arguments, models), strict=True):
+        assigned = set(paths) & set(named_arrays(after.trainable))
+        if assigned and not (may_assign and is_module(model)):
+            raise ValueError(
+                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; update parameters "
+                "outside of fun, and keep values that it computes in another kind of variable, such as nnx.BatchStat."
+            )
+        changed.append({path: array for path, array in after.arrays().items() if path in paths})
+    return out, changed
+
+
+def check_structure(who: str, whose: str, before: Parts, after: Parts) -> None:
+    """Refuse a call that adds or removes variables of a model, or changes its configuration."""
+    if after.structure != before.structure:
+        path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
+        raise ValueError(
+            f"{who} changes the structure of {whose} (`{path}`), but only the values of its variables can be carried "
+            "along; do not add variables in it (such as by sow), nor change attributes."
+        )
+
+
+def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> list[Parts]:
+    """Models taken apart, with the arrays that `call_purely` says were changed."""
+
+    def put(before: Parts, new: dict[str, Any]) -> Parts:
+        if not new:
+            return before
+        halves = before.trainable, before.rest
+        return Parts(before.structure, *jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), halves))
+
+    return [put(before, new) for before, new in zip(parts, changed, strict=True)]
+
+
+def update(
+    api: str,
+    models: Sequence[Any],
+    before: Sequence[Parts],
+    after: Sequence[Parts],
+    passing: Callable[[], list[set[str]]] | None = None,
+) -> None:
+    """Write into models what differs between their parts `before` and `after` a call.
+
+    Args:
+      api: what the user called.
+      models: the models.
+      before: their parts as they are.
+      after: as they shall be.
+      passing: gives what `passing_through` says of the call, if `after` has other objects for arrays that it leaves.
+
+    Raises:
+      ValueError: what differs is of a module from outside of a transform that we are inside of, where `nnx.update`
+        would leave tracers in it. Nothing is written then.
+    """
+    changed = [then.changes(now) for then, now in zip(before, after, strict=True)]
+    lost = next(filter(None, map(_out_of_reach, models, changed)), None)
+    if lost and passing:
+        arrays = [parts.arrays() for parts in after]
+        new = [{path: x for path, x in a.items() if path not in b} for a, b in zip(arrays, passing(), strict=True)]
+        update(api, models, before, with_changes(before, new))
+        return
+    if lost:
+        raise ValueError(
+            f"{api}: the call changes {lost}, which is closed over by a function that JAX transforms, and would be "
+            "left with a tracer; pass the module as an argument of the outer transform, one of nnx or plurax."
+        )
+    for model, paths, now in zip(models, changed, after, strict=True):
+        if not paths:
+            continue
+        if not is_module(model):
+            model.__plurax_update__(now.rest)
+            continue
+        from flax import nnx
+
+        nnx.update(model, now.trainable)
+        nnx.update(model, now.rest)
+
+
+def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
+    """The first variable with one of these arrays that Flax would not let its user assign here."""
+    if not paths or not is_module(model):
+        return None
+    from flax import errors, nnx
+
+    for path, x in nnx.to_flat_state(nnx.state(model)):
+        name = dotted(path)
+        if not any(f"{changed}.".startswith(f"{name}.") for changed in paths):
+            continue
+        try:  # what it holds already
+            if isinstance(x, nnx.Variable):
+                x.set_raw_value(x.get_raw_value())
+            else:
+                nnx.update(model, nnx.from_flat_state([(path, x)]))
+        except errors.TraceContextError:
+            return f"`{name}` of {type(model).__name__}"
+    return None
+
+
+def changes(
+    function: Callable[..., Any], arguments: Any, models: list[Any], returned: Sequence[Any] = ()
+) -> list[list[str]]:
+    """For each of the `models` that a call has left, but for those `returned`, the paths of what it changed."""
+    found = [
+        [] if any(x is model for x in returned) else before.changes(split(model))
+        for before, model in zip(parts_of(arguments), models, strict=True)
+    ]
+    if any(found):
+        kept = passing_through(function, arguments)
+        found = [[path for path in paths if path not in same] for paths, same in zip(found, kept, strict=True)]
+    return found
+
+
+def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
+    """For each model in `arguments` the paths of the arrays that `function` leaves as they are, by its program.
+
+    An inner transform of `nnx` hands back every array of a module as a new object, whether it has changed or not;
+    so where objects differ, `function` is traced once more and each array is followed back.
+    """
+    before = parts_of(arguments)
+    outputs: list[tuple[int, str]] = []
+
+    def arrays_after(before: list[Parts]) -> list[dict[str, Any]]:
+        _, models = call_with_models(function, with_parts(arguments, before))
+        after = [split(model).arrays() for model in models]
+        outputs.extend((i, path) for i, arrays in enumerate(after) for path in sorted(arrays))
+        return after
+
+    jaxpr = jax.make_jaxpr(arrays_after)(before).jaxpr
+    inputs = {
+        (i, path): number for number, (i, path) in enumerate((i, p) for i, x in enumerate(before) for p in x.arrays())
+    }
+    kept = {
+        name
+        for name, source, out in zip(outputs, _sources(jaxpr), jaxpr.outvars, strict=True)
+        if name in inputs and source == (inputs[name], _axes(out))
+    }
+    return [{path for j, path in kept if j == i} for i in range(len(before))]
+
+
+# Which input or operand something is, and in which order it has the axes of that.
+_Source = tuple[int, tuple[int, ...]]
+
+
+def _sources(jaxpr: Any) -> list[_Source | None]:
+    """For each output of `jaxpr` the input that it is, or None where it was computed."""
+    known = {id(variable): (i, _axes(variable)) for i, variable in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        for variable, operands in zip(eqn.outvars, _operands_left(eqn), strict=True):
+            found = {_followed(known, eqn.invars, operand) for operand in operands}
+            source = found.pop() if len(found) == 1 else None
+            if source is not None:
+                known[id(variable)] = source
+    return [known.get(id(variable)) for variable in jaxpr.outvars]
+
+
+def _followed(known: dict[int, _Source], operands: Sequence[Any], source: _Source | None) -> _Source | None:
+    """The input that an operand is, with the axes of both steps."""
+    before = None if source is None else known.get(id(operands[source[0]]))
+    return before and source and (before[0], tuple(before[1][axis] for axis in source[1]))
+
+
+def _operands_left(eqn: Any) -> list[list[_Source | None]]:
+    """For each result of an operation the operands that it may be; None where it may be computed."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in IDENTITIES:
+        return [[(i, _axes(variable))] for i, variable in enumerate(eqn.outvars)]
+    if name == "transpose":
+        return [[(0, tuple(params["permutation"]))]]
+    if name in CALLS:
+        return [[source] for source in _sources(called(eqn)[0])]
+    if name == "cond":  # the first operand says which branch
+        branches = [_sources(branch.jaxpr) for branch in params["branches"]]
+        return [[x and (x[0] + 1, x[1]) for x in each] for each in zip(*branches, strict=True)]
+    if name in ("scan", "while"):  # in every iteration: as the same part of what is carried, or of the slices
+        loop = params["jaxpr"] if name == "scan" else params["body_jaxpr"]
+        shared = scan_counts(params)[0] if name == "scan" else params["body_nconsts"]
+        before = 0 if name == "scan" else params["cond_nconsts"]
+        found = _sources(loop.jaxpr)
+        stays = [
+            x == (shared + k, _axes(out)) for k, (x, out) in enumerate(zip(found, loop.jaxpr.outvars, strict=True))
+        ]
+        return [
+            [(before + shared + k, _axes(out)) if left else None]
+            for k, (left, out) in enumerate(zip(stays, eqn.outvars, strict=True))
+        ]
+    return [[None]] * len(eqn.outvars)
+
+
+def _axes(variable: Any) -> tuple[int, ...]:
+    """The axes of a variable, in order."""
+    return tuple(range(len(aval(variable).shape)))

@@ -1,0 +1,156 @@
+"""Several models of one architecture as one, along axis 0 of every array, and what keeps models from that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core.arguments import describe, short
+from .hashable import Static
+from .split_model import Parts, by_value, dotted, is_module, shared_variable, split
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """Stacks models, and names in its refusals the first difference and the model that has it.
+
+    Args:
+      api: what the user called.
+      noun: what one of the models is called there.
+      remedy: what to do where configurations differ, and where only the objects in them do.
+    """
+
+    api: str
+    noun: str
+    remedy: tuple[str, str]
+
+    def __call__(self, models: Sequence[Any]) -> Parts:
+        """The models as one, with their axis in front of each array.
+
+        Raises:
+          TypeError: the classes differ, or a variable holds something that is not an array.
+          ValueError: the models share a variable; an array of one is missing, added, or of another shape or dtype; the
+            configurations differ.
+        """
+        self._check_separate(models)
+        parts = [split(model) for model in models]
+        for i, part in enumerate(parts):
+            check_leaves(self.api, f"{self.noun} {i}", part)
+        for i in range(1, len(parts)):
+            self._check_same(i, (models[0], parts[0]), (models[i], parts[i]))
+        together = stack([(part.trainable, part.rest) for part in parts])
+        return Parts(parts[0].structure, *strong(together))
+
+    def _check_separate(self, models: Sequence[Any]) -> None:
+        """Refuse NNX modules that share a variable, since stacking would give each its own."""
+        shared = shared_variable(models)
+        if shared:
+            (i, path), (j, other_path) = shared
+            raise ValueError(
+                f"{self.api}: {self.noun}s {i} and {j} share a variable, `{path}` of the one and `{other_path}` of the "
+                "other, which would be two once they are stacked; build each with an nnx.Rngs of its own, or pass "
+                f"nnx.clone({self.noun}) where equal copies are meant."
+            )
+
+    def _check_same(self, index: int, first: tuple[Any, Parts], other: tuple[Any, Parts]) -> None:
+        (model, parts), (other_model, other_parts) = first, other
+        whose = f"{self.api}: {self.noun} {index}"
+        if type(model) is not type(other_model):
+            raise TypeError(
+                f"{whose} is a {type(other_model).__name__}, but {self.noun} 0 is a {type(model).__name__}; stack "
+                "models of one class."
+            )
+        expected, found = ({path: outline(x) for path, x in each.arrays().items()} for each in (parts, other_parts))
+        for path in [*expected, *found]:
+            if expected.get(path) != found.get(path):
+                raise ValueError(
+                    f"{whose} differs from {self.noun} 0 at `{path}`: it has {_say(found.get(path))}, but {self.noun} "
+                    f"0 has {_say(expected.get(path))}; {self.remedy[0]}."
+                )
+        if not _same_structure(parts, other_parts):
+            difference, same = _configuration(model, other_model)
+            raise ValueError(
+                f"{whose} differs from {self.noun} 0 in its configuration: {difference}; {self.remedy[same]}."
+            )
+
+
+def check_leaves(api: str, whose: str, parts: Parts) -> None:
+    """Refuse a model with a variable that holds no array."""
+    for path, leaf in parts.arrays().items():
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
+            raise TypeError(
+                f"{api}: `{path}` of {whose} holds {describe(leaf)}, but only arrays can be stacked; make it a plain "
+                "attribute instead of a variable."
+            )
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """One pytree with the given ones along axis 0 of its arrays."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def strong(tree: Any) -> Any:
+    """`tree` without weak types: an update makes them strong, and a program would be compiled for both."""
+    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
+
+
+def _same_structure(tree: Any, other: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(other)]
+    return structures[0] == structures[1]
+
+
+def outline(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype; a variable may hold a Python number."""
+    return np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _say(found: tuple[tuple[int, ...], Any] | None) -> str:
+    return "no array there" if found is None else f"shape {found[0]} and dtype {found[1]}"
+
+
+def _configuration(model: Any, other: Any) -> tuple[str, bool]:
+    """Where two models first differ in something that is not an array, and whether only the objects do."""
+    if not is_module(model):
+        return _of_variables(model.variables, other.variables)
+    from flax import nnx
+
+    nodes = dict(nnx.iter_graph(other))
+    for path, node in nnx.iter_graph(model):
+        if not isinstance(node, nnx.Variable) and not is_module(node):
+            continue
+        place = dotted(path) or "the model"
+        counterpart = nodes.get(path)
+        if type(counterpart) is not type(node):
+            return f"{place} is a {type(counterpart).__name__}, but there a {type(node).__name__}", False
+        ours, theirs = (x.get_metadata() if isinstance(x, nnx.Variable) else vars(x) for x in (node, counterpart))
+        for name, value in ours.items():
+            if name.startswith("_pytree__") or nnx.is_data(value) or by_value(value) == by_value(theirs.get(name)):
+                continue
+            return _difference(f"{name} of {place}", theirs.get(name), value)
+    return "their variables are shared in other ways, or hold other containers", False
+
+
+def _of_variables(variables: Any, other: Any) -> tuple[str, bool]:
+    if _same_structure(variables, other):
+        both = zip(jax.tree.leaves_with_path(variables), jax.tree.leaves(other), strict=True)
+        for (path, value), theirs in both:
+            if not Static.is_array(value) and Static.of(theirs) != Static.of(value):
+                return _difference(f"`{dotted(path)}`", theirs, value)
+    return "their variables are in other containers, have other static fields, or train in other places", False
+
+
+def _difference(place: str, theirs: Any, value: Any) -> tuple[str, bool]:
+    if _without_address(theirs) == _without_address(value):
+        return f"{place} is {short(value)}, a different object in each", True
+    return f"{place} is {short(theirs)}, but there {short(value)}", False
+
+
+def _without_address(x: Any) -> str:
+    return re.sub(" at 0x[0-9a-f]+", "", repr(x))

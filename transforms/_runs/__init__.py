@@ -1,0 +1,1 @@
+"""What long runs share: the loop, its history, checkpoints, and files that are written atomically."""

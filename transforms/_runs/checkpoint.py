@@ -1,0 +1,400 @@
+"""Checkpoints: arrays of one or several members on disk, one subtree per member.
+
+A checkpoint is a directory: `arrays/0/` and so on, one for each process that has written its members, with arrays
+called `members.000003.ensemble.0000`; `history.npz`, where there is a history; and `plurax.json`, which names every
+array with its path, shape, dtype and checksums, and every file with its size. It is written under another name and
+renamed when it is whole, so what has its name is whole, unless somebody damages it later; the sizes and the checksums
+tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.arguments import describe
+from .._core.prng import is_key
+from .._models.split_model import dotted
+from . import array_store
+from .atomic_write import sync
+from .processes import Damaged, Group
+
+_FORMAT = "plurax checkpoint"
+_VERSION = 2
+_MANIFEST = "plurax.json"
+_HISTORY = "history.npz"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest was read, and whose files have the sizes that it names."""
+
+    api: str
+    path: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, api: str, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read the manifest, and check that every file has the size that it names."""
+        path = Path(path).resolve()
+        if not path.exists():
+            earlier = sorted(path.parent.glob(f".{path.name}.*.replaced"))
+            hint = f" The one that a save was replacing is at {earlier[-1]}; rename it back." if earlier else ""
+            raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.{hint}")
+        manifest = _manifest(path)
+        if manifest is None:
+            raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
+        checkpoint = cls(api, path, manifest)
+        if manifest.get("version") != _VERSION:
+            raise ValueError(
+                f"{api}: the checkpoint at {path} has version {manifest.get('version')}, but this library reads "
+                f"{_VERSION}."
+            )
+        if manifest.pop("checksum", None) != _checksum(manifest):
+            raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
+        for name, size in manifest["files"].items():
+            file = path / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise checkpoint.damaged(f"{name} {state}")
+        return checkpoint
+
+    def damaged(self, fact: object) -> Damaged:
+        """The error that says so."""
+        return Damaged(f"{self.api}: the checkpoint at {self.path} is damaged: {fact}.")
+
+    def history(self) -> dict[str, np.ndarray]:
+        """The arrays that `write` was given."""
+        try:
+            with np.load(self.path / _HISTORY, allow_pickle=False) as file:
+                return {name: file[f"{i}"] for i, name in enumerate(self.manifest["history"])}
+        except Exception as error:  # numpy and zipfile raise many kinds for one fact: the bytes cannot be read
+            raise self.damaged(f"{_HISTORY}: {error}") from error
+
+    def order(self, part: str, expected: list[dict[str, Any]], size: int | None = None) -> list[int]:
+        """Where the expected arrays stand in the checkpoint; refuses other arrays than those it has."""
+        if part not in self.manifest["arrays"]:
+            *others, last = self.manifest["arrays"]
+            held = f"{', '.join(others)} and {last}" if others else last
+            raise ValueError(
+                f"{self.api}: the checkpoint at {self.path} holds {held}, and no {part}; it was saved from something "
+                "else: read it with what wrote it."
+            )
+        if size is not None and size != self.manifest["size"]:
+            raise ValueError(
+                f"{self.api}: the checkpoint at {self.path} has {self.manifest['size']} members, but like has {size}."
+            )
+        written = {array["key"]: array for array in self.manifest["arrays"][part]}
+        wanted = {array["key"]: array for array in expected}
+        for key in [*wanted, *written]:
+            if written.get(key) != wanted.get(key):
+                path = (wanted.get(key) or written[key])["path"]
+                raise ValueError(
+                    f"{self.api}: the checkpoint at {self.path} has {_say(written.get(key))} at `{path}` of a "
+                    f"member's {part}, but like has {_say(wanted.get(key))}; pass one of the architecture and "
+                    "optimiser that was saved."
+                )
+        places = {key: place for place, key in enumerate(written)}
+        return [places[key] for key in wanted]
+
+    def read(self, members: Sequence[int], order: Mapping[str, list[int]]) -> dict[int, dict[str, list[np.ndarray]]]:
+        """For each of some members, a dict from parts to their arrays as stored, in the order that `order` gives."""
+        entries = self.manifest["arrays"]
+        wanted: dict[Path, list[str]] = {}
+        for i in members:
+            for part in order:
+                for j, array in enumerate(entries[part]):
+                    if 0 not in array["stored"]:
+                        wanted.setdefault(self.path / _home(self.manifest, i), []).append(_name(i, part, j))
+        read: dict[str, np.ndarray] = {}
+        try:
+            for directory, names in wanted.items():
+                read.update(array_store.get(directory, names))
+        except Exception as error:  # tensorstore raises many kinds for one fact: the bytes cannot be read
+            raise self.damaged(error) from error
+        return {
+            i: {part: [self._array(i, part, j, read.get(_name(i, part, j))) for j in order[part]] for part in order}
+            for i in members
+        }
+
+    def member(self, i: int, part: str, order: list[int]) -> list[jax.Array]:
+        """The arrays of one member's part, in the order given."""
+        entries = self.manifest["arrays"][part]
+        stored = self.read([i], {part: order})[i][part]
+        return [as_saved(array, entries[j]["dtype"]) for array, j in zip(stored, order, strict=True)]
+
+    def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> np.ndarray:
+        """Array `j` of a part of member `i`, checked."""
+        entry = self.manifest["arrays"][part][j]
+        if stored is None:  # of what has no elements, nothing
+            stored = np.zeros(entry["stored"], entry["stored_dtype"])
+        if list(stored.shape) != entry["stored"] or str(stored.dtype) != entry["stored_dtype"]:
+            raise self.damaged(f"`{entry['path']}` is stored as {describe(stored)}")
+        if zlib.crc32(stored.tobytes()) != self.manifest["checksums"][part][i][j]:
+            raise self.damaged(f"the bytes of `{entry['path']}` of member {i} have changed since they were saved")
+        if jax.dtypes.canonicalize_dtype(stored.dtype) != stored.dtype:
+            raise ValueError(
+                f"{self.api}: the checkpoint at {self.path} has dtype {stored.dtype} at `{entry['path']}`, which "
+                "needs jax_enable_x64; enable it."
+            )
+        return stored
+
+
+def write(
+    api: str,
+    path: Path,
+    parts: Mapping[str, Any],
+    size: int,
+    *,
+    outlines: Mapping[str, list[dict[str, Any]]],
+    about: Mapping[str, Any] | None = None,
+    history: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Write a checkpoint, atomically.
+
+    Args:
+      api: who writes it, for errors.
+      path: the directory to make, or a checkpoint to replace.
+      parts: pytrees of arrays by name, with the members along axis 0 of every array.
+      size: how many members there are.
+      outlines: for each part its arrays as `outline` describes them, in the order of its leaves.
+      about: what else its manifest shall hold; values for JSON.
+      history: arrays to write beside those of the members.
+
+    Raises:
+      FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
+    """
+    path = path.resolve()
+    group = Group.of(parts)
+    unfinished = path.parent / f".{path.name}.{group.gather(uuid.uuid4().hex)[0]}.unfinished"
+    try:
+
+        def prepare() -> None:
+            if group.is_first:
+                _check_replaceable(api, path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished.mkdir()
+
+        def write_members() -> dict[str, Any]:
+            owners = _owners(api, parts, size, group)
+            mine = [i for i in range(size) if owners[i] == jax.process_index()]
+            stored = {part: [_rows(leaf, mine) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
+            home = unfinished / f"arrays/{jax.process_index()}"
+            if mine:
+                arrays = {
+                    _name(i, p, j): a[i] for p in stored for j, a in enumerate(stored[p]) for i in mine if a[i].size
+                }
+                array_store.put(home, arrays)
+                _sync_all(home)
+            checksums = {p: {str(i): [zlib.crc32(a[i].tobytes()) for a in stored[p]] for i in mine} for p in stored}
+            return {"owners": owners, "checksums": checksums, "files": _sizes(unfinished, home)}
+
+        def finish() -> None:
+            if not group.is_first:
+                return
+            manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
+            manifest["arrays"] = outlines
+            manifest["owners"] = written[0]["owners"]
+            by_member = {p: {i: c for w in written for i, c in w["checksums"][p].items()} for p in parts}
+            manifest["checksums"] = {p: [by_member[p][str(i)] for i in range(size)] for p in parts}
+            manifest["files"] = {name: n for w in written for name, n in w["files"].items()}
+            if history is not None:
+                # Under numbers: a name may be anything, but savez has parameters of its own.
+                manifest["history"] = list(history)
+                numbered = {f"{i}": array for i, array in enumerate(history.values())}
+                np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
+                manifest["files"][_HISTORY] = (unfinished / _HISTORY).stat().st_size
+                sync(unfinished / _HISTORY)
+            (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
+            for file in [unfinished / _MANIFEST, unfinished / "arrays", unfinished]:
+                sync(file)
+            _replace(unfinished, path)
+
+        group.agree(prepare)
+        written = group.gather(group.agree(write_members))
+        group.agree(finish)
+    finally:
+        if group.is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
+    """For each member the first process that has all of its arrays."""
+    holders = [set(group.processes) for _ in range(size)]
+    for leaf in jax.tree.leaves(parts):
+        if getattr(leaf, "is_fully_addressable", True):
+            continue  # every process has one
+        here: list[set[int]] = [set() for _ in range(size)]
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            if all(i.indices(n) == (0, n, 1) for i, n in zip(index[1:], leaf.shape[1:], strict=True)):
+                for i in range(*index[0].indices(size)):
+                    here[i].add(device.process_index)
+        holders = [before & now for before, now in zip(holders, here, strict=True)]
+    lost = [i for i, processes in enumerate(holders) if not processes]
+    if lost:
+        raise ValueError(
+            f"{api}: no process has all arrays of member {lost[0]}; give all arrays one sharding of axis 0."
+        )
+    return [min(processes) for processes in holders]
+
+
+def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
+    """The arrays of some members that this process has, as they are stored."""
+    if getattr(leaf, "is_fully_addressable", True):
+        array = _to_stored(leaf)
+        return {i: array[i] for i in members}
+    rows: dict[int, np.ndarray] = {}
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
+    for shard in leaf.addressable_shards:
+        if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True)):
+            held = range(*shard.index[0].indices(leaf.shape[0]))
+            if (set(held) & set(members)) - set(rows):
+                array = np.asarray(shard.data)
+                rows.update({i: array[k] for k, i in enumerate(held) if i in members})
+    return rows
+
+
+def members_of(tree: Any, size: int) -> list[int]:
+    """The members of which this process needs the arrays, to make a tree like this one."""
+    needed: set[int] = set()
+    for leaf in jax.tree.leaves(tree):
+        if not _is_spread(leaf):
+            return list(range(size))
+        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
+            needed |= {min(i, size - 1) for i in range(*index[0].indices(leaf.shape[0]))}
+    return sorted(needed)
+
+
+def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) -> jax.Array:
+    """The stacked array of some members, sharded as `like`, whose further members are the last again and again."""
+
+    def stacked(places: Any) -> np.ndarray:
+        return np.stack([rows[min(i, size - 1)] for i in range(*places.indices(like.shape[0]))])
+
+    if not _is_spread(like):
+        return as_saved(jnp.asarray(stacked(slice(None))), dtype)
+    shape = (like.shape[0], *next(iter(rows.values())).shape)
+    # A sharding of keys is one of their data too: that has more axes behind.
+
+    def of_shard(index: Any) -> np.ndarray:
+        members, *others = index
+        return stacked(members)[(slice(None), *others)]
+
+    data = jax.make_array_from_callback(shape, like.sharding, of_shard)
+    return as_saved(data, dtype)
+
+
+def as_saved(data: Any, dtype: str) -> jax.Array:
+    """Keys, where the array held keys."""
+    if not dtype.startswith("key<"):
+        return jnp.asarray(data)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=dtype.removeprefix("key<").removesuffix(">"))
+
+
+def _is_spread(leaf: Any) -> bool:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding is not None and len(sharding.device_set) > 1
+
+
+def _home(manifest: Mapping[str, Any], i: int) -> str:
+    """The directory of a member's arrays."""
+    return f"arrays/{manifest['owners'][i]}"
+
+
+def _name(i: int, part: str, j: int) -> str:
+    return f"members.{i:06d}.{part}.{j:04d}"
+
+
+def _sizes(root: Path, directory: Path) -> dict[str, int]:
+    return {f.relative_to(root).as_posix(): f.stat().st_size for f in directory.rglob("*") if f.is_file()}
+
+
+def _sync_all(directory: Path) -> None:
+    for file in [*directory.rglob("*"), directory]:
+        sync(file)
+
+
+def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
+    """Path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
+
+    def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
+        leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
+        shape = leaf.shape[1:] if drop_axis else leaf.shape
+        # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
+        named = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}
+        data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        stored = data.shape[1:] if drop_axis else data.shape
+        return {**named, "dtype": _dtype_name(leaf.dtype), "stored": list(stored), "stored_dtype": str(data.dtype)}
+
+    return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def _check_replaceable(api: str, path: Path) -> None:
+    """Refuse to replace anything but what `write` wrote."""
+    if not path.exists():
+        return
+    manifest = _manifest(path)
+    if manifest is None:
+        raise FileExistsError(f"{api}: {path} exists and is not a checkpoint; give another path.")
+    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
+    others = sorted(files - {_MANIFEST, *manifest.get("files", {})})
+    if others:
+        raise FileExistsError(
+            f"{api}: the checkpoint at {path} also holds {others[0]!r}, which would be lost; move it, or give another "
+            "path."
+        )
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Put the directory `new` where `path` is. Between the two renames `path` is absent, but never half written."""
+    old = new.with_suffix(".replaced")
+    if not path.exists():
+        new.rename(path)
+    else:
+        path.rename(old)
+        try:
+            new.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """What the checkpoint at `path` says of itself, or None where that is no checkpoint."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == _FORMAT else None
+
+
+def _say(entry: dict[str, Any] | None) -> str:
+    return "nothing" if entry is None else f"shape {tuple(entry['shape'])} and dtype {entry['dtype']}"
+
+
+def _dtype_name(dtype: Any) -> str:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return f"key<{jax.random.key_impl(jnp.empty((), dtype))}>"
+    return str(dtype)
+
+
+def _to_stored(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())

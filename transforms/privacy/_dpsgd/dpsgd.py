@@ -1,0 +1,478 @@
+"""`DPSGD`: clipped sums, noise, sampling and accounting, wired together."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._calls.primals import trainable_of
+from ..._core.arguments import check_callable, check_count, check_number, describe, is_int, leaf_name
+from ..._core.compat import Tracer
+from ..._core.prng import check_key
+from ..._models.equinox import differentiated, held, is_array
+from ..._models.split_model import is_members, models_of, shared_variable, to_parts
+from .._per_example.method_choice import check_method
+from .accounting import ACCOUNTANTS, Ledger, calibrate
+from .noise import privatizer
+from .sampling import Batch, Batches
+from .settings import check_extra, check_optimizer, checked_strategy
+from .state import DPState
+from .step import Step, update
+
+if TYPE_CHECKING:
+    from ..._runs.history import History
+
+# What a key is folded with for each purpose. Members are numbers that the key of a run is folded with before.
+_NOISE, _MASKS, _SAMPLING = (2**32 - i for i in (1, 2, 3))
+
+
+class DPSGD:
+    """Differentially private training: per-sample clipping, noise, Poisson sampling and accounting in one.
+
+    Args:
+      loss: `loss(model, *batch)` returns a real scalar. `model` is what `init` gets; the batch is one example, as a
+        batch of one, so a loss that takes its mean is right as it is.
+      optimizer: an optax `GradientTransformation` that goes by gradients alone.
+      l2_clip_norm: the norm that each example's gradient is scaled down to where it has a larger one.
+      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is for a comparison without
+        privacy: its ε is infinite.
+      target_epsilon: the ε that `num_steps` steps may spend, in place of `noise_multiplier`, which is then found.
+      target_delta: the δ that every ε here is for.
+      num_examples: how many examples the data have. It is taken to be public.
+      expected_batch_size: the mean size of a batch: each example takes part in a step with probability
+        `expected_batch_size / num_examples`. The noisy sum is divided by it, never by the size that was drawn.
+      num_steps: how many steps the run has.
+      method: as for `clipped_grad`.
+      accountant: "pld" (privacy loss distributions, tight) or "rdp" (Rényi divergences, quick).
+      noise_strategy: None for noise that is independent in each step, or the coefficients of a banded Toeplitz
+        strategy matrix, shape (bands,), such as `jax_privacy.matrix_factorization.toeplitz.optimize_banded_toeplitz`
+        finds: the noise of `bands` steps then cancels in part, and an example has a turn in each `bands`-th step.
+      keep_batch_dim: as for `clipped_grad`. False is also for data of users, with their examples in an axis of their
+        own: a "user" then stands wherever it says "example" here.
+      microbatch_size: as for `clipped_grad`; batches are padded to multiples of it.
+      has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then have the means of `aux`. Neither the
+        clipping nor the noise covers them.
+
+    Attributes:
+      noise_multiplier: as given, or as found.
+      ledger: what each step spends.
+      target_delta, accountant, num_examples, num_steps: as given.
+
+    Raises:
+      TypeError, ValueError: both or none of `noise_multiplier` and `target_epsilon`; a number out of its range; an
+        optimizer that is none.
+      ModuleNotFoundError: the extra is missing: `pip install 'plurax[privacy]'`.
+
+    Privacy:
+      (ε, δ)-differential privacy of everything that depends on the parameters alone, for adding or removing one
+      example. `metrics` are not private. docs/dp-sgd.md says it exactly, and what is not covered.
+
+    Cost:
+      A step is one compiled program: `clipped_grad`, one Gaussian number for each parameter, and the optimizer. With
+      `target_epsilon` and "pld", some ten seconds to find the noise, more where ε is above ten.
+
+    Source:
+      Abadi et al. 2016, "Deep Learning with Differential Privacy" (algorithm 1); Choquette-Choo et al. 2023,
+      "(Amplified) Banded Matrix Factorization". Noise and sampling are those of jax-privacy, accounting is
+      dp-accounting's.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from plurax.transforms.privacy import DPSGD
+      >>> def loss(w, x, y):
+      ...     return jnp.mean((x @ w - y) ** 2)
+      >>> dp = DPSGD(loss, optax.sgd(0.1), l2_clip_norm=1.0, noise_multiplier=2.0, target_delta=1e-5,
+      ...            num_examples=1000, expected_batch_size=50, num_steps=100)
+      >>> state = dp.init(jnp.zeros(3), key=jax.random.key(0))
+      >>> for batch in dp.batches((jnp.ones((1000, 3)), jnp.zeros(1000)), state):
+      ...     state, metrics = dp.step(state, batch)
+      >>> round(dp.epsilon(state), 2)
+      1.1
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        optimizer: Any,
+        *,
+        l2_clip_norm: float,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float,
+        num_examples: int,
+        expected_batch_size: float,
+        num_steps: int,
+        method: str = "auto",
+        accountant: str = "pld",
+        noise_strategy: Any = None,
+        keep_batch_dim: bool = True,
+        microbatch_size: int | None = None,
+        has_aux: bool = False,
+    ) -> None:
+        check_extra()
+        check_callable("DPSGD", loss, "loss")
+        check_optimizer(optimizer)
+        check_method("DPSGD", method)
+        check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
+        if accountant not in ACCOUNTANTS:
+            raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
+        if (noise_multiplier is None) == (target_epsilon is None):
+            given = "none of them" if noise_multiplier is None else "both"
+            raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
+        l2_clip_norm = check_number(
+            "DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite"
+        )
+        target_delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+        if noise_multiplier is not None:
+            noise_multiplier = check_number(
+                "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
+            )
+        if target_epsilon is not None:
+            target_epsilon = check_number(
+                "DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite"
+            )
+        check_count("DPSGD", "num_examples", num_examples)
+        check_count("DPSGD", "num_steps", num_steps)
+        expected_batch_size = check_number(
+            "DPSGD",
+            "expected_batch_size",
+            expected_batch_size,
+            lambda x: 0 < x <= num_examples,
+            f"positive, and at most num_examples={num_examples}",
+        )
+        strategy = checked_strategy(noise_strategy)
+        probability = expected_batch_size * len(strategy) / num_examples
+        if probability > 1 + 1e-9:
+            raise ValueError(
+                f"DPSGD: with {len(strategy)} bands a batch has at most num_examples / {len(strategy)} = "
+                f"{num_examples / len(strategy):g} examples, but expected_batch_size={expected_batch_size}; take fewer "
+                "bands, or smaller batches."
+            )
+        probability = min(1.0, probability)
+        if target_delta * num_examples > 1:
+            warnings.warn(
+                f"DPSGD: target_delta={target_delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
+                "which publishing an example at random is allowed; take a smaller one.",
+                stacklevel=2,
+            )
+        if target_epsilon is not None:
+            rounds = math.ceil(num_steps / len(strategy))
+            noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
+        assert noise_multiplier is not None
+        self.ledger = Ledger(noise_multiplier, probability, l2_clip_norm, expected_batch_size, strategy)
+        self.target_delta, self.accountant = target_delta, accountant
+        self.num_examples, self.num_steps = int(num_examples), int(num_steps)
+        self._step = Step(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
+        # One program for a step that leaves its state usable, one for a step that takes over its memory.
+        self._programs = [jax.jit(self._step, donate_argnums=donated) for donated in ((), (0,))]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise in units of the clip norm."""
+        return self.ledger.noise_multiplier
+
+    def init(self, model_or_params: Any, *, key: jax.Array) -> DPState:
+        """The state before the first step; a copy, so the model stays as it is.
+
+        Args:
+          model_or_params: an NNX or Equinox module, a pytree of arrays (or with modules in it), of which those of real
+            floating point train, or an `Ensemble`: all members see the same batches, each with noise of its own: as it
+            would be alone with `jax.random.fold_in(key, i)` (a key of "rbg" draws other noise for each under `vmap`).
+          key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. Privacy rests on it: for a
+            model that is published take one that nobody can guess, as docs/dp-sgd.md shows, and keep it secret.
+
+        Raises:
+          TypeError: `key` is none; parameters that are not of real floating point.
+          ValueError: there are no parameters; modules that share a variable.
+        """
+        check_key("DPSGD.init", key)
+        members = len(model_or_params) if is_members(model_or_params) else None
+        tree = held(to_parts(model_or_params))
+        trainable = differentiated(trainable_of(tree), integers=True)
+        _check_trainable(tree, trainable, models_of(model_or_params))
+
+        def states(key: jax.Array, trainable: Any) -> tuple[Any, Any, jax.Array]:
+            opt_state = self._step.optimizer.init(trainable)
+            jax.eval_shape(partial(update, self._step.optimizer), trainable, opt_state, trainable)
+            noise = privatizer(self.ledger, jax.random.fold_in(key, _NOISE))
+            return opt_state, noise.init(trainable), jax.random.fold_in(key, _MASKS)
+
+        if members is None:
+            opt_state, noise_state, mask_key = states(key, trainable)
+        else:
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(members))
+            opt_state, noise_state, mask_key = jax.vmap(states)(keys, trainable)
+        seed = jax.random.key_data(jax.random.fold_in(key, _SAMPLING)).astype(jnp.uint32)
+        state = DPState(tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members)
+        # Strongly typed, or a second program would be compiled for the second step.
+        return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
+
+    def batches(self, data: Any, state: DPState | None = None, *, sizes: Sequence[int] | None = None) -> Batches:
+        """Poisson-sampled batches of the data, for the steps that are left: an iterator.
+
+        Each example takes part in each step independently of all others. Batches are padded to a few sizes, so that a
+        step is compiled a few times only; padding contributes zero.
+
+        Args:
+          data: the examples, along axis 0 of NumPy or JAX arrays. A tuple or list is unpacked into the arguments of
+            the loss after the model; anything else is one argument.
+          state: what the batches are for: they are those that its key stands for, from its step on. None draws others,
+            all of them, from the system's randomness.
+          sizes: what to pad to, such as multiples of the number of devices; None for up to four sizes around the
+            expected one. A larger batch is padded to a multiple of the largest size.
+
+        Returns:
+          An iterator of `Batch`es, with `num_steps` of them for a whole run.
+
+        Raises:
+          TypeError: data that are no arrays; a state that is none.
+          ValueError: another number of examples than `num_examples`; a state of other settings; sizes below 1, or that
+            `microbatch_size` does not divide.
+
+        Cost:
+          The batches before the state's step are drawn again, and not looked up: 60 µs each for 256 of 60,000
+          examples, 1 ms for 4,096 of a million.
+        """
+        if state is None:
+            seed, start = np.random.SeedSequence().generate_state(8).tolist(), 0
+        else:
+            self._check_state("DPSGD.batches", state)
+            seed, start = np.asarray(state.seed).tolist(), int(state.step)
+        run = (self.ledger, self.num_examples, self.num_steps, seed, start)
+        return Batches(data, *run, sizes, self._step.microbatch_size or 1)
+
+    def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        """One step: the clipped sum of the batch, noise, and the optimizer's update.
+
+        Args:
+          state: from `init` or an earlier step; it stays usable.
+          batch: from `batches`.
+
+        Returns:
+          The new state, and metrics, for an ensemble with the members along axis 0: "loss", the mean over the batch
+          (NaN for one without examples), and "clipped", the fraction of examples whose gradients were scaled down.
+          With `has_aux`, also the mean over the batch of each array in `aux`: under its own names where that is a dict,
+          else as "aux".
+          Metrics are computed from the data without noise: they are for your eyes only.
+
+        Raises:
+          TypeError: what is no `Batch`; a loss that is no real scalar.
+          ValueError: a state of other settings; a batch that was drawn with another probability, or for another step
+            (of which a traced step cannot know); a loss that changes the state of a model, its random keys aside.
+
+        Cost:
+          Where a batch says what step it is for, this waits for the step before.
+        """
+        self._check_state("DPSGD.step", state)
+        number: Any = getattr(batch, "step", None)
+        step = state.step
+        known = number is not None and not isinstance(number, Tracer) and not isinstance(step, Tracer)
+        if known and int(number) != int(step):
+            raise ValueError(
+                f"DPSGD.step: the batch was drawn for a state after {int(number)} steps, but this one has taken "
+                f"{int(step)}; take the batches of dp.batches(data, state) one after another, each once."
+            )
+        return self._advance(state, batch)
+
+    def fit(
+        self,
+        state: DPState,
+        data: Any,
+        *,
+        steps: int | None = None,
+        epsilon_budget: float | None = None,
+        together: bool = False,
+        sizes: Sequence[int] | None = None,
+        progress: bool = True,
+        checkpoint_dir: Any = None,
+        checkpoint_every: int | None = None,
+        checkpoint_keep: int = 2,
+        history_every: int = 1,
+    ) -> tuple[DPState, History]:
+        """Take steps until they are taken or a budget is spent, with a progress bar that shows ε, and checkpoints.
+
+        Args:
+          state: where to start; it stays usable.
+          data: as for `batches`.
+          steps: how many further steps to take; None for all that are left of `num_steps`.
+          epsilon_budget: the ε that no step may pass: training ends before the one that would.
+          together: for an ensemble, whether the budget and the bar are for all members published together.
+          sizes: as for `batches`.
+          progress: whether to show a bar with a bound of the ε that is spent (of each member, unless `together`).
+          checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
+            a whole checkpoint later than `state`, training goes on from the newest, to the same bits as if it had not
+            stopped; the steps count from `state`. A damaged one is passed over with a warning, and what a run that was
+            killed had begun to write is removed. What else is in the directory stays as it is. A final checkpoint is
+            always written. They hold the keys of noise and batches: keep them as secret as the data.
+          checkpoint_every: steps between checkpoints; None writes only the final one.
+          checkpoint_keep: how many checkpoints to keep, the newest.
+          history_every: steps between rows of the history.
+
+        Returns:
+          The state after the last step, and the history: a list of dicts, one for each recorded step (and member of an
+          ensemble), with "step" and the metrics of `step`, which are not private. Ctrl-C ends training cleanly after
+          the current step with the same results; a second one interrupts it.
+
+        Raises:
+          TypeError, ValueError: as for `step` and `batches`; more steps than `num_steps`; a budget that is spent
+            already; a checkpoint of other settings, another model, or later than what was asked for.
+          OSError: `checkpoint_dir` cannot be made.
+        """
+        from .fit import fit
+
+        self._check_state("DPSGD.fit", state)
+        if epsilon_budget is not None:
+            epsilon_budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
+        return fit(
+            self,
+            state,
+            data,
+            steps=steps,
+            epsilon_budget=epsilon_budget,
+            together=together,
+            sizes=sizes,
+            progress=progress,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            checkpoint_keep=checkpoint_keep,
+            history_every=history_every,
+        )
+
+    def save(self, path: str | os.PathLike[str], state: DPState) -> None:
+        """Write a state, ledger and all, to a directory, atomically. It holds the keys of noise and batches.
+
+        Args:
+          path: the directory to make. A checkpoint that is there already is replaced once the new one is whole.
+          state: what to write.
+
+        Raises:
+          TypeError, ValueError: as for `step`.
+          FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
+        """
+        from .checkpoint import write_state
+
+        self._check_state("DPSGD.save", state)
+        write_state("DPSGD.save", Path(path), state)
+
+    def load(self, path: str | os.PathLike[str], like: DPState) -> DPState:
+        """Read what `save` or `fit` wrote, to the bit.
+
+        Args:
+          path: the directory.
+          like: a state of the same model, optimizer and settings, whose values do not matter: `init` with any key.
+
+        Raises:
+          FileNotFoundError: there is no such directory.
+          TypeError, ValueError: as for `step`; it is no checkpoint, is damaged, or is of other settings or another
+            model; the first difference is named.
+        """
+        from ..._runs.checkpoint import Checkpoint
+        from .checkpoint import read_state
+
+        self._check_state("DPSGD.load", like)
+        return read_state(Checkpoint.open("DPSGD.load", path), like)
+
+    def _advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
+        """`step`, of a batch that is known to be the next; `donate`: whether it takes over the memory of `state`."""
+        self._check_state("DPSGD.step", state)
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"DPSGD.step: a batch must come from DPSGD.batches, whose sampling ε is counted for, but got "
+                f"{describe(batch)}; who samples elsewhere makes a Batch(arguments, is_padding_example) of it."
+            )
+        padding, sampling = batch.is_padding_example, (self.ledger.sampling_probability, self.ledger.bands)
+        if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:
+            raise ValueError(
+                "DPSGD.step: is_padding_example of a batch must be booleans, one for each of one or more examples, but "
+                f"got {describe(padding)}; a batch in which nobody takes part is all padding."
+            )
+        if batch.sampling not in (None, sampling):
+            raise ValueError(
+                f"DPSGD.step: the batch was drawn with (probability, bands) = {batch.sampling}, but ε is counted for "
+                f"{sampling}; take batches of this DPSGD."
+            )
+        return self._programs[donate](state, batch)
+
+    def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
+        """The ε that was spent, for `target_delta`.
+
+        Args:
+          state: a state, which may be that of other settings; or how many steps of these settings.
+          together: for an ensemble, whether all members are published, or anything that depends on more than one:
+            each alone spends less than all do.
+
+        Returns:
+          A float; for an ensemble that of each member if it alone is published, shape (size,), unless `together`.
+
+        Cost:
+          With "pld" about a second for the first of some settings, then less; remembered.
+        """
+        if isinstance(state, DPState):
+            ledger, steps, members = state.ledger, int(state.step), state.members
+        elif is_int(state) and state >= 0 and not together:
+            ledger, steps, members = self.ledger, int(state), None
+        else:
+            what = "a state" if together else "a state or a number of steps"
+            raise TypeError(f"DPSGD.epsilon: needs {what}, but got {describe(state)}.")
+        models = (members or 1) if together else 1
+        spent = ledger.epsilon(steps, self.target_delta, self.accountant, models)
+        return spent if members is None or together else np.full(members, spent)
+
+    def event(self, state: DPState, *, together: bool = False) -> Any:
+        """What was spent as a `dp_accounting.DpEvent`, to be composed with what else was done with the same data.
+
+        Args:
+          state: as for `epsilon`.
+          together: as for `epsilon`.
+
+        Raises:
+          TypeError: no state.
+        """
+        if not isinstance(state, DPState):
+            raise TypeError(f"DPSGD.event: state must come from DPSGD.init, but got {describe(state)}.")
+        return state.ledger.event(int(state.step), (state.members or 1) if together else 1)
+
+    def _check_state(self, api: str, state: Any) -> None:
+        if not isinstance(state, DPState):
+            raise TypeError(f"{api}: state must come from DPSGD.init, but got {describe(state)}.")
+        for name, mine in vars(self.ledger).items():
+            found = getattr(state.ledger, name)
+            if found != mine:
+                raise ValueError(
+                    f"{api}: the state was made with {name}={found}, but this DPSGD has {mine}, and its ledger counts "
+                    "steps of one kind; init a new state from state.model, with another key, and add up what both "
+                    "spend: DPSGD.event."
+                )
+
+
+def _check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
+    if not jax.tree.leaves(tree):
+        raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
+    # Where nothing trains, the parameters are meant to be what there is.
+    for path, leaf in jax.tree.leaves_with_path(trainable if jax.tree.leaves(trainable) else tree):
+        if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays of real "
+                "floating point; let the loss close over what does not train."
+            )
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not is_array(leaf):
+            raise TypeError(
+                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays (of which "
+                "those of floating point train); let the loss close over what is none."
+            )
+    shared = shared_variable(list(models))
+    if shared:
+        variable = shared[0][1]
+        raise ValueError(
+            f"DPSGD.init: two modules share the variable `{variable}`; put them into one module, such as nnx.Dict."
+        )

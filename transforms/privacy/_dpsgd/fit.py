@@ -1,0 +1,141 @@
+"""`DPSGD.fit`: private steps until a budget is spent, with progress, history and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from ..._runs.history import History, Recorder
+from ..._runs.loop import check_options, run
+from ..._runs.processes import Group
+from ..._runs.run_directory import Store
+from .checkpoint import read_state, write_state
+from .state import DPState
+
+if TYPE_CHECKING:
+    from ..._runs.checkpoint import Checkpoint
+    from .dpsgd import DPSGD
+
+# Seconds from one ε in the bar to the next, and how many times as long as it takes to compute one.
+_OFTEN, _RARELY = 0.5, 20
+
+
+def fit(
+    dp: DPSGD,
+    state: DPState,
+    data: Any,
+    *,
+    steps: int | None,
+    epsilon_budget: float | None,
+    together: bool,
+    sizes: Sequence[int] | None,
+    progress: bool,
+    checkpoint_dir: Any,
+    checkpoint_every: int | None,
+    checkpoint_keep: int,
+    history_every: int,
+) -> tuple[DPState, History]:
+    """See `DPSGD.fit`."""
+    check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
+    start = int(state.step)
+    wanted = max(start, dp.num_steps) if steps is None else start + steps
+    if steps is not None and wanted > dp.num_steps:
+        raise ValueError(
+            f"DPSGD.fit: {steps} steps after step {start} are more than num_steps={dp.num_steps}, for which this DPSGD "
+            "was made; ask for fewer, or make one with more."
+        )
+    models = (state.members or 1) if together else 1
+    target = wanted
+    if epsilon_budget is not None:
+        target = dp.ledger.steps_within(epsilon_budget, dp.target_delta, dp.accountant, models, wanted)
+        if target < start:
+            raise ValueError(
+                f"DPSGD.fit: {start} steps have spent more than epsilon_budget={epsilon_budget} already; give a larger "
+                "one."
+            )
+    store = (
+        None if checkpoint_dir is None else Store.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
+    )
+    resumed = None if store is None else store.newest(partial(_resume, state))
+    history = None
+    if resumed is not None and int(resumed[0].step) >= start:
+        found, history = resumed
+        # One at the step of the state is of the same run, or of another: the state is what was handed in.
+        state = found if int(found.step) > start else state
+        if int(state.step) > target:
+            raise ValueError(
+                f"DPSGD.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than step "
+                f"{target} that was asked for; ask for more steps, a larger budget, or use another directory."
+            )
+    batches = dp.batches(data, state, sizes=sizes)
+    recorder = Recorder(history_every, history)
+    after, step, interrupted = run(
+        jax.tree.map(jnp.copy, state),
+        batches,
+        partial(dp._advance, donate=True),
+        step=int(state.step),
+        target=target,
+        record=lambda step, metrics: recorder.add(step, _numbers(metrics, state.members is not None)),
+        say=_Spent(dp, models, target),
+        save=None if store is None else partial(_save, store, recorder),
+        checkpoint_every=checkpoint_every,
+        progress=progress,
+        done=int(state.step) - start,
+        total=target - start,
+    )
+    if progress and not interrupted and target < wanted:
+        tqdm.write(f"Stopped after step {step}: one more would pass ε = {epsilon_budget}.")
+    rows = recorder.rows()
+    if state.members is None:
+        rows = [{name: value for name, value in row.items() if name != "member"} for row in rows]
+    return after, rows
+
+
+def _numbers(metrics: dict[str, Any], of_members: bool) -> dict[str, Any]:
+    """The metrics that are one number (for each member, if there are members), as arrays over members."""
+    single = {name: x for name, x in metrics.items() if getattr(x, "ndim", None) == int(of_members)}
+    return {name: jnp.atleast_1d(x) for name, x in single.items()}
+
+
+class _Spent:
+    """What the bar says of ε: a bound that holds until it says so again.
+
+    Args:
+      dp: whose steps they are.
+      models: how many are published together.
+      target: the last step.
+    """
+
+    def __init__(self, dp: DPSGD, models: int, target: int) -> None:
+        self._dp, self._models, self._target = dp, models, target
+        self._last, self._then, self._wait = 0, time.monotonic(), _OFTEN
+        self._bound, self._text = -1, ""
+
+    def __call__(self, step: int, _: Any) -> str:
+        now = time.monotonic()
+        if now >= self._then + self._wait or step > self._bound or step == self._target:
+            # As far ahead as they are likely to get before it says so again.
+            ahead = math.ceil((step - self._last) / max(now - self._then, 1e-9) * self._wait)
+            self._bound = min(self._target, step + ahead)
+            dp = self._dp
+            count = dp.ledger.epsilon if step == self._target else dp.ledger.epsilon_at_most
+            spent = count(self._bound, dp.target_delta, dp.accountant, self._models)
+            self._text = f"ε ≤ {math.ceil(1000 * spent) / 1000:.3f}" if math.isfinite(spent) else "ε = ∞"
+            self._last, self._then = step, time.monotonic()
+            self._wait = max(_OFTEN, _RARELY * (self._then - now))
+        return self._text
+
+
+def _save(store: Store, recorder: Recorder, state: DPState) -> None:
+    store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
+
+
+def _resume(like: DPState, checkpoint: Checkpoint) -> tuple[DPState, Any]:
+    return read_state(checkpoint, like), checkpoint.history()

@@ -1,0 +1,110 @@
+"""The loss of a model as that of one example: keys of its own, and no other state that it may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..._calls.call import pair_of
+from ..._calls.primals import with_trainable
+from ..._core.prng import is_key
+from ..._grad import scalar_seed
+from ..._models.equinox import released
+from ..._models.mutation import call_with_models, changes, with_changes
+from ..._models.split_model import Parts, dotted, is_module, is_parts, parts_of, split, with_parts
+
+
+def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:
+    """`loss(model, *batch)` as a function of what trains, of an example's number, and of its batch.
+
+    Args:
+      loss: as for `DPSGD`.
+      tree: the model, or a pytree with models in it, taken apart; shared by all examples.
+      key: what the random state of modules is drawn from, for each example anew. Their own keys would not do: they are
+        published with the model, and with them which example had which number.
+      has_aux: as for `DPSGD`.
+
+    Returns:
+      A function `(trainable, number, *batch)` that returns what the loss does.
+    """
+
+    def example_loss(trainable: Any, number: jax.Array, *batch: Any) -> Any:
+        of_number = jax.random.fold_in(key, number.reshape(()))
+        return _call(loss, with_trainable(tree, trainable), of_number, batch, has_aux)[0]
+
+    return example_loss
+
+
+def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: bool) -> Any:
+    """`tree` with the random state that a call leaves in its models, such as how often each key was used.
+
+    Args:
+      loss: as for `DPSGD`.
+      tree: as for `of_example`.
+      batch: an example of zeros, so that what is left depends on no data, whatever the loss does.
+      has_aux: as for `DPSGD`.
+    """
+    if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in parts_of(tree)):
+        return tree
+    return with_parts(tree, with_changes(parts_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
+
+
+def _call(
+    loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any, has_aux: bool
+) -> tuple[Any, list[dict[str, Any]]]:
+    """What the loss returns, and for each model the random state that it changed; refuses what changes any other."""
+    if key is not None:
+        tree = jax.tree.map(lambda x: _with_keys(x, key) if is_parts(x) else x, tree, is_leaf=is_parts)
+
+    def function(_: None, model: Any, /, *batch: Any) -> Any:
+        return loss(model, *batch)
+
+    arguments: Any = (None, (released(tree), *batch), {})
+    out, left = call_with_models(function, arguments)
+    found = []
+    for model, paths in zip(left, changes(function, arguments, left), strict=True):
+        parts = split(model)
+        arrays, allowed = parts.arrays(), _random_state(model) | _kept_keys(parts)
+        lost = [path for path in paths if path not in allowed]
+        if lost:
+            raise ValueError(
+                f"DPSGD: the loss changes the state of {type(model).__name__} (`{lost[0]}`), which the noise does not "
+                "cover: statistics of a batch say something of each of its examples; use nnx.GroupNorm or "
+                "nnx.LayerNorm in place of BatchNorm, or the evaluation mode of trained statistics, nnx.view(model, "
+                "use_running_average=True). Nothing else may be assigned either, by sow or to parameters."
+            )
+        found.append({path: arrays[path] for path in paths})
+    value = pair_of("DPSGD", out)[0] if has_aux else out
+    scalar_seed("DPSGD: the loss", value, "return the mean over the batch that it is given, which is of one example")
+    return out, found
+
+
+def _with_keys(parts: Parts, key: jax.Array) -> Parts:
+    """A model whose random state is drawn from `key`."""
+    random = _random_state(parts.merge())
+
+    def draw(path: Any, x: Any) -> Any:
+        if dotted(path) not in random or not is_key(x):
+            return x
+        words = jax.eval_shape(jax.random.key_data, x)
+        number = sorted(random).index(dotted(path))
+        bits = jax.random.bits(jax.random.fold_in(key, number), words.shape, words.dtype)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
+
+    return Parts(parts.structure, parts.trainable, jax.tree.map_with_path(draw, parts.rest))
+
+
+def _kept_keys(parts: Parts) -> set[str]:
+    """The paths of keys that a model keeps, in variables of whatever kind."""
+    return {dotted(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
+
+
+def _random_state(model: Any) -> set[str]:
+    """The paths of what a module draws random numbers from: its keys, and how often each was used."""
+    if not is_module(model):
+        return set()
+    from flax import nnx
+
+    return {dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngState))}

@@ -1,0 +1,113 @@
+"""The noise of DP-SGD: jax-privacy's, with its random bits computed quicker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import define_prng_impl
+
+from ..._core.prng import is_key
+from .accounting import Ledger
+
+_THREEFRY = "threefry2x32"
+
+
+def privatizer(ledger: Ledger, key: jax.Array) -> Any:
+    """What adds the noise of a ledger to sums of clipped gradients: an optax transformation of jax-privacy's.
+
+    Each leaf has noise of its own key, with `noise_multiplier * l2_clip_norm` as its standard deviation; a strategy
+    matrix correlates that of one step with that of others, and is scaled so that an example's turn is as noisy.
+    """
+    from jax_privacy import noise_addition
+    from jax_privacy.matrix_factorization import toeplitz
+
+    stddev = ledger.noise_multiplier * ledger.l2_clip_norm
+    if ledger.bands == 1:
+        return noise_addition.gaussian_privatizer(stddev=stddev, prng_key=key)
+    inverse = toeplitz.inverse_as_streaming_matrix(np.asarray(ledger.strategy))
+    stddev *= math.hypot(*ledger.strategy)
+    return noise_addition.matrix_factorization_privatizer(inverse, stddev=stddev, prng_key=key)
+
+
+def add_noise(ledger: Ledger, sums: Any, state: Any) -> tuple[Any, Any]:
+    """Sums of clipped gradients with noise, and the state of the noise for the next step."""
+    if ledger.noise_multiplier == 0:
+        return sums, state
+    quick = jax.tree.map(lambda x: _with_impl(x, _THREEFRY, _unrolled()), state)
+    noise = privatizer(ledger, jax.random.key(0))
+    noisy, quick = lax.platform_dependent(sums, quick, cpu=partial(_in_one_go, noise.update), default=noise.update)
+    return noisy, jax.tree.map(lambda x: _with_impl(x, "unrolled", _THREEFRY), quick)
+
+
+def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
+    """`update`, finished before anything uses it, so that it is computed once.
+
+    XLA on a CPU computes such elementwise operations anew for each of their uses, and Adam has three. It does not so
+    with what a loop leaves. How often this one turns is one whatever the key, which XLA does not know.
+    """
+    word = jax.random.key_data(jax.tree.leaves(state)[0]).reshape(-1)[0]
+    turns = jnp.maximum(1, (word >> 31).astype(jnp.int32))
+
+    def turn(carry: Any) -> Any:
+        return carry[0] + 1, update(sums, state)
+
+    return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), (sums, state)))[1]
+
+
+def _with_impl(x: Any, one: str, other: Any) -> Any:
+    """The key `x` with another implementation, if it is of this one."""
+    if not is_key(x) or str(jax.random.key_impl(x)) != one:
+        return x
+    return jax.random.wrap_key_data(jax.random.key_data(x), impl=other)
+
+
+# JAX's threefry is a loop over its rounds on a CPU, whose turns each go through memory. Written out, it is one pass:
+# the same bits, five times as quick.
+
+
+def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+    """As `jax.random.bits` of a threefry key."""
+    size = math.prod(shape)
+    partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # made when JAX is imported
+    if bit_width != 32 or size >= 2**32 or not partitionable:
+        return jax.random.bits(_threefry(key), shape, f"uint{bit_width}")
+    # The bits of element i are those of block i, its two words folded together.
+    low, high = _block(key[0], key[1], jnp.zeros(size, jnp.uint32), lax.iota(jnp.uint32, size))
+    return (low ^ high).reshape(shape)
+
+
+def _block(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
+    """Threefry-2x32 of 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"."""
+    keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for i in range(5):
+        for left in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << np.uint32(left)) | (x1 >> np.uint32(32 - left)))
+        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return x0, x1
+
+
+def _threefry(key: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(key, impl=_THREEFRY)
+
+
+@cache
+def _unrolled() -> Any:
+    """Threefry keys whose bits are computed so."""
+    return define_prng_impl(
+        key_shape=(2,),
+        seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=_THREEFRY)),
+        split=lambda key, shape: jax.random.key_data(jax.random.split(_threefry(key), shape)),
+        random_bits=_random_bits,
+        fold_in=lambda key, data: jax.random.key_data(jax.random.fold_in(_threefry(key), data)),
+        name="unrolled",
+        tag="unrolled",
+    )

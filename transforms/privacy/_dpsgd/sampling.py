@@ -1,0 +1,169 @@
+"""Poisson-sampled batches, padded to a few sizes: what the accountant takes for granted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._core.arguments import describe, is_int, leaf_name
+from ..._core.prng import is_key
+from .accounting import Ledger
+
+# Where the sizes that batches are padded to stand, in standard deviations above what is expected. The first three hold
+# 98 % of the batches, and are where the least is computed in vain; of large batches one in 1e9 is beyond the last.
+_STANDARD = (-0.3, 0.7, 2.0, 6.0)
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["arguments", "is_padding_example", "step"], meta_fields=["sampling"]
+)
+@dataclass(frozen=True)
+class Batch:
+    """Examples that take part in a step, padded to one of a few sizes.
+
+    What `DPSGD.batches` yields. Who samples the examples elsewhere makes them of these, and answers for it that each
+    example took part independently of all others, with the probability that the accountant counts with.
+
+    Attributes:
+      arguments: what the loss gets after the model, a tuple; the examples are along axis 0 of every array.
+      is_padding_example: which of the examples are none, booleans of shape (size,).
+      step: how many steps were taken before the one that it is for; None where nobody has counted.
+      sampling: with which probability an example whose turn it is was drawn, and in every how many steps it is; None
+        where somebody else answers for it.
+
+    Examples:
+      >>> import numpy as np
+      >>> from plurax.transforms.privacy import Batch
+      >>> batch = Batch((np.ones((4, 2)), np.zeros(4)), np.array([False, False, False, True]))
+    """
+
+    arguments: tuple[Any, ...]
+    is_padding_example: Any
+    step: Any = None
+    sampling: tuple[float, int] | None = None
+
+
+class Batches:
+    """The batches of a run, once each: an iterator.
+
+    Args:
+      data: all examples, along axis 0 of every array; a tuple or list is unpacked into the arguments of the loss.
+      ledger: with which probability they take part.
+      num_examples: how many there are.
+      steps: how many batches the whole run has.
+      seed: what the sampling is drawn from.
+      start: how many of them were used before.
+      sizes: what to pad to; None for a few sizes around the expected one.
+      multiple: what divides all sizes.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        ledger: Ledger,
+        num_examples: int,
+        steps: int,
+        seed: Sequence[int],
+        start: int,
+        sizes: Sequence[int] | None,
+        multiple: int = 1,
+    ) -> None:
+        from jax_privacy.batch_selection import CyclicPoissonSampling, PartitionType
+
+        self._data = tuple(data) if isinstance(data, (tuple, list)) else (data,)
+        _check_data(self._data, num_examples)
+        expected = ledger.expected_batch_size
+        self.sizes = padded_sizes(num_examples, expected, multiple) if sizes is None else _checked(sizes, multiple)
+        self._step, self._steps = start, steps
+        self._sampling = (ledger.sampling_probability, ledger.bands)
+        # Examples may come and go under the accountant's relation, so each draws its group by itself.
+        sampling = CyclicPoissonSampling(
+            ledger.sampling_probability, steps, cycle_length=ledger.bands, partition_type=PartitionType.INDEPENDENT
+        )
+        self._drawn = islice(sampling.batch_iterator(num_examples, np.random.default_rng(seed)), start, None)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __len__(self) -> int:
+        """How many batches are left."""
+        return max(0, self._steps - self._step)
+
+    def __next__(self) -> Batch:
+        drawn = next(self._drawn)
+        step = np.int32(self._step)
+        self._step += 1
+        size = _padded(len(drawn), self.sizes)
+        arguments = jax.tree.map(lambda x: _take(x, drawn, size), self._data)
+        return Batch(arguments, np.arange(size) >= len(drawn), step, self._sampling)
+
+
+def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 1) -> tuple[int, ...]:
+    """A few sizes that hold nearly every batch, found from what is public."""
+    probability = expected_batch_size / num_examples
+    deviation = math.sqrt(expected_batch_size * (1 - probability))
+    if multiple == 1 and expected_batch_size >= 8:
+        # A power of two, so that a batch can be computed in parts of one size.
+        multiple = 2 ** min(6, max(2, int(math.log2(expected_batch_size / 16))))
+    elif multiple > 1:
+        num_examples = multiple * math.ceil(num_examples / multiple)
+    wanted = [max(1.0, expected_batch_size + above * deviation) for above in _STANDARD]
+    return tuple(sorted({min(num_examples, multiple * math.ceil(size / multiple)) for size in wanted}))
+
+
+def _padded(size: int, sizes: Sequence[int]) -> int:
+    """The least of the sizes that holds a batch; one that none holds is padded to a multiple of the largest."""
+    return next((s for s in sizes if s >= size), sizes[-1] * math.ceil(size / sizes[-1]))
+
+
+def _take(data: Any, drawn: np.ndarray, size: int) -> Any:
+    """The drawn examples, then zeros: padding is of no example."""
+    if isinstance(data, jax.Array):
+        # Beyond the end is what is filled; negative numbers would count from there.
+        places = np.full(size, len(data), np.int32 if len(data) < 2**31 else np.int64)
+        places[: len(drawn)] = drawn
+        return _fill(data, places)
+    taken = np.zeros((size, *data.shape[1:]), data.dtype)
+    taken[: len(drawn)] = data[drawn]
+    return taken
+
+
+@jax.jit
+def _fill(data: jax.Array, places: jax.Array) -> jax.Array:
+    return jnp.take(data, places, axis=0, mode="fill", fill_value=0)
+
+
+def _check_data(data: Any, num_examples: int) -> None:
+    leaves = jax.tree.leaves_with_path(data)
+    if not leaves:
+        raise ValueError("DPSGD.batches: data holds no arrays, so there are no examples.")
+    for path, leaf in leaves:
+        name = leaf_name("data", path)
+        numbers = isinstance(leaf, (jax.Array, np.ndarray)) and not is_key(leaf) and leaf.dtype.kind not in "OSUMm"
+        if not numbers or not leaf.ndim:
+            raise TypeError(
+                f"DPSGD.batches: `{name}` is {describe(leaf)}, but the examples are axis 0 of NumPy or JAX arrays of "
+                "numbers."
+            )
+        if len(leaf) != num_examples:
+            raise ValueError(
+                f"DPSGD.batches: `{name}` has {len(leaf)} examples along axis 0, but ε is counted for "
+                f"num_examples={num_examples}; make both the same."
+            )
+
+
+def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
+    found = tuple(sizes) if isinstance(sizes, Iterable) else ()
+    if not found or not all(is_int(s) and s >= 1 for s in found):
+        raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1, but got {sizes!r}.")
+    if any(s % multiple for s in found):
+        raise ValueError(f"DPSGD.batches: microbatch_size={multiple} must divide all sizes, but got {sizes!r}.")
+    return tuple(sorted({int(s) for s in found}))

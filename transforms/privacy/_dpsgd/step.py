@@ -1,0 +1,132 @@
+"""One private step: the clipped sum, the noise, the mean by a public size, and the optimizer's update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..._calls.explicit_sharding import along, explicit_axes, with_automatic
+from ..._calls.primals import trainable_of, with_trainable
+from ..._core.arguments import describe, leaf_name
+from ..._models.equinox import differentiated
+from ..._models.split_model import Parts, split
+from .._per_example.clipped import clipped_grad
+from .accounting import Ledger
+from .model_loss import of_example, with_random_state
+from .noise import add_noise
+from .sampling import Batch
+from .state import DPState
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step of `DPSGD` as a function that can be compiled; its attributes are arguments of that."""
+
+    loss: Callable[..., Any]
+    optimizer: Any
+    ledger: Ledger
+    method: str
+    keep_batch_dim: bool
+    microbatch_size: int | None
+    has_aux: bool
+
+    def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        _, axes = explicit_axes((batch.arguments, batch.is_padding_example))
+        if not axes:
+            return self._of_any(state, batch)
+
+        def place(out: Any) -> list[PartitionSpec]:
+            return [along(axes, x) for x in jax.tree.leaves(state)] + [PartitionSpec()] * len(jax.tree.leaves(out[1]))
+
+        return with_automatic("DPSGD.step", self._of_any, (state, batch), axes, place)
+
+    def _of_any(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        arrays = (state.tree, state.opt_state, state.noise_state, state.mask_key)
+        if state.members is None:
+            after, metrics = self._one(arrays, state.step, batch)
+        else:
+
+            def of_member(parts: Parts, *arrays: Any) -> Any:
+                member = split(parts.merge().__plurax_member__())
+                (tree, *rest), metrics = self._one((member, *arrays), state.step, batch)
+                return (tree.trainable, tree.rest, *rest), metrics
+
+            (trainable, rest, *others), metrics = jax.vmap(of_member)(*arrays)
+            after = (Parts(state.tree.structure, trainable, rest), *others)
+        tree, opt_state, noise_state = after
+        return replace(state, tree=tree, opt_state=opt_state, noise_state=noise_state, step=state.step + 1), metrics
+
+    def _one(
+        self, arrays: tuple[Any, ...], step: jax.Array, batch: Batch
+    ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
+        tree, opt_state, noise_state, mask_key = arrays
+        trainable = differentiated(trainable_of(tree), integers=True)
+        gradient = clipped_grad(
+            of_example(self.loss, tree, jax.random.fold_in(mask_key, step), self.has_aux),
+            has_aux=self.has_aux,
+            batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
+            return_values=True,
+            return_grad_norms=True,
+            dtype=dtype_of_sums(trainable),
+            l2_clip_norm=self.ledger.l2_clip_norm,
+            method=self.method,
+            keep_batch_dim=self.keep_batch_dim,
+            microbatch_size=self.microbatch_size,
+        )
+        numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)
+        sums, each = gradient(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
+        noisy, noise_state = add_noise(self.ledger, sums, noise_state)
+        noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
+        trained, opt_state = update(self.optimizer, noisy, opt_state, trainable)
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
+        tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
+        real = ~jnp.asarray(batch.is_padding_example)
+
+        def mean(x: jax.Array) -> jax.Array:
+            return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0) / real.sum()
+
+        clipped = ~(each.grad_norms <= self.ledger.l2_clip_norm)
+        metrics = {"loss": mean(each.values), "clipped": mean(clipped)}
+        return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
+
+
+def _metrics_of(aux: Any) -> dict[str, Any]:
+    """The metrics that a loss returns beside its scalar: a dict by its names, anything else as "aux"."""
+    metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
+    for name in ("loss", "clipped"):
+        if name in metrics:
+            raise ValueError(f"DPSGD: beside its scalar, the loss returns `{name}`, but DPSGD does itself; rename it.")
+    for path, leaf in jax.tree.leaves_with_path(aux):
+        if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise TypeError(
+                f"DPSGD: beside its scalar, the loss must return numbers and arrays of them, but "
+                f"`{leaf_name('aux', path)}` is {describe(leaf)}; leave it out."
+            )
+    return metrics
+
+
+def dtype_of_sums(trainable: Any) -> Any:
+    """None where the parameters' own dtypes will do; of half precision, sums and noise are of float32."""
+    dtypes = {x.dtype for x in jax.tree.leaves(trainable)}
+    return jnp.result_type(jnp.float32, *dtypes) if any(dtype.itemsize < 4 for dtype in dtypes) else None
+
+
+def update(optimizer: Any, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
+    """What trains after an update, and the state of the optimizer."""
+    import optax
+
+    try:
+        updates, opt_state = optimizer.update(gradient, opt_state, trainable)
+    except TypeError as error:
+        if "missing" not in str(error):
+            raise
+        raise TypeError(
+            f"DPSGD: the optimizer cannot go by the noisy gradient alone ({error}); take one that needs no values of "
+            "the loss, which no noise covers."
+        ) from error
+    return optax.apply_updates(trainable, updates), opt_state

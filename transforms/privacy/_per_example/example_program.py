@@ -1,0 +1,87 @@
+"""The loss of one example as a program, and where its parameters meet data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from ..._convolutions.as_products import has_convolution
+from ..._core.compat import one_of
+from ..._core.jaxpr import bodies, holds_refs
+from .parameter_uses import find_sites
+
+# Operations that name an axis of devices, where each does its own.
+_ALONE = frozenset(["axis_index", "pcast", "pvary"])
+
+
+class Program:
+    """A loss, traced once.
+
+    Args:
+      loss: from the parameters (a list of arrays) and one example (a list of arrays) to a scalar and anything else.
+      parameters: the parameters.
+      examples: the examples, along axis 0 of each array; of which the shapes count.
+
+    Attributes:
+      parameters: the parameters, as arrays.
+      closed: the program, of the parameters, an example, and a zero.
+      treedef: the structure of what it returns.
+      has_refs: whether it has mutable arrays, `jax.Ref`.
+      plan: what to do with each of its operations.
+      sites: where parameters meet data.
+    """
+
+    def __init__(
+        self, loss: Callable[..., tuple[Any, Any]], parameters: Sequence[Any], examples: Sequence[Any]
+    ) -> None:
+        self.parameters = list(parameters)
+        one = [one_of(x) for x in examples]
+        # A loss of parameters alone must meet data too.
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def of_leaves(*leaves: Any) -> Any:
+            (*inputs, zero) = leaves
+            value, aux = loss(inputs[: len(parameters)], inputs[len(parameters) :])
+            value = jnp.asarray(value)
+            return value + zero.astype(value.dtype), aux
+
+        self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
+        self.treedef = jax.tree.structure(shapes)
+        self.has_refs = _has_refs(self.closed.jaxpr)
+        self.plan, self.sites = find_sites(self.closed, len(self.parameters))
+
+    def exchanged_over(self, axes: Iterable[str]) -> str:
+        """An operation over the devices of some of these axes; empty if there is none."""
+        return _exchanged_over(self.closed.jaxpr, frozenset(axes))
+
+    def mapped_wrongly(self) -> bool:
+        """Whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
+
+        XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
+        """
+        return any(site.eqn.primitive.name == "conv_general_dilated" and site.operand == 1 for site in self.sites)
+
+    def wrong_inside(self) -> str:
+        """An operation with parameters for which there is no other way, since it has such a convolution in a body."""
+        found = (site.eqn for site in self.sites if any(map(has_convolution, bodies(site.eqn))))
+        return next((eqn.primitive.name for eqn in found), "")
+
+
+def _has_refs(jaxpr: Jaxpr) -> bool:
+    return any(holds_refs(eqn) or any(map(_has_refs, bodies(eqn))) for eqn in jaxpr.eqns)
+
+
+def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
+    for eqn in jaxpr.eqns:
+        named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
+        if eqn.primitive.name not in _ALONE and not axes.isdisjoint(jax.tree.leaves(named)):
+            return eqn.primitive.name
+        for body in bodies(eqn):
+            found = _exchanged_over(body, axes)
+            if found:
+                return found
+    return ""

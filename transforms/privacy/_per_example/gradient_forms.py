@@ -1,0 +1,344 @@
+"""Each example's gradient at a site, in the smallest form that gives its norm and the weighted sum over examples.
+
+`Factors` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations A and
+cotangents G, with T positions, of which the gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d)
+instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `Direct` keeps the gradient of each example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._core.jaxpr import aval
+from .parameter_uses import Site
+
+
+class Norms(NamedTuple):
+    """Of each example's gradient at a site, in float32 or wider.
+
+    Attributes:
+      squared: the squared norm, shape (batch,).
+      terms: the squared norms of the terms of which it is the sum, and which may cancel each other, summed; likewise.
+    """
+
+    squared: jax.Array
+    terms: jax.Array
+
+
+class Factors(NamedTuple):
+    """Each example's gradient of a matrix as a product of two factors.
+
+    Attributes:
+      left: shape (batch, stack, positions, p).
+      right: shape (batch, stack, positions, d).
+      restore: from a gradient of shape (stack, p, d) to one of the operand.
+      axes: those axes of the operand that stand in the stack, in p and in d; None where it is not so simple.
+    """
+
+    left: jax.Array
+    right: jax.Array
+    restore: Callable[[jax.Array], jax.Array]
+    axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
+
+    def smaller(self) -> bool:
+        """Whether both factors have fewer numbers than the gradients."""
+        positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
+        return positions * (p + d) < p * d
+
+    def choice(self) -> str:
+        """How the norm is taken, and why."""
+        positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
+        if positions == 1:
+            return "one position: the product of the norms of both factors"
+        if 2 * positions**2 <= p * d:
+            return f"{positions} positions, 2 * {positions}**2 <= {p} * {d}: inner products between positions"
+        return f"{positions} positions, 2 * {positions}**2 > {p} * {d}: each example's gradient, not kept"
+
+    def norms(self) -> Norms:
+        """The squared norm, and that of the positions' parts."""
+        left, right = widened(self.left), widened(self.right)
+        positions, p, d = left.shape[2], left.shape[3], right.shape[3]
+        if positions == 1:
+            squares = (jnp.square(left).sum(3) * jnp.square(right).sum(3)).sum((1, 2))
+        elif 2 * positions**2 <= p * d:
+            left, right = _gram(left, left), _gram(right, right)
+            return Norms((left * right).sum((1, 2, 3)), _products(*map(_diagonal, (left, right))))
+        else:
+            squares = jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
+        return Norms(squares, self.terms())
+
+    def terms(self) -> jax.Array:
+        """The squared norms of the positions' parts of each example's gradient, summed: shape (batch,)."""
+        left, right = (_magnitudes(widened(x)).sum(3) for x in (self.left, self.right))
+        return _products(left, right)
+
+    def eps(self) -> float:
+        """The rounding of a term that is summed."""
+        return float(jnp.finfo(self._summed_as()).eps)
+
+    def _summed_as(self) -> Any:
+        """The dtype of the factors of the sum: bfloat16 has the range of float32, and others of fewer digits do not."""
+        dtype = jnp.result_type(self.left, self.right)
+        return dtype if dtype == jnp.bfloat16 else wide(dtype)
+
+    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        summed_as = self._summed_as()
+        left = widened(kept(self.left, weights)).astype(summed_as)
+        right = (widened(kept(self.right, weights)) * weights[:, None, None, None]).astype(summed_as)
+        dtype = wide(summed_as, dtype)
+        (batch, _, positions, p), d = left.shape, right.shape[3]
+        if batch * positions * (p - d) > p * d:  # XLA on CPU transposes the first of the two: the result is smaller
+            return self.restore(_product(right, left, dtype).swapaxes(1, 2))
+        return self.restore(_product(left, right, dtype))
+
+    def direct(self) -> jax.Array:
+        """The gradient of each example: shape (batch, *operand)."""
+        return jax.vmap(self.restore)(jnp.einsum("bstp,bstd->bspd", self.left, self.right))
+
+    def inner(self, direction: jax.Array) -> jax.Array:
+        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        shape = (self.left.shape[1], self.left.shape[3], self.right.shape[3])
+        along = _turned(self.restore, shape, direction)
+        return (jnp.einsum("bstp,spd->bstd", widened(self.left), along) * widened(self.right)).sum((1, 2, 3))
+
+
+class Rows(NamedTuple):
+    """Each example's gradient of a table from which rows were taken.
+
+    Attributes:
+      taken: which rows, shape (batch, stack, positions).
+      right: the cotangents of the rows, shape (batch, stack, positions, d).
+      height: how many rows there are.
+      restore: from a gradient of shape (stack, count, d) to one of the operand.
+    """
+
+    taken: jax.Array
+    right: jax.Array
+    height: int
+    restore: Callable[[jax.Array], jax.Array]
+
+    def norms(self) -> Norms:
+        """The squared norm, and that of the rows taken."""
+        right = widened(self.right)
+        same = self.taken[..., :, None] == self.taken[..., None, :]
+        products = _gram(right, right)
+        return Norms(jnp.where(same, products, 0).sum((1, 2, 3)), _diagonal(products).sum((1, 2)))
+
+    def terms(self) -> jax.Array:
+        """The squared norms of the rows taken, summed: shape (batch,)."""
+        return _magnitudes(widened(self.right)).sum((1, 2, 3))
+
+    def eps(self) -> float:
+        """The rounding of a term that is summed."""
+        return float(jnp.finfo(wide(self.right.dtype)).eps)
+
+    def cross(self, factors: Factors) -> jax.Array:
+        """Twice the inner product with the gradient that `factors` has of the same table: p or d are its rows."""
+        along_rows, along = factors.left, factors.right
+        if factors.axes is not None and factors.axes[2] == (0,):
+            along_rows, along = along, along_rows
+        at_rows = jnp.take_along_axis(widened(along_rows), self.taken[:, :, None, :], axis=3)
+        return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
+
+    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        right = widened(kept(self.right, weights)).astype(wide(self.right.dtype, dtype))
+        return self._table(self.taken, right * weights[:, None, None, None].astype(right.dtype))
+
+    def _table(self, taken: jax.Array, right: jax.Array) -> jax.Array:
+        """The sum over the examples."""
+        stack = jnp.broadcast_to(jnp.arange(right.shape[1])[None, :, None], taken.shape)
+        table = jnp.zeros((right.shape[1], self.height, right.shape[3]), right.dtype)
+        return self.restore(table.at[stack, taken].add(right))
+
+    def direct(self) -> jax.Array:
+        """The gradient of each example: shape (batch, *operand)."""
+        return jax.vmap(lambda taken, right: self._table(taken[None], right[None]))(self.taken, self.right)
+
+    def inner(self, direction: jax.Array) -> jax.Array:
+        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        along = _turned(self.restore, (self.right.shape[1], self.height, self.right.shape[3]), direction)
+        stack = jnp.arange(self.right.shape[1])[None, :, None]
+        return (along[stack, self.taken] * widened(self.right)).sum((1, 2, 3))
+
+
+class Direct(NamedTuple):
+    """Each example's gradient of an operand.
+
+    Attributes:
+      gradients: shape (batch, *operand).
+    """
+
+    gradients: jax.Array
+
+    def squared_norm(self) -> jax.Array:
+        """For each example, in float32 or wider: shape (batch,)."""
+        return _magnitudes(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
+
+    def norms(self) -> Norms:
+        """The squared norm, twice: it is one term."""
+        return Norms(*[self.squared_norm()] * 2)
+
+    def terms(self) -> jax.Array:
+        """The squared norm: it is one term."""
+        return self.squared_norm()
+
+    def eps(self) -> float:
+        """The rounding of a term that is summed."""
+        return float(jnp.finfo(self.gradients.dtype).eps)
+
+    def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
+        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        gradients = widened(kept(self.gradients, weights)).astype(wide(self.gradients.dtype, dtype))
+        weights = weights.astype(gradients.dtype)
+        if len(weights) == 1:  # which XLA would compute as a matrix product
+            return gradients[0] * weights[0]
+        return jnp.tensordot(weights, gradients, 1)
+
+    def direct(self) -> jax.Array:
+        """The gradient of each example: shape (batch, *operand)."""
+        return self.gradients
+
+    def inner(self, direction: jax.Array) -> jax.Array:
+        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        return jnp.tensordot(widened(self.gradients), widened(direction), direction.ndim)
+
+
+Piece = Factors | Rows | Direct
+
+
+def dtype_of(piece: Piece) -> Any:
+    """The dtype in which the gradients of a piece were computed."""
+    return (piece.gradients if isinstance(piece, Direct) else piece.right).dtype
+
+
+def merged(pieces: list[tuple[int, Site, Piece]]) -> dict[int, Piece] | None:
+    """Pieces of one parameter, each kind put together to one, at one of their sites; None where they cannot be.
+
+    Two products over positions are one over the positions of both. What is transposed in one of them is turned back.
+    """
+    factors: dict[int, Factors] = {}
+    rows: dict[int, Rows] = {}
+    base = _without_transposes(pieces[0][1])[0]
+    for n, site, piece in pieces:
+        layout, order = _without_transposes(site)
+        if layout != base or layout is None or len(site.value.leaves) != 1:
+            return None
+        if isinstance(piece, Factors) and piece.axes is not None:
+            stack, p, d = (tuple(order[axis] for axis in axes) for axes in piece.axes)
+            factors[n] = piece._replace(axes=(stack, p, d))
+        elif isinstance(piece, Rows) and order == tuple(range(len(order))):
+            rows[n] = piece
+        else:
+            return None
+    result: dict[int, Piece] = {}
+    if factors:
+        n, first = next(iter(factors.items()))
+        turned = [_like(factor, first.axes) for factor in factors.values()]
+        if any(factor is None for factor in turned):
+            return None
+        result[n] = first._replace(
+            left=jnp.concatenate([factor.left for factor in turned if factor], axis=2),
+            right=jnp.concatenate([factor.right for factor in turned if factor], axis=2),
+        )
+    if rows:
+        n, row = next(iter(rows.items()))
+        taken = jnp.concatenate([row.taken for row in rows.values()], axis=2)
+        result[n] = row._replace(taken=taken, right=jnp.concatenate([row.right for row in rows.values()], axis=2))
+    if factors and rows:  # of which `Rows.cross` wants the rows at one side, and the rest as it is at the other
+        stack, *sides = first.axes or ((), ())
+        if stack or set(sides) != {(0,), tuple(range(1, sum(map(len, sides))))}:
+            return None
+    return result
+
+
+def _like(factors: Factors, axes: Any) -> Factors | None:
+    """`factors` with p and d as in `axes`."""
+    if factors.axes == axes:
+        return factors
+    stack, p, d = factors.axes or ((), (), ())
+    return factors._replace(left=factors.right, right=factors.left) if (stack, d, p) == axes else None
+
+
+def _without_transposes(site: Site) -> tuple[Any, tuple[int, ...]]:
+    """The layout of a site's operand before its last transposes, and which axis of that each axis of the operand is."""
+    layout = site.value.layout
+    order = tuple(range(len(aval(site.eqn.invars[site.operand]).shape)))
+    while layout and layout[-1][0] == "transpose":
+        order = tuple(layout[-1][1][axis] for axis in order)
+        layout = layout[:-1]
+    return layout, order
+
+
+def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    """The product of both over examples and positions: shape (stack, p, d)."""
+    if left.shape[1] > 1:
+        return jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype)
+    left, right = (x.reshape(-1, x.shape[3]) for x in (left, right))
+    return lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)[None]
+
+
+def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Inner products of the positions of `x` with those of `y`: shape (batch, stack, positions, positions).
+
+    XLA on CPU copies what has axes of size 1, and takes twice as long for large products that it fuses with a sum.
+    """
+    flat = (z.reshape(-1, *z.shape[2:]) for z in (x, y))
+    found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat))
+    return found.reshape(*x.shape[:2], *found.shape[1:])
+
+
+def _diagonal(x: jax.Array) -> jax.Array:
+    return jnp.diagonal(x, axis1=2, axis2=3)
+
+
+def _products(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The products of squared norms, summed: shape (batch,). None vanishes where one of its factors is too small."""
+    least = float(jnp.finfo(left.dtype).tiny) ** 0.8
+    return ((left + least) * (right + least)).sum((1, 2))
+
+
+def kept(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """`x`, with zeros for the examples of weight zero, which may hold NaN."""
+    return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
+def _turned(restore: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """The inverse of `restore`, which moves numbers, of `x`; in float32 or wider."""
+    x = widened(x)
+    (found,) = jax.linear_transpose(restore, jax.ShapeDtypeStruct(shape, x.dtype))(x)
+    return found
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider.
+
+    XLA leaves out a rounding to bfloat16 and back where it likes (`xla_allow_excess_precision`): of one gradient, its
+    norm and its part of a sum could then be of different numbers. It does not leave out `reduce_precision`, which knows
+    no numbers of 8 bits without infinities.
+    """
+    if x.dtype.itemsize != 2:
+        return x.astype(wide(x.dtype))
+    digits, found = jnp.finfo(x.dtype), x.astype(jnp.float32)
+    rounded = lax.reduce_precision(found, digits.nexp, digits.nmant)
+    if x.dtype != jnp.float16:
+        return rounded
+    # It makes zeros of the subnormal numbers of float16, which are multiples of 2⁻²⁴.
+    return jnp.where(jnp.abs(found) < digits.smallest_normal, jnp.round(found * 2.0**24) * 2.0**-24, rounded)
+
+
+def wide(dtype: Any, asked: Any = None) -> Any:
+    """The dtype that numbers of `dtype` are summed in: itself, float32 if it has fewer digits, or a wider one asked."""
+    found = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.float32)
+    return found if asked is None or jnp.dtype(asked).itemsize < 4 else jnp.promote_types(found, asked)
+
+
+def _magnitudes(x: jax.Array) -> jax.Array:
+    """The squared magnitudes."""
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)

@@ -1,0 +1,206 @@
+"""A loss and its arguments as a function of the parameters and of one example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ..._calls.call import Call, arrays_apart
+from ..._calls.explicit_sharding import along, explicit_axes, with_automatic
+from ..._core.arguments import (
+    argument_name,
+    check_argnums,
+    check_callable,
+    count_examples,
+    describe,
+    leaf_name,
+    resolve_argnums,
+)
+from ..._core.compat import varying, varying_axes
+from ..._grad import scalar_seed
+from ..._models.split_model import filters_apart
+from .example_program import Program
+
+
+def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
+    """Refuse positions that say nothing; from the rest and the arguments of a call to the loss of an example."""
+    check_callable(api, fun)
+    plain, filters = filters_apart(argnums)
+    positions = check_argnums(api, plain)
+    batched = check_argnums(api, batch_argnums, "batch_argnums")
+    if min(*positions, *batched) < 0:
+        raise ValueError(
+            f"{api}: argnums={argnums!r} and batch_argnums={batch_argnums!r} must not be negative; count from the "
+            "first argument."
+        )
+    both = sorted({*positions} & {*batched})
+    if both:
+        raise ValueError(
+            f"{api}: argument {both[0]} is in argnums and in batch_argnums, but parameters have no axis of examples; "
+            "name it in one of them."
+        )
+
+    def of_call(
+        has_aux: bool, keep_batch_dim: bool, prng_argnum: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PerExample:
+        return PerExample(api, fun, positions, filters, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
+
+    return of_call
+
+
+def on_any_mesh(
+    api: str,
+    fun: Callable[..., Any],
+    batch_argnums: Any,
+    compute: Callable[..., Any],
+    sum_in: Callable[[Any], Any] = lambda _: (),
+    argnums: Any = None,
+) -> Callable[..., Any]:
+    """`compute(*args, **kwargs)`, inside of which the examples are divided over no explicit axes of a mesh.
+
+    Args:
+      api: what to call it in an error.
+      fun: the loss.
+      batch_argnums: as for `per_sample_grad`.
+      compute: returns arrays, which have the examples along axis 0, but for those of a sum over them.
+      sum_in: from what `compute` returns to that sum, which comes first in it.
+      argnums: the parameters that the sum is like; None where it is like none.
+    """
+    batched = batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,)
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        entry, axes = explicit_axes(([args[i] for i in batched if i < len(args)], kwargs))
+        if not axes:
+            return compute(*args, **kwargs)
+        parameters: Any = ()
+        if argnums is not None:
+            plain, filters = filters_apart(argnums if isinstance(argnums, (tuple, list)) else (argnums,))
+            call = Call(api, fun, plain, False, args, {}, integers=True, filters=filters)
+            parameters = [call.gradient(i, primal) for i, primal in enumerate(call.primals)]
+
+        def place(out: Any) -> list[PartitionSpec]:
+            summed = jax.tree.leaves(sum_in(out))
+            like = [along(axes, x) for x in jax.tree.leaves(parameters)] or [PartitionSpec()] * len(summed)
+            return like + [entry] * (sum(isinstance(x, jax.Array) for x in jax.tree.leaves(out)) - len(summed))
+
+        return with_automatic(api, lambda args, kwargs: compute(*args, **kwargs), (args, kwargs), axes, place)
+
+    return computed
+
+
+class PerExample:
+    """`fun(*args, **kwargs)` as a loss of its parameters at each example of a batch.
+
+    Args:
+      api: what to call the transform in an error.
+      fun: the loss.
+      argnums: the positions of the parameters, as `check_argnums` gives them.
+      filters: for some of them which variables of a module are its parameters.
+      has_aux: whether `fun` returns a pair of the loss and anything else.
+      batch_argnums: the positions of what has the examples along axis 0.
+      keep_batch_dim: whether `fun` gets an example with an axis of size 1 in front.
+      prng_argnum: the position of a key to split, one for each example.
+      args: the positional arguments.
+      kwargs: the keyword arguments, which have the examples along axis 0 too.
+
+    Attributes:
+      parameters: the parameters, a flat list of arrays.
+      examples: what differs between the examples, a flat list of arrays.
+      size: how many examples there are.
+    """
+
+    def __init__(
+        self,
+        api: str,
+        fun: Callable[..., Any],
+        argnums: Sequence[int],
+        filters: dict[int, Any],
+        has_aux: bool,
+        batch_argnums: Sequence[int],
+        keep_batch_dim: bool,
+        prng_argnum: int | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._api, self._has_aux, self._keep = api, has_aux, keep_batch_dim
+        self._call = Call(api, fun, argnums, has_aux, args, kwargs, integers=True, filters=filters)
+        self._call.check_floating()
+        self.parameters, self._treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, self._call.primals))
+        self._batched = resolve_argnums(api, fun, tuple(batch_argnums), args, "batch_argnums")
+        self.size = count_examples(api, fun, self._batched, args)
+        batch = {i: args[i] for i in self._batched}
+        for name, value in kwargs.items():
+            for path, leaf in jax.tree.leaves_with_path(value):
+                if tuple(getattr(leaf, "shape", ()))[:1] != (self.size,):
+                    raise ValueError(
+                        f"{api}: keyword argument `{leaf_name(name, path)}` is {describe(leaf)}, but keyword arguments "
+                        f"have the {self.size} examples along axis 0; let fun close over what they share."
+                    )
+        keys: Any = ()
+        self._prng: int | None = None
+        if prng_argnum is not None:
+            (self._prng,) = resolve_argnums(api, fun, (prng_argnum,), args, "prng_argnum")
+            if self._prng in (*self._call.selected, *self._batched):
+                raise ValueError(
+                    f"{api}: prng_argnum={prng_argnum} names `{argument_name(fun, args, self._prng)}`, which has "
+                    "parameters or examples; name the argument that is a key, or leave prng_argnum out."
+                )
+            keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[self._prng])
+        examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
+        self.examples = list(map(jnp.asarray, examples))
+        # In a `shard_map`, the gradient of what all devices share is a sum over them, and no norm can be taken of that.
+        axes = frozenset[str]().union(*map(varying_axes, [*self.parameters, *self.examples]))
+        self.parameters = [varying(x, axes) for x in self.parameters]
+        self.examples = [varying(x, axes) for x in self.examples]
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual and self.size:
+            exchanged = self.program.exchanged_over(manual)
+            if exchanged:
+                raise ValueError(
+                    f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around, "
+                    "so that it is not the loss of one example; do that outside of it."
+                )
+
+    def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The loss of one example, and the arrays among what else it returns."""
+        batch, keys, kwargs = jax.tree.unflatten(self._example_treedef, example)
+        if self._keep:
+            batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), batch)
+        if self._prng is not None:
+            batch[self._prng] = keys
+        value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
+        scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
+        numbers = (bool, int, float, complex, np.ndarray, np.generic)
+        arrays, self._join = arrays_apart(jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux))
+        return value, arrays
+
+    @cached_property
+    def program(self) -> Program:
+        """The loss, traced. What it closes over belongs to the trace in which this is first asked for."""
+        return Program(self.loss, self.parameters, self.examples)
+
+    def aux(self, arrays: list[Any]) -> Any:
+        """What `fun` returned beside the loss, for each example; without the axis of size 1 that `fun` got."""
+        if self._keep:
+            arrays = [x.squeeze(1) if x.ndim > 1 and x.shape[1] == 1 else x for x in arrays]
+        return self._join(arrays)
+
+    def names(self) -> list[str]:
+        """The parameters by their paths, in the order of `parameters`."""
+        return [
+            leaf_name(self._call.name(i), path)
+            for i, primal in enumerate(self._call.primals)
+            for path, _ in jax.tree.leaves_with_path(primal)
+        ]
+
+    def gradients(self, leaves: Sequence[Any], bare: bool) -> Any:
+        """Gradients of the parameters in the form of the arguments."""
+        values = jax.tree.unflatten(self._treedef, list(leaves))
+        forms = tuple(self._call.gradient(i, value) for i, value in enumerate(values))
+        return forms[0] if bare else forms

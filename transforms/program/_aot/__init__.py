@@ -1,0 +1,1 @@
+"""Compiled programs kept in files for other processes."""

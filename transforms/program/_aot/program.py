@@ -1,0 +1,174 @@
+"""A function for arguments of one kind as a program: taken from a file, or compiled and written to one."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.compat import devices_of, loaded, serialized
+from ..._models.split_model import Parts
+from . import program_file as file
+from . import unverified as waiting
+from .call_structure import nodes, read, written
+from .environment import installation, settings_of_a_process
+from .signature import Call, Lowered, digest
+
+_FORMAT = "2"
+# What a program may call outside of XLA, though nothing has been lowered in its process.
+_READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
+# The files that were found to be stale in this process: two functions may take turns with one of them.
+_stale: set[Path] = set()
+
+
+class Program:
+    """A compiled program.
+
+    Attributes:
+      call: what it is for.
+      path: its file.
+      line: that of the file, as long as the program is run because of its key, not compared with what `fun` is.
+      run: a function of the leaves.
+      returns_models: whether there are models in its result, taken apart.
+    """
+
+    def __init__(self, call: Call, path: Path, run: Any, line: dict[str, Any] | None = None) -> None:
+        self.call, self.path, self.line = call, path, line
+        self._set(run)
+
+    def _set(self, run: Any) -> None:
+        self.run = run
+        self.returns_models = any(x.node_data() and x.node_data()[0] is Parts for x in nodes(run.out_tree))
+
+    def compare(self, lower: Callable[[], Lowered] | None = None, *, at_end: bool = False) -> str | None:
+        """Compare what was loaded with what `fun` is; where they differ, take that, and replace the file.
+
+        Args:
+          lower: traces and lowers `fun`; given where nothing of the program has been returned yet.
+          at_end: whether the process ends, so that no directory is to be made anew.
+
+        Returns:
+          What there is to be said, where they differ.
+        """
+        line = self.line
+        if line is None:
+            return None
+        returned, lower = lower is None, lower or functools.cache(self.call.lower)
+        try:
+            stale = not lower().is_of(self.call, line)
+        except Exception as error:
+            error.add_note(f"aot: fun was traced to compare it with {self.path}, which {file.remove(self.path)}.")
+            raise  # what was in the file is not known, so the next process sees it at its first call
+        if not stale:
+            self.line = None
+            return None
+        _stale.add(self.path)
+        if at_end and not self.path.exists():
+            outcome = "The file is gone."
+        else:
+            run, failed = _compiled(self.call, lower, self.path, line)
+            outcome = " ".join([*failed, f"The file {file.remove(self.path)}."]) if failed else "The file is replaced."
+            self._set(run)
+        self.line = None  # last, as another thread may be about to run it
+        code = "other code than fun is, or with other values that it closes over"
+        discard = ", and what has been returned so far is the result of that" if returned else ""
+        then = "Discard those results and what they changed of modules" if returned else "Call it again"
+        return (
+            f"the program of `{self.call.name}` for key {self.call.key!r} was stale: {self.path} was compiled from "
+            f"{code}{discard}. {outcome} {then}, and give new code a new key. (If the code is the same, fun does not "
+            "trace to the same program each time, as with a loop over a set of strings; then verify=False.)"
+        )
+
+
+def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[Program, list[str], str | None]:
+    """The compiled program for a call, and what there is to be said of its file.
+
+    Args:
+      call: the call.
+      directory: where its file is.
+      structures: of the arguments for which the function has found a file by its key, by the file; empty at its first
+        call, so that what is found then is compared later.
+
+    Returns:
+      The program, which waits to be compared if it has a `line`; warnings; an error, if it was stale.
+    """
+    lower = functools.cache(call.lower)
+    identity, here = call.identity(lower), installation(call.device)
+    # Machines of several kinds may share a directory; other versions are the next ones, and replace the file.
+    name = digest([identity, here["device"], here.get("processor")])[:32]
+    label = re.sub(r"[^\w.-]+", "_", call.name, flags=re.ASCII)[:60]
+    path = directory / f"{label}-{name}.aot"
+    if call.key is not None:
+        first = not structures and path not in _stale
+        if structures.setdefault(path, call.structure) != call.structure:
+            # Static parts of the arguments that the name of the file does not tell apart.
+            return prepare(replace(call, key=None), directory, structures)
+        waiting.settle_those_of(path)
+    # In this order, so that of another version that has other settings the version is named.
+    expected = {"format": _FORMAT, "program": digest(identity), **here, **settings_of_a_process(call.names)}
+    said: list[str] = []
+    try:
+        found = file.read(path, expected)
+        if found:
+            line, payload = found
+            program = Program(call, path, _load(call, lower, line, payload))
+            if call.key is None or not call.verify:
+                return program, said, None
+            program.line = line
+            if first and not lower.cache_info().currsize:  # it has not been traced to be loaded
+                return program, said, None
+            return program, said, program.compare(lower)
+    except file.Unfit as unfit:
+        said.append(f"{path} {unfit}; the program is compiled anew, and the file replaced.")
+    run, failed = _compiled(call, lower, path, expected)
+    return Program(call, path, run), said + failed, None
+
+
+def _compiled(call: Call, lower: Callable[[], Lowered], path: Path, expected: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The program compiled and written, and why that could not be."""
+    compiled = lower().program.compile()
+    try:
+        file.write(path, expected | _line(call, lower(), compiled), serialized(compiled))
+    except Exception as error:  # which, depends on what is in the program
+        return compiled, [f"{path} cannot be written ({error}); other processes will compile the program again."]
+    return compiled, []
+
+
+def _line(call: Call, lowered: Lowered, compiled: Any) -> dict[str, Any]:
+    """What the file has to say of a program."""
+    if jax.process_count() > 1:
+        raise RuntimeError("the run has several processes")
+    line = {
+        "devices": [device.id for device in devices_of(compiled)],
+        "calls": sorted(set(re.findall(r"custom_call @([\w.$]+)", lowered.text)) - _READY),
+    }
+    if call.key is None:
+        return line
+    return line | {"identity": lowered.identity, "out": written(compiled.out_tree, nodes(call.structure))}
+
+
+def _load(call: Call, lower: Callable[[], Lowered], line: dict[str, Any], payload: bytes) -> Any:
+    calls = line["calls"]
+    if any(not name.startswith("lapack_") for name in calls):
+        lower()
+    elif calls:
+        _prepare_lapack(call.device)
+    try:
+        out_tree = lower().program.out_tree if call.key is None else read(line["out"], nodes(call.structure))
+        devices = {device.id: device for device in jax.devices(call.device.platform)}
+        in_tree = jax.tree.structure((tuple(call.leaves), {}))
+        return loaded(payload, in_tree, out_tree, [devices[i] for i in line["devices"]])
+    except Exception as error:  # JAX, pickle and XLA raise many kinds for one fact
+        raise file.Unfit(f"cannot be loaded ({type(error).__name__}: {error})") from error
+
+
+def _prepare_lapack(device: Any) -> None:
+    """Let JAX look up the functions of LAPACK, which it does when it lowers one; to call them before is a crash."""
+    with jax.default_device(device):
+        jax.jit(jnp.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))

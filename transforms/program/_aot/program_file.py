@@ -1,0 +1,85 @@
+"""A compiled program in a file: a checksum of the rest, a line of JSON, and the program as JAX writes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._runs.atomic_write import write_whole
+
+_SIZE = hashlib.sha256().digest_size
+
+
+class Unfit(Exception):
+    """Why a file cannot be used: the end of a sentence that begins with its path."""
+
+
+def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes] | None:
+    """The line and the program, or None where there is no file.
+
+    The program is not looked at here, and whoever reads it runs it: so first everything else is.
+
+    Raises:
+      PermissionError: somebody else may have written it.
+      Unfit: it cannot be read, is damaged, or its line has something else under a name of `expected`.
+    """
+    try:
+        with file.open("rb") as opened:
+            found, content = os.fstat(opened.fileno()), opened.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unfit(f"cannot be read ({error})") from error
+    _refuse_others(file, found)
+    rest = memoryview(content)[_SIZE:]
+    if hashlib.sha256(rest).digest() != content[:_SIZE]:
+        raise Unfit("is damaged: it does not have the checksum that it was written with")
+    try:
+        end = content.index(b"\n", _SIZE)
+        line = json.loads(content[_SIZE:end])
+    except ValueError as error:
+        raise Unfit("is damaged: it does not begin with a line of JSON") from error
+    for name, ours in expected.items():
+        if line.get(name) != ours:
+            raise Unfit(f"was made for {name} {line.get(name)!r}, but here it is {ours!r}")
+    return line, content[end + 1 :]
+
+
+def _refuse_others(file: Path, found: os.stat_result) -> None:
+    """Refuse a file that another user than we and root owns, or that everybody may write.
+
+    It is asked of what has been opened, so the directory does not matter: who may put another file in the place of ours
+    owns that. The group may write, since with the umask of many systems it may write whatever a user makes.
+    """
+    if not hasattr(os, "geteuid"):  # Windows, where the mode says nothing
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        problem = f"belongs to another user (number {found.st_uid})"
+    elif found.st_mode & stat.S_IWOTH:
+        problem = f"may be written by everybody (its mode is {stat.S_IMODE(found.st_mode):o})"
+    else:
+        return
+    raise PermissionError(
+        f"aot: {file} {problem}, and a program that is read can do whatever you can; delete the file, or give a "
+        "directory of your own."
+    )
+
+
+def remove(file: Path) -> str:
+    """Remove a file; returns what became of it, the end of a sentence."""
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        return f"cannot be removed ({error}); remove it"
+    return "is removed"
+
+
+def write(file: Path, line: Mapping[str, Any], program: bytes) -> None:
+    """Write a file, or replace it: in one step, so that nobody finds half of it."""
+    rest = json.dumps(line).encode() + b"\n" + program
+    write_whole(file, (hashlib.sha256(rest).digest(), rest), mode=0o644)

@@ -1,0 +1,162 @@
+"""What a program is compiled for: a function and the kinds of its arguments, and what tells it from others."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..._core.compat import Jitted, lowered_for
+from ..._models.mutation import call_purely
+from ..._models.split_model import parts_of, to_parts
+from .call_structure import described, nodes, without_addresses, written
+from .environment import current_mesh, default_device, settings_of_a_call
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a program is wanted for. It holds no array of the arguments.
+
+    Attributes:
+      fun: the function, as the user gave it.
+      function: the same as a function of its owner first, see `owner_of`.
+      key: what the program is found by, or None.
+      verify: whether a program that was found by a key is to be compared with `fun`.
+      leaves: the arguments, as `abstract` ones.
+      structure: how they go together to the owner, arguments and keyword arguments, models taken apart.
+      names: the settings of JAX that it depends on.
+    """
+
+    fun: Callable[..., Any]
+    function: Callable[..., Any]
+    key: str | None
+    verify: bool
+    leaves: Sequence[Any]
+    structure: Any
+    names: list[str]
+    # A part of the program's name, so that JAX's persistent cache has no such program. From what was loaded from there
+    # XLA's CPU backend writes nothing that runs: "Function wrapped_sine not found" (jaxlib 0.10.2).
+    tag: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def lower(self) -> Lowered:
+        """Trace and lower `fun`, as a function of the leaves to its result and what it changes of each model."""
+        donated = self._donated(self.fun) if isinstance(self.fun, Jitted) else ()
+
+        def program(*leaves: Any) -> Any:
+            arguments = jax.tree.unflatten(self.structure, leaves)
+            out, changed = call_purely("aot", self.function, arguments, may_assign=True)
+            return to_parts(out), changed
+
+        program.__name__ = f"{self.name}_{self.tag}"
+        # All arguments are kept, since the text of a program does not say which of them were left out.
+        traced = jax.jit(program, donate_argnums=donated, keep_unused=True).trace(*self.leaves)
+        lowered = traced.lower()
+        types = [str(x) for x in jax.tree.leaves(traced.out_info)]
+        return Lowered(lowered, lowered.as_text().replace(f"_{self.tag}", ""), types)
+
+    def _donated(self, jitted: Any) -> tuple[int, ...]:
+        _, args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
+        if parts_of((args, kwargs)):
+            raise ValueError("aot: fun is under jax.jit and is given a module; pass the function without jax.jit.")
+        infos = jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)
+        if len(infos) != len(self.leaves):
+            raise ValueError(
+                "aot: fun is under jax.jit with static arguments, which a program has not; bind them: "
+                "functools.partial(fun, name=value)."
+            )
+        return tuple(i for i, info in enumerate(infos) if info.donated)
+
+    def identity(self, lower: Callable[[], Lowered]) -> list[Any]:
+        """What tells the program from others, in every process: with a key, nothing of the code but its name."""
+        if self.key is None:
+            program: Any = lower().identity
+        else:
+            devices = len(jax.devices(self.device.platform))  # a function may be for all of them
+            program = [self.key, self.name, described(self.structure), _bound(self.fun), devices]
+        mesh = current_mesh()
+        among = [x.id for x in mesh.devices.flat] if isinstance(mesh, Mesh) else ""
+        around = [settings_of_a_call(), f"{mesh} {among}" if mesh else "", str(self.device)]
+        return [program, around, [_argument(x) for x in self.leaves]]
+
+    @property
+    def name(self) -> str:
+        """What `fun` is called."""
+        fun: Any = self.fun
+        while isinstance(fun, functools.partial):
+            fun = fun.func
+        return getattr(fun, "__qualname__", type(fun).__qualname__)
+
+    @property
+    def device(self) -> Any:
+        """One of the devices that it runs on."""
+        committed = list(filter(None, (getattr(x, "sharding", None) for x in self.leaves)))
+        devices = committed[0].device_set if committed else {default_device()}
+        return min(devices, key=lambda device: device.id)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program that is traced and lowered, and all that tells it from others.
+
+    Attributes:
+      program: it, as JAX has it.
+      text: its text, with all constants.
+      types: the types of its results, of which the text does not say whether they are weak.
+    """
+
+    program: Any
+    text: str
+    types: list[str]
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from others, for `json`; the text does not say for which devices it is."""
+        return [digest(self.text), self.types, [device.id for device in lowered_for(self.program)]]
+
+    def is_of(self, call: Call, line: dict[str, Any]) -> bool:
+        """Whether it is the program that the `line` of a file was written for."""
+        try:
+            out = written(self.program.out_tree, nodes(call.structure))
+        except TypeError:  # which would not be in a file
+            return False
+        return [self.identity, out] == [line["identity"], line["out"]]
+
+
+def abstract(x: Any) -> Any:
+    """An argument without its numbers: for an array its type, and where it is committed to, in which layout."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        return x  # `jax.jit` may refuse it as a static one
+    kind = jax.typeof(x)
+    # Keys have no layout of their own.
+    sharding = getattr(x, "format", x.sharding) if isinstance(x, jax.Array) and x.committed else None
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, sharding=sharding)
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _bound(fun: Any) -> list[str]:
+    """What is bound by partials: types of arrays, and the rest as far as its `repr` tells."""
+    if not isinstance(fun, functools.partial):
+        return []
+    leaves, structure = jax.tree.flatten(to_parts((fun.args, fun.keywords)))
+    texts = [f"{x.dtype}{x.shape}" if isinstance(x, (jax.Array, np.ndarray)) else repr(x) for x in leaves]
+    return [described(structure), *map(without_addresses, texts), *_bound(fun.func)]
+
+
+def _argument(x: Any) -> str:
+    """The kind of an argument, and where it is committed to."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        return str(jax.typeof(x))
+    devices: Iterable[Any] = sharding.devices_indices_map(x.shape)
+    return f"{jax.typeof(x)} {x.format} {[device.id for device in devices]}"

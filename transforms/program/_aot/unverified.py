@@ -1,0 +1,122 @@
+"""Programs that have run without being traced, because of a key, and wait to be compared with their functions.
+
+Each is compared before the next call of its function or of its file, and the others at the end of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from . import program_file as file
+from .environment import current_mesh
+
+if TYPE_CHECKING:
+    from .program import Program
+
+
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A program, and where it was wanted: in which process, with which settings and which mesh around."""
+
+    program: Program
+    process: int
+    settings: dict[str, Any]
+    mesh: Any
+
+
+_waiting: list[_Waiting] = []
+
+
+def add(program: Program) -> None:
+    """Have `program` compared, at the end of the process if not before."""
+    values = jax.config.values
+    settings = {name: values[name] for name in program.call.names}
+    _waiting.append(_Waiting(program, os.getpid(), settings, current_mesh()))
+    # What is registered last runs first: before JAX puts anything away that it has made so far.
+    atexit.unregister(_settle_all)
+    atexit.register(_settle_all)
+
+
+def settle_those_of(path: Path) -> None:
+    """Compare the programs of a file that wait; as `settle`."""
+    for found in list(_waiting):
+        if found.program.path == path:
+            settle(found.program)
+
+
+def settle(program: Program) -> None:
+    """Compare a program that waits.
+
+    Raises:
+      RuntimeError: it is stale. From now on it is what its function is.
+    """
+    try:
+        said = program.compare()
+    except Exception:  # not what interrupts it: then it still waits
+        _forget(program)
+        raise
+    _forget(program)
+    if said:
+        raise RuntimeError(f"aot: {said}")
+
+
+def _forget(program: Program) -> None:
+    _waiting[:] = [found for found in _waiting if found.program is not program]
+
+
+def _settle_all() -> None:
+    for found in list(_waiting):
+        if found.process != os.getpid():  # this is a fork of it, without the threads of JAX
+            continue
+        try:
+            with _settings_of(found):
+                said = found.program.compare(at_end=True)
+        except Exception as error:  # an error of the function itself, say: at the end nobody could catch it
+            said = (
+                f"whether {found.program.path} is stale is not known, since fun cannot be traced at the end of the "
+                f"process ({type(error).__name__}: {error})."
+            )
+            if found.program.line is not None:
+                said += f" The file {file.remove(found.program.path)}."
+        _forget(found.program)
+        if said:
+            _warn(f"aot: {said}")
+
+
+def _warn(message: str) -> None:
+    try:
+        warnings.warn(message, stacklevel=1)
+    except Warning:  # an error by the user's filter, which must not hide what else there is to be said
+        sys.stderr.write(f"{message}\n")
+
+
+@contextmanager
+def _settings_of(found: _Waiting) -> Iterator[None]:
+    """Set what was set where a program was wanted, for the end of the process: nothing sets it back."""
+    values = jax.config.values
+    for name, value in found.settings.items():
+        if values[name] != value:
+            jax.config.update(name, value)
+    if found.mesh == current_mesh():
+        around: Any = nullcontext()
+    elif isinstance(found.mesh, AbstractMesh):
+        around = jax.sharding.use_abstract_mesh(found.mesh)
+    else:
+        around = jax.set_mesh(found.mesh or _NO_MESH)
+    with around:
+        yield

@@ -1,0 +1,208 @@
+"""Batch norm folded into the weights before or after it: `fold_bn`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._core.arguments import check_callable, describe, wrap_like
+from ..._core.compat import Tracer
+from ..._core.source_lines import call_users, where
+from ..._models.mutation import call_with_models, changes
+from ..._models.split_model import dotted, is_model, split, to_parts
+from .._ir.flat_program import Flat, Value, insides, parameter
+from .._ir.module_scopes import module_paths, modules_of, scoped_calls
+from .batch_statistics import batch_statistics
+from .plan import Answers, Plan
+from .report import FoldReport
+
+_CURE = (
+    "use the running statistics: model.eval() in Flax NNX, use_running_average=True in Linen, "
+    "eqx.nn.inference_mode(model) in Equinox."
+)
+
+
+def fold_bn(
+    fun: Callable[..., Any], params: Any, *example: Any
+) -> tuple[Callable[..., Any], dict[str, jax.Array], FoldReport]:
+    """Fold batch norms into the weights of the convolutions and dense layers beside them.
+
+    What is folded is found in the program of `fun`, so models of Flax NNX, Linen, Equinox and plain functions are the
+    same to it: a convolution or dense product with weights that depend on `params` alone, followed by any sequence of
+    additions, subtractions, multiplications and divisions that are constant along all axes but the channels. Where the
+    sequence stands before a product, it is folded too if that is exact: not into a convolution that pads with zeros,
+    unless its shift is zero. Other uses of a value in between are respected: nothing that is used is left out.
+
+    Args:
+      fun: called as `fun(params, *args)`, in inference: it returns arrays, and changes no state.
+      params: the parameters and statistics: a module, or any pytree. Leaves that are no arrays stay as they are.
+      *example: the other arguments, of which only shapes and dtypes count; `jax.ShapeDtypeStruct` will do.
+
+    Returns:
+      fun: called as `fun(params, *args)` with the new parameters; to be compiled, differentiated and mapped like any
+        function. It is compiled for each shape of `args`, and any batch size will do.
+      params: the new parameters, `{"conv.kernel": array, ...}`: the folded weights under the names of the old, shifts
+        under those of biases, or `conv.shift`, and whatever else is still used.
+      report: what was folded, and what was not and why; `print(report)`.
+
+    Raises:
+      TypeError: `fun` cannot be called, or is a module; `params` are not known, since `jax.jit` or another transform is
+        around.
+      ValueError: a batch norm is in training mode, or the call changes a module; or, by the new function: parameters
+        that are not those returned here, or a program that is another for these arguments.
+
+    Cost:
+      One trace of `fun`, and the weights once more in float64, one at a time. The folded function has fewer operations
+      and fewer parameters to read. Where the compiler fuses elementwise operations, as XLA does, that is little: of
+      ResNet-18 on a CPU 0.1 % of the bytes. Results are equal up to rounding in the dtype of the weights; of a norm
+      before a product, rounding is relative to its shift. Inner `jax.jit` and `jax.checkpoint` are dissolved.
+
+    Source:
+      Markuš, "Fusing batch normalization and convolution in runtime", 2018; Jacob et al., "Quantization and training of
+      neural networks for efficient integer-arithmetic-only inference", CVPR 2018, section 3.2. Answers to PyTorch's
+      convolution and batch norm fusion with `torch.fx`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import fold_bn
+      >>> def block(p, x):
+      ...     x = x @ p["dense"]["kernel"] + p["dense"]["bias"]
+      ...     x = (x - p["norm"]["mean"]) / jnp.sqrt(p["norm"]["var"] + 1e-5)
+      ...     return jax.nn.relu(x)
+      >>> dense = {"kernel": jnp.array([[1.0, 2.0]]), "bias": jnp.array([3.0, 4.0])}
+      >>> norm = {"mean": jnp.array([1.0, 0.0]), "var": jnp.array([4.0, 1.0])}
+      >>> folded, params, report = fold_bn(block, {"dense": dense, "norm": norm}, jnp.ones((2, 1)))
+      >>> sorted(params), len(report.folded)
+      (['dense.bias', 'dense.kernel'], 1)
+      >>> print(folded(params, jnp.ones((3, 1)))[0].round(2))
+      [1.5 6. ]
+    """
+    check_callable("fold_bn", fun)
+    if is_model(fun):
+        raise TypeError(
+            f"fold_bn: fun must take the parameters first, but got {describe(fun)}, which holds its own; pass "
+            "fold_bn(lambda model, *args: model(*args), model, *example)."
+        )
+    names = _names(params)
+    with module_paths(modules_of(fun, None, (params, *example))) as kinds:
+        leaves, structure = _apart(params, numbers=False)
+        arguments, argument_structure = _apart(example)
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+            raise TypeError(
+                f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit, jax.grad "
+                "and jax.vmap, and use the function it returns inside."
+            )
+    leaf_types = _types(leaves)
+    with scoped_calls(kinds):
+        flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+    _refuse_training(flat)
+    answers = Answers()
+    plan = Plan(flat, names, leaves, answers)
+    folded, report, first = plan.parameters(), plan.report(), plan.fingerprint()
+    expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
+    recorded = tuple(answers.given)
+
+    def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
+        with scoped_calls(kinds):
+            flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+        plan = Plan(flat, names, (), Answers(recorded))
+        if plan.fingerprint() != first:
+            raise ValueError(
+                "fold_bn: for arguments of these shapes the function combines other parameters than for the example; "
+                "call fold_bn with an example of these shapes."
+            )
+        return jax.tree.unflatten(out, plan(new, arguments))
+
+    compiled = jax.jit(rewritten, static_argnums=2)
+
+    def call(params: dict[str, Any], *args: Any) -> Any:
+        _check(params, expected)
+        arguments, argument_structure = _apart(args)
+        return compiled(params, arguments, argument_structure)
+
+    return wrap_like(fun, "fold_bn", call), folded, report
+
+
+def _apart(tree: Any, *, numbers: bool = True) -> tuple[list[Any], Any]:
+    """The arrays of a pytree (and numbers, if asked for), and all else, which can be compared."""
+    leaves, treedef = jax.tree.flatten(to_parts(tree))
+    kinds = (int, float, complex) if numbers else ()
+    moves = [_is_array(x) or (isinstance(x, kinds) and not isinstance(x, bool)) for x in leaves]
+    rest = tuple(None if moving else x for x, moving in zip(leaves, moves, strict=True))
+    return [x for x, moving in zip(leaves, moves, strict=True) if moving], (treedef, tuple(moves), rest)
+
+
+def _together(arrays: Sequence[Any], structure: Any) -> Any:
+    treedef, moves, rest = structure
+    left = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(left) if moving else x for x, moving in zip(rest, moves, strict=True)])
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _names(tree: Any) -> list[str]:
+    """The dotted path of each array of a pytree, numbered where two would be the same."""
+    names: list[str] = []
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
+        inner = split(leaf).arrays().items() if is_model(leaf) else [("", leaf)]
+        names += [".".join(filter(None, [dotted(path), name])) or "params" for name, x in inner if _is_array(x)]
+    return [name if name not in names[:i] else f"{name}_{i}" for i, name in enumerate(names)]
+
+
+def _types(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return jax.eval_shape(lambda *x: list(x), *arrays)
+
+
+def _trace(
+    fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, arguments: Sequence[Any], argument_structure: Any
+) -> tuple[Flat, Any]:
+    """The program of `fun`, and the structure of what it returns."""
+
+    def function(leaves: Sequence[Any], arguments: Sequence[Any]) -> Any:
+        apart: Any = _together(leaves, structure), _together(arguments, argument_structure), {}
+        out, models = call_with_models(fun, apart)
+        for paths in changes(fun, apart, models):
+            if paths:
+                raise ValueError(f"fold_bn: the call changes `{paths[0]}` of a module, as in training; {_CURE}")
+        return out
+
+    closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
+    invars = [x.aval for x in closed.jaxpr.invars]
+    values = [parameter(x, i) if i < len(leaves) else Value(x) for i, x in enumerate(invars)]
+    return Flat(closed.jaxpr, closed.consts, values), jax.tree.structure(out)
+
+
+def _refuse_training(flat: Flat) -> None:
+    node = batch_statistics(flat.nodes)
+    if node is not None:
+        raise ValueError(
+            f"fold_bn: at {where(node.eqn)} channels are normalized by statistics of the batch, as batch norm in "
+            f"training mode does it, which cannot be folded; {_CURE}"
+        )
+    for node in flat.nodes:
+        for inner in insides(node):
+            _refuse_training(inner)
+
+
+def _check(params: Any, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
+    """Refuse parameters that are not those of the folded function."""
+    if not isinstance(params, dict):
+        raise TypeError(f"fold_bn: params must be the dict that fold_bn returned, but got {describe(params)}.")
+    missing, unknown = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(
+            "fold_bn: params must have the entries that fold_bn returned, but "
+            + (f"`{missing[0]}` is missing." if missing else f"`{unknown[0]}` is none of them.")
+        )
+    for name, (shape, dtype) in expected.items():
+        found = params[name]
+        if np.shape(found) != shape or getattr(found, "dtype", None) != dtype:
+            raise ValueError(
+                f"fold_bn: `{name}` must be an array of shape {shape} and dtype {dtype}, but got {describe(found)}."
+            )

@@ -1,0 +1,332 @@
+"""Which chains go into which weights, and what becomes of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._core.jaxpr import at_source, evaluate
+from .._ir.flat_program import Flat, Node, Rewrite, Value, needed, read, run
+from .affine_chains import Chain, Step, axes_of, sizes_only, step_of
+from .report import FoldReport, candidate, kept
+from .weighted_ops import Site, site_of
+
+
+class Answers:
+    """Answers to what a plan asks of the values of parameters, which are at hand only the first time.
+
+    Args:
+      recorded: the answers of the first time; None then.
+    """
+
+    def __init__(self, recorded: Sequence[bool] | None = None) -> None:
+        self.given: list[bool] = []
+        self._recorded = None if recorded is None else iter(recorded)
+
+    def __call__(self, question: Callable[[], bool]) -> bool:
+        # A plan that asks more than the first is another; that it is refused is up to who compares them.
+        self.given.append(question() if self._recorded is None else next(self._recorded, False))
+        return self.given[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """A product and the chains that become part of its weights.
+
+    Attributes:
+      site: the product.
+      before: the chain that leads to its data.
+      after: the chain that follows it.
+    """
+
+    site: Site
+    before: Chain | None = None
+    after: Chain | None = None
+
+    @property
+    def shifts(self) -> bool:
+        """Whether a shift is left to add to the result; one that goes into a padded product is zero."""
+        before = self.before is not None and self.before.shifts and not self.site.dilutes
+        return before or (self.after is not None and self.after.shifts)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The operations of its chains."""
+        return tuple(step for chain in (self.before, self.after) if chain for step in chain.steps)
+
+    @property
+    def statics(self) -> list[Value]:
+        """The weights and all that they are combined with."""
+        return [self.site.weights, *(step.static for step in self.steps if step.static is not None)]
+
+    @property
+    def dtype(self) -> Any:
+        """The widest dtype on the way, in which the shift is added."""
+        return jnp.result_type(*(x.aval.dtype for x in (self.site.out, *(step.after for step in self.steps))))
+
+
+class Plan:
+    """What of a program is folded.
+
+    Args:
+      flat: the program, of which the first arguments are the parameters.
+      names: the dotted paths of the parameters.
+      leaves: the parameters; nothing if only their shapes are known.
+      answer: the answer to a question about their values.
+    """
+
+    def __init__(self, flat: Flat, names: Sequence[str], leaves: Sequence[Any], answer: Answers) -> None:
+        self._flat, self._names, self._answer = flat, names, answer
+        self._known = dict(zip(flat.arguments, leaves, strict=False))
+        self._folds: dict[Node, Fold] = {}
+        self._chains: list[tuple[Chain, list[Site]]] = []
+        self._claimed: set[Node] = set()
+        self._reasons: dict[Node, list[str]] = {}
+        sites = [site for site in map(site_of, flat.nodes) if site is not None]
+        for site in sites:
+            self._fold_after(site)
+        for data in dict.fromkeys(site.data for site in sites):
+            self._fold_before(data)
+        self._leaves, self._entries = self._name()
+
+    # ---- Which chains are folded
+
+    def _fold_after(self, site: Site) -> None:
+        """Fold the longest chain that follows a product and of which nothing else is used."""
+        chain = Chain(site.out, ())
+        while True:
+            value = chain.steps[-1].after if chain.steps else site.out
+            if len(value.uses) != 1:
+                for i, user in enumerate(value.uses):
+                    others = [*value.uses[:i], *value.uses[i + 1 :]]
+                    self._because(user, f"what goes into it is also used by {_users(others)}")
+                break
+            step = step_of(value.uses[0], value) if value.uses[0] else None
+            if step is None:
+                break
+            longer = Chain(site.out, (*chain.steps, step))
+            found = longer.affine(sizes_only)
+            if found is None or not axes_of(found) <= set(site.outputs):
+                self._because(step.node, "it differs between places of one channel of the product before it")
+                break
+            chain = longer
+        chain = chain.trimmed()
+        if chain.learned:
+            self._try(chain, [Fold(site, after=chain)])
+
+    def _fold_before(self, data: Value) -> None:
+        """Fold the chain that leads to the data of products, if such products are all that uses it."""
+        users = [site_of(user) if user else None for user in data.uses]
+        sites = [site for site in users if site is not None]
+        steps: list[Step] = []
+        value = data
+        while value.node is not None and value.node not in self._claimed and (value is data or len(value.uses) == 1):
+            step = step_of(value.node)
+            if step is None:
+                break
+            steps.insert(0, step)
+            value = step.before
+        while steps:
+            found = Chain(steps[0].before, tuple(steps)).affine_at_end(sizes_only)
+            if found is not None and all(axes_of(found) <= set(site.inputs) for site in sites):
+                break
+            self._because(steps.pop(0).node, "it differs along axes over which the product after it does not sum")
+        chain = Chain(steps[0].before if steps else data, tuple(steps))
+        if not chain.learned:
+            return
+        others = [user for user, site in zip(data.uses, users, strict=True) if site is None]
+        if others:
+            self._because(steps[-1].node, f"what comes out of it is also used by {_users(others)}")
+        elif any(site.mixes_batch for site in sites):
+            self._because(steps[-1].node, "the convolution after it has a batch_group_count")
+        elif any(site.dilutes for site in sites) and not self._answer(lambda: self._keeps_zero(chain)):
+            self._because(steps[-1].node, "the convolution after it pads with zeros, which its shift would change")
+        else:
+            self._try(chain, [replace(self._folds.get(site.node, Fold(site)), before=chain) for site in sites])
+
+    def _try(self, chain: Chain, folds: Sequence[Fold]) -> None:
+        """Fold, if what comes out can be represented."""
+        if self._answer(lambda: all(map(self._sound, folds))):
+            self._folds |= {fold.site.node: fold for fold in folds}
+            self._claimed.update(step.node for step in chain.steps)
+            self._chains.append((chain, [fold.site for fold in folds]))
+        else:
+            dtype = folds[0].site.weights.aval.dtype
+            self._because(chain.steps[-1].node, f"the folded weights would not be finite, or lost in {dtype}")
+
+    def _because(self, node: Node | None, reason: str) -> None:
+        if node is not None:
+            self._reasons.setdefault(node, []).append(reason)
+
+    # ---- Values
+
+    def _value(self, value: Value) -> Any:
+        """The array that a static value is."""
+        nodes, _ = needed(self._flat.nodes, [value], effects=False)
+        with jax.ensure_compile_time_eval():
+            run(nodes, self._known)
+        return read(value, self._known)
+
+    def _read(self, value: Value) -> np.ndarray:
+        array = np.asarray(self._value(value), np.float64)
+        return array[tuple(slice(0, size) for size in value.sizes)]
+
+    def _keeps_zero(self, chain: Chain) -> bool:
+        with np.errstate(all="ignore"):
+            found = chain.affine(self._read)
+        return found is not None and not np.any(found[1])
+
+    def _weights(self, fold: Fold) -> tuple[np.ndarray, np.ndarray]:
+        """The folded weights, and the shift of the result in all its axes, in float64.
+
+        With data s·x + t and a result that becomes u·y + v: u·(W(s·x + t)) + v = (u·W·s)x + (u·(Wt) + v).
+        """
+        site, original = fold.site, self._value(fold.site.weights)
+        weights, shift = np.asarray(original, np.float64), np.zeros(())
+        with np.errstate(all="ignore"):
+            if fold.before and (found := fold.before.affine_at_end(self._read)):
+                weights = weights * site.factor_before(found[0])
+                if fold.before.shifts and not site.dilutes:
+                    shift = site.of_shift(found[1], original)
+            if fold.after and (found := fold.after.affine(self._read)):
+                weights, shift = weights * site.factor_after(found[0]), shift * found[0] + found[1]
+        return weights, shift
+
+    def _sound(self, fold: Fold) -> bool:
+        """Whether the folded weights are finite, and rounding does not lose small ones among those of their feature."""
+        weights, shift = self._weights(fold)
+        dtype = fold.site.weights.aval.dtype
+        axes = tuple(i for i in range(weights.ndim) if i not in fold.site.outputs.values())
+        with np.errstate(all="ignore"):
+            lost = np.abs(weights.astype(dtype).astype(np.float64) - weights)
+            most = np.abs(weights).max(axes, keepdims=True)
+            fits = np.isfinite(weights) & (lost <= float(jnp.finfo(dtype).eps) * most)
+            return bool(fits.all() and np.isfinite(shift.astype(fold.dtype).astype(np.float64)).all())
+
+    # ---- The new program
+
+    def _name(self) -> tuple[list[int], dict[Node, tuple[str, str]]]:
+        """The parameters that are still needed, and for each fold the names of its weights and its shift.
+
+        Weights keep the name of the parameter they come from, and the shift that of the bias beside it.
+        """
+        _, seen = needed(self._flat.nodes, self._flat.outputs, self._rewrites({}))
+        leaves = [i for i in range(len(self._names)) if self._flat.arguments[i] in seen]
+        taken = {self._names[i] for i in leaves}
+
+        def unique(name: str) -> str:
+            number = 1
+            while (numbered := name if number == 1 else f"{name}_{number}") in taken:
+                number += 1
+            taken.add(numbered)
+            return numbered
+
+        entries = {}
+        for node, fold in self._folds.items():
+            kernel = self._only_name(fold.site.weights) or "kernel"
+            owner = kernel.rpartition(".")[0]
+            added = [self._only_name(x.static) for x in fold.steps if x.node.name == "add" and x.static is not None]
+            bias = next((name for name in added if name and name.rpartition(".")[0] == owner), "")
+            bias = bias or (f"{owner}.shift" if owner else "shift")
+            entries[node] = unique(kernel), unique(bias) if fold.shifts else ""
+        return leaves, entries
+
+    def _only_name(self, value: Value) -> str:
+        return self._names[min(value.leaves)] if len(value.leaves) == 1 else ""
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the new program."""
+        with jax.ensure_compile_time_eval():
+            found = {self._names[i]: jnp.asarray(self._known[self._flat.arguments[i]]) for i in self._leaves}
+            for node, (kernel, bias) in self._entries.items():
+                fold = self._folds[node]
+                weights, shift = self._weights(fold)
+                devices = getattr(self._value(fold.site.weights), "sharding", None)
+                found[kernel] = jax.device_put(weights.astype(fold.site.weights.aval.dtype), devices)
+                if bias:
+                    channels = sorted(fold.site.outputs)
+                    sizes = [n if i in channels else 1 for i, n in enumerate(fold.site.out.aval.shape)]
+                    shift = np.broadcast_to(shift, sizes).reshape([sizes[i] for i in channels])
+                    found[bias] = jnp.asarray(shift.astype(fold.dtype))
+        return dict(sorted(found.items()))
+
+    def __call__(self, parameters: dict[str, Any], arguments: Sequence[Any]) -> list[Any]:
+        """The outputs of the new program."""
+        known = {self._flat.arguments[i]: parameters[self._names[i]] for i in self._leaves}
+        known |= zip(self._flat.arguments[len(self._names) :], arguments, strict=True)
+        rewrites = self._rewrites(parameters)
+        nodes, _ = needed(self._flat.nodes, self._flat.outputs, rewrites)
+        run(nodes, known, rewrites)
+        return [read(x, known) for x in self._flat.outputs]
+
+    def _rewrites(self, parameters: dict[str, Any]) -> dict[Node, Rewrite]:
+        """The products with their folded weights; the arithmetic of their chains passes on what goes in."""
+        rewrites = {}
+        for node, fold in self._folds.items():
+            for step in fold.steps:
+                if step.pairs is None:
+                    rewrites[step.node] = Rewrite([step.before], lambda x: [x])
+            if fold.after:
+                for step in fold.after.steps:
+                    if step.node.name == "convert_element_type":
+                        rewrites[step.node] = Rewrite([step.before], lambda x: [x])
+                end = fold.after.steps[-1]
+                dtype = end.after.aval.dtype
+                rewrites[end.node] = Rewrite([end.before], lambda x, dtype=dtype: [x.astype(dtype)])
+            rewrites[node] = Rewrite([fold.site.data], partial(self._product, fold, parameters))
+        return rewrites
+
+    def _product(self, fold: Fold, parameters: dict[str, Any], data: Any) -> list[Any]:
+        site = fold.site
+        kernel, bias = self._entries[site.node]
+        weights = parameters[kernel]
+        (out,) = evaluate(site.node.eqn, *((weights, data) if site.kernel == 0 else (data, weights)))
+        with at_source(site.node.eqn):
+            if bias:
+                sizes = [size if i in site.outputs else 1 for i, size in enumerate(out.shape)]
+                out = out.astype(fold.dtype) + parameters[bias].reshape(sizes)
+            return [out if fold.after else out.astype(site.out.aval.dtype)]
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """What two plans share that fold the same parameters in the same way, whatever the shapes of the data."""
+        statics = [x for fold in self._folds.values() for x in fold.statics]
+        nodes, _ = needed(self._flat.nodes, statics, effects=False)
+        prints: dict[Value, int] = {}
+
+        def of(value: Value) -> int:
+            if value.constant is not None:
+                return hash((str(value.aval), np.asarray(value.constant).tobytes()))
+            return prints[value] if value in prints else hash(("leaf", value.leaf))
+
+        for node in nodes:
+            # The shape that parameters are spread to is that of the data.
+            params = {k: v for k, v in node.eqn.params.items() if not (callable(v) or k == "shape")}
+            for i, x in enumerate(node.outputs):
+                prints[x] = hash((i, node.name, str(params), *map(of, node.inputs)))
+        folds = [
+            (
+                *(node.name, self._entries[node], [(step.node.name, step.operand) for step in fold.steps]),
+                *((of(x), x.sizes) for x in fold.statics),
+            )
+            for node, fold in self._folds.items()
+        ]
+        return folds, self._leaves, self._answer.given
+
+    def report(self) -> FoldReport:
+        """What was folded, and what was not."""
+        kernels = [", ".join(self._entries[site.node][0] for site in sites) for _, sites in self._chains]
+        folded = [
+            candidate(chain.steps, self._names, kernel=kernel)
+            for (chain, _), kernel in zip(self._chains, kernels, strict=True)
+        ]
+        return FoldReport(tuple(folded), tuple(kept(self._flat, self._names, self._claimed, self._reasons)))
+
+
+def _users(users: Sequence[Node | None]) -> str:
+    return " and ".join(sorted({"the output" if user is None else f"`{user.name}`" for user in users}))

@@ -1,0 +1,135 @@
+"""What `fold_bn` tells about what it did, and where in the user's code that was."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from ..._core.source_lines import where
+from .._ir.flat_program import Flat, Node, insides
+from .affine_chains import Step, step_of
+from .weighted_ops import PRODUCTS
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A batch norm, or another factor for each channel.
+
+    Attributes:
+      what: "batch norm" (it divides by a root) or "per-channel scale".
+      parameters: where its parameters are, such as "layers.0.bn"; empty if they are constants of the program.
+      where: the named scopes around it, and the line it was written in.
+      kernel: the entries of the new parameters it was folded into; empty if it was kept.
+      reason: why it was kept; empty if it was folded.
+
+    Examples:
+      >>> from plurax.transforms.program import Candidate
+      >>> print(Candidate("batch norm", "bn", "block (net.py:12)", "conv.kernel", ""))
+      batch norm bn at block (net.py:12): into conv.kernel
+    """
+
+    what: str
+    parameters: str
+    where: str
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        name = " ".join(filter(None, [self.what, self.parameters]))
+        return f"{name} at {self.where}: " + (f"into {self.kernel}" if self.kernel else self.reason)
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """What was folded, and what was kept and why; printed, it is a table.
+
+    Attributes:
+      folded: the candidates that are part of the weights now.
+      kept: the candidates that are computed as before.
+
+    Examples:
+      >>> from plurax.transforms.program import Candidate, FoldReport
+      >>> norm = Candidate("batch norm", "bn", "block (net.py:12)", "conv.kernel", "")
+      >>> print(FoldReport((norm,), ()))
+      folded 1, kept 0
+      + batch norm         bn  block (net.py:12)  into conv.kernel
+    """
+
+    folded: tuple[Candidate, ...]
+    kept: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        rows = [("+", x.what, x.parameters, x.where, f"into {x.kernel}") for x in self.folded]
+        rows += [("-", x.what, x.parameters, x.where, x.reason) for x in self.kept]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths[1:2] = [len("per-channel scale")] if rows else []
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip().replace("  ", " ", 1) for row in rows]
+        return "\n".join([f"folded {len(self.folded)}, kept {len(self.kept)}", *lines])
+
+
+def candidate(steps: Sequence[Step], names: Sequence[str], *, kernel: str = "", reason: str = "") -> Candidate:
+    """A chain, by the names of the parameters that it multiplies by."""
+    factors = [step for step in steps if step.learned]
+    statics = [step.static for step in factors if step.static is not None]
+    what = "batch norm" if any(x.rooted for x in statics) else "per-channel scale"
+    paths = [names[leaf] for x in statics for leaf in sorted(x.leaves)]
+    owners = dict.fromkeys(path.rpartition(".")[0] or path for path in paths)
+    return Candidate(what, ", ".join(owners), where(factors[0].node.eqn), kernel, reason)
+
+
+def kept(
+    flat: Flat, names: Sequence[str], claimed: Collection[Node], reasons: Mapping[Node, Sequence[str]], inside: str = ""
+) -> Iterator[Candidate]:
+    """The candidates of a program, and of those inside its operations, that are not folded.
+
+    Args:
+      flat: the program.
+      names: those of the parameters.
+      claimed: the operations that are folded.
+      reasons: why an operation is not, where that is known.
+      inside: why none of them is.
+    """
+    chains: dict[Node, list[Step]] = {}
+    for node in flat.nodes:
+        for inner in insides(node):
+            yield from kept(inner, names, (), {}, inside or f"it is inside a `{node.name}`")
+        step = None if node in claimed else step_of(node)
+        if step is not None:
+            before = step.before.node if len(step.before.uses) == 1 else None
+            chains[node] = [*(chains.pop(before, []) if before else []), step]
+    for steps in chains.values():
+        known = list(dict.fromkeys(reason for step in steps for reason in reasons.get(step.node, ())))
+        if any(_scales(step, bool(known)) for step in steps):
+            found = candidate(steps, names, reason=inside or "; ".join(known) or _why_alone(steps[0]))
+            if known or found.what == "batch norm" or not _completes_norm(steps[0].before.node):
+                yield found
+
+
+def _scales(step: Step, beside: bool) -> bool:
+    """Whether it scales channels; a table of constants, such as that of rotary positions, does not."""
+    return step.static is not None and step.learned and (step.differs < 2 or (beside and bool(step.static.leaves)))
+
+
+def _why_alone(step: Step) -> str:
+    """Why a chain, of which `step` is the first, is at no product."""
+    before = step.before.node
+    if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):
+        return "complex numbers are not folded"
+    if before is not None and before.name in PRODUCTS:
+        return f"the weights of the `{before.name}` before it depend on data"
+    if before is not None and _has_product(before):
+        return f"the product before it is inside a `{before.name}`"
+    return "no convolution or dense product is next to it"
+
+
+def _completes_norm(node: Node | None) -> bool:
+    """Whether the node before a chain is the last of a norm of each example, or a gate, of which this is the scale."""
+    if node is None or node.name not in ("mul", "div", "rsqrt"):
+        return False
+    return not any(x.static for x in node.inputs)
+
+
+def _has_product(node: Node) -> bool:
+    return any(x.name in PRODUCTS or _has_product(x) for inner in insides(node) for x in inner.nodes)

@@ -1,0 +1,1 @@
+"""Programs as data: the text of a compiled program, where its instructions come from, and what they cost."""

@@ -1,0 +1,155 @@
+"""What an instruction of a compiled program costs by its shapes: floating point operations, and bytes of memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import product
+
+from .hlo import CONTAINERS, NAMES, Array, Instruction, Program
+
+_TRANSCENDENTAL = frozenset(
+    """
+    atan2 cbrt cosine erf exponential exponential-minus-one log log-plus-one logistic power rsqrt sine sqrt tan tanh
+    """.split()  # noqa: SIM905 (words read better)
+)
+_ELEMENTWISE = _TRANSCENDENTAL | frozenset(
+    """
+    abs add and ceil clamp compare divide floor is-finite maximum minimum multiply negate not or remainder
+    round-nearest-afz round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign subtract xor
+    """.split()  # noqa: SIM905 (words read better)
+)
+# About how many additions one of them takes as long as, where its data is at hand.
+_AS_LONG_AS = 10
+
+
+def flops(program: Program, instruction: Instruction) -> int:
+    """Floating point operations of running an instruction once: two for each multiplication of a product, else one.
+
+    Operations on integers and comparisons count too, and each function such as `tanh` counts as one, as in XLA's own
+    cost analysis; unlike there, sorts, Fourier transforms and decompositions count nothing. What a loop runs is counted
+    where it runs.
+    """
+    opcode, size = instruction.opcode, sum(x.size for x in instruction.results)
+    if opcode == "dot":
+        left = _operand(program, instruction, 0)
+        return 2 * size * math.prod(left.shape[i] for i in instruction.numbers("lhs_contracting_dims"))
+    if opcode == "convolution":
+        return _of_convolution(program, instruction)
+    if opcode in _ELEMENTWISE:
+        return size
+    if opcode == "reduce":
+        return sum(_operand(program, instruction, i).size for i in range(len(instruction.results))) - size
+    if opcode == "reduce-window":
+        return size * (math.prod(_window(instruction, "size")) - 1)
+    if opcode == "select-and-scatter":
+        return _operand(program, instruction, 1).size * math.prod(_window(instruction, "size"))
+    if opcode == "scatter":
+        return _operand(program, instruction, -1).size
+    if opcode == "fusion":
+        return sum(flops(program, x) for x in program.inside(instruction))
+    return _of_library(program, instruction) if opcode == "custom-call" else 0
+
+
+def weight(program: Program, instruction: Instruction) -> float:
+    """How long it may take beside others in one loop: its flops, more of them for functions such as `tanh`."""
+    return flops(program, instruction) * (_AS_LONG_AS if instruction.opcode in _TRANSCENDENTAL else 1)
+
+
+def memory(program: Program, instruction: Instruction) -> int:
+    """Bytes that an instruction reads and writes when it is run once, each of its arrays once.
+
+    Of an array that is only sliced, what is read of it; of one that is updated in place, what is written.
+    """
+    opcode = instruction.opcode
+    if opcode in NAMES or opcode in CONTAINERS:
+        return 0
+    results = sum(x.bytes for x in instruction.results)
+    if opcode in {"dynamic-slice", "gather", "slice"}:
+        return 2 * results
+    if opcode == "dynamic-update-slice":
+        return 2 * _operand(program, instruction, 1).bytes
+    if opcode != "fusion":
+        return results + sum(x.bytes for name in instruction.operands for x in program.instructions[name].results)
+    inside = {x.name: x for x in program.inside(instruction)}
+    users: dict[str, list[Instruction]] = {}
+    for x in inside.values():
+        for name in x.operands:
+            users.setdefault(name, []).append(x)
+    read = sum(_read(program, x, users.get(x.name, []), users) for x in inside.values() if x.opcode == "parameter")
+    return read + sum(_written(program, x, inside) for x in inside.values() if x.root and x.name in inside)
+
+
+def _read(
+    program: Program, array: Instruction, users: list[Instruction], all_users: dict[str, list[Instruction]]
+) -> int:
+    whole = sum(x.bytes for x in array.results)
+    found = 0
+    for user in users:
+        if user.opcode in {"bitcast", "reshape"}:
+            found += _read(program, user, all_users.get(user.name, []), all_users)
+        elif user.opcode in {"dynamic-slice", "gather", "slice"} and user.operands[0] == array.name:
+            found += sum(x.bytes for x in user.results)
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
+            return whole
+    return min(found, whole)
+
+
+def _written(program: Program, root: Instruction, inside: dict[str, Instruction]) -> int:
+    if root.opcode == "tuple":
+        return sum(_written(program, inside[name], inside) for name in root.operands if name in inside)
+    if root.opcode == "bitcast" and root.operands[0] in inside:
+        return _written(program, inside[root.operands[0]], inside)
+    if root.opcode == "dynamic-update-slice":
+        return _operand(program, root, 1).bytes
+    return sum(x.bytes for x in root.results)
+
+
+def _operand(program: Program, instruction: Instruction, i: int) -> Array:
+    return program.instructions[instruction.operands[i]].results[0]
+
+
+def _of_convolution(program: Program, instruction: Instruction) -> int:
+    """Two for each pair of a number of the input and one of the kernel that meet; padding does not count."""
+    left, kernel = (_operand(program, instruction, i) for i in range(2))
+    names, kernel_names, out_names = instruction.attribute("dim_labels").replace("->", "_").split("_")
+    (out,) = instruction.results
+    met = 2 * out.shape[out_names.index("b")] * out.shape[out_names.index("f")]
+    met *= kernel.shape[kernel_names.index("i")]
+    places = sum(x.isdigit() for x in names)
+    strides, spread, dilation = (_window(instruction, name, places) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    padding = [int(x.split("_")[0]) for x in _setting(instruction, "pad").split("x") if x] or [0] * places
+    for i in range(places):
+        size, window, results = (
+            shape[labels.index(str(i))]
+            for shape, labels in ((left.shape, names), (kernel.shape, kernel_names), (out.shape, out_names))
+        )
+        met *= sum(
+            0 <= (at := place * strides[i] + position * dilation[i] - padding[i]) <= (size - 1) * spread[i]
+            and at % spread[i] == 0
+            for place, position in product(range(results), range(window))
+        )
+    return met
+
+
+def _window(instruction: Instruction, name: str, places: int = 0) -> list[int]:
+    found = _setting(instruction, name)
+    return [int(x) for x in found.split("x")] if found else [1] * places
+
+
+def _setting(instruction: Instruction, name: str) -> str:
+    """A setting of the window of a convolution or a pooling, such as `3x3` for its size."""
+    settings = dict(x.split("=") for x in instruction.attribute("window").split())
+    return settings.get(name, "")
+
+
+def _of_library(program: Program, instruction: Instruction) -> int:
+    """A product that is done by a library: `__cublas$gemm`, `__cudnn$convForward`, `__onednn$matmul`."""
+    if instruction.attribute("dim_labels"):
+        return _of_convolution(program, instruction)
+    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
+    if not contracted:
+        return 0
+    left = _operand(program, instruction, 0)
+    axes = [int(x.strip('"')) for x in contracted[1].split(",") if x]
+    return 2 * instruction.results[0].size * math.prod(left.shape[i] for i in axes)

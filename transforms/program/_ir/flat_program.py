@@ -1,0 +1,199 @@
+"""A program as one flat list of operations: calls are entered, and a value knows what makes it and what uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from ..._core.compat import scan_counts
+from ..._core.jaxpr import CALLS, ELEMENTWISE, aval, called, evaluate, interpret
+from .axis_correspondence import correspondence
+
+# Not entered: the derivative rule would be lost.
+_CLOSED = frozenset({"custom_jvp_call", "custom_vjp_call"})
+ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
+
+
+@dataclass(eq=False)
+class Value:
+    """A value of a program.
+
+    Attributes:
+      aval: its shape and dtype.
+      node: the operation that makes it; None for a constant or an argument.
+      leaf: its number among the parameters; None if it is not one.
+      constant: the array, if it is a constant.
+      static: whether it depends on parameters and constants only.
+      leaves: the numbers of the parameters that a static value depends on.
+      learned: whether a static value comes from parameters or a constant array, not only from numbers in the code.
+      rooted: whether a root is taken on the way to a static value.
+      sizes: its shape, with 1 for each axis along which a static value is the same by the way it is made.
+      uses: the operations that take it, as often as they do, and None for each time that it is an output.
+    """
+
+    aval: Any
+    node: Node | None = None
+    leaf: int | None = None
+    constant: Any = None
+    static: bool = False
+    leaves: frozenset[int] = frozenset()
+    learned: bool = False
+    rooted: bool = False
+    sizes: tuple[int, ...] = ()
+    uses: list[Node | None] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Node:
+    """An operation of a flat program, with the scopes of the calls around it."""
+
+    eqn: JaxprEqn
+    inputs: list[Value]
+    outputs: list[Value] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Which operation it is."""
+        return self.eqn.primitive.name
+
+
+class Rewrite(NamedTuple):
+    """Another way to compute an operation: from these values, by this function, which gives a list."""
+
+    inputs: Sequence[Value]
+    function: Callable[..., Sequence[Any]]
+
+
+class Flat:
+    """A program, flat.
+
+    Args:
+      jaxpr: the program.
+      consts: its constants.
+      arguments: what stands for its arguments.
+
+    Attributes:
+      nodes: its operations in order; those that nothing needs are left out.
+      outputs: its outputs.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Value]) -> None:
+        self.arguments = list(arguments)
+        nodes: list[Node] = []
+        self.outputs: list[Value] = interpret(jaxpr, consts, arguments, partial(_visit, nodes, None), _constant)
+        self.nodes, _ = needed(nodes, self.outputs)
+        for node in self.nodes:
+            for value in node.inputs:
+                value.uses.append(node)
+        for value in self.outputs:
+            value.uses.append(None)
+
+
+def parameter(x: Any, leaf: int) -> Value:
+    """What stands for a parameter."""
+    return Value(x, leaf=leaf, static=True, leaves=frozenset([leaf]), learned=True, sizes=tuple(x.shape))
+
+
+def _constant(x: Any) -> Value:
+    shape = np.shape(x)
+    return Value(jax.typeof(x), constant=x, static=True, learned=bool(shape), sizes=shape)
+
+
+def _visit(nodes: list[Node], scope: Any, eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    source = eqn.source_info
+    if scope is not None:
+        source = source.replace(name_stack=scope + source.name_stack)
+    name = eqn.primitive.name
+    if name in CALLS and name not in _CLOSED:
+        return interpret(*called(eqn), values, partial(_visit, nodes, source.name_stack), _constant)
+    node = Node(eqn.replace(source_info=source), list(values))
+    nodes.append(node)
+    static = all(x.static for x in values) and not eqn.effects
+    for x in eqn.outvars:
+        value = Value(aval(x), node, static=static)
+        if static:
+            value.leaves = frozenset[int]().union(*(x.leaves for x in values))
+            value.learned = any(x.learned for x in values)
+            value.rooted = name in ROOTS or any(x.rooted for x in values)
+            value.sizes = _sizes(eqn, values, tuple(aval(x).shape))
+        node.outputs.append(value)
+    return node.outputs
+
+
+def _sizes(eqn: JaxprEqn, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[int, ...]:
+    if eqn.primitive.name in ELEMENTWISE:
+        return tuple(max([1, *(x.sizes[i] for x in values if x.sizes)]) if n else n for i, n in enumerate(shape))
+    pairs = correspondence(eqn)
+    if pairs is None or len(eqn.outvars) > 1 or 0 in shape:
+        return shape
+    sizes = list(shape)
+    for sources, targets in pairs:
+        if all(values[0].sizes[i] == 1 for i in sources):
+            for i in targets:
+                sizes[i] = 1
+    return tuple(sizes)
+
+
+def insides(node: Node) -> Iterator[Flat]:
+    """The programs that an operation repeats, chooses from, or brings with a derivative rule."""
+    for closed in jax.tree.leaves(list(node.eqn.params.values())):
+        jaxpr = getattr(closed, "jaxpr", closed)
+        if not isinstance(jaxpr, Jaxpr):
+            continue
+        operands: list[Value | None] = list(node.inputs)
+        if node.name == "scan":
+            shared, carried = scan_counts(node.eqn.params)
+            operands[shared : shared + carried] = [None] * carried
+        elif node.name == "while":
+            shared = node.eqn.params["body_nconsts"]
+            operands = [*operands[node.eqn.params["cond_nconsts"] :][:shared], *[None] * (len(jaxpr.invars) - shared)]
+        elif node.name == "cond":
+            operands = operands[1:]
+        if len(operands) != len(jaxpr.invars):
+            operands = [None] * len(jaxpr.invars)
+        arguments = [_inner(aval(x), operand) for x, operand in zip(jaxpr.invars, operands, strict=True)]
+        yield Flat(jaxpr, getattr(closed, "consts", ()), arguments)
+
+
+def _inner(x: Any, operand: Value | None) -> Value:
+    if operand is None or not operand.static:
+        return Value(x)
+    return replace(operand, aval=x, node=None, leaf=None, constant=None, sizes=tuple(x.shape), uses=[])
+
+
+def needed(
+    nodes: Sequence[Node],
+    wanted: Iterable[Value],
+    rewrites: Mapping[Node, Rewrite] | None = None,
+    *,
+    effects: bool = True,
+) -> tuple[list[Node], set[Value]]:
+    """The operations that lead to some values, or have effects, and all values that these need."""
+    rewrites = rewrites or {}
+    seen = set(wanted)
+    kept = []
+    for node in reversed(nodes):
+        if (effects and node.eqn.effects) or not seen.isdisjoint(node.outputs):
+            kept.append(node)
+            seen.update(rewrites[node].inputs if node in rewrites else node.inputs)
+    return kept[::-1], seen
+
+
+def run(nodes: Sequence[Node], known: dict[Value, Any], rewrites: Mapping[Node, Rewrite] | None = None) -> None:
+    """Add to the values that are `known` those that some operations give."""
+    rewrites = rewrites or {}
+    for node in nodes:
+        if not node.outputs or any(x not in known for x in node.outputs):
+            inputs, function = rewrites.get(node) or (node.inputs, partial(evaluate, node.eqn))
+            known |= zip(node.outputs, function(*[read(x, known) for x in inputs]), strict=True)
+
+
+def read(value: Value, known: Mapping[Value, Any]) -> Any:
+    """A value that is a constant or known."""
+    return known[value] if value.constant is None else value.constant

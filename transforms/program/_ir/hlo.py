@@ -1,0 +1,283 @@
+"""The text of a compiled program, read: its computations, their instructions, and where in the source each is from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..._core.source_lines import users_line
+
+_NAME = r"%?([\w.\-]+)"
+_COMPUTATION = re.compile(rf"^(ENTRY )?{_NAME} (?:\(.*\) -> .*)?\{{$")
+_INSTRUCTION = re.compile(rf"^\s+(ROOT )?{_NAME} = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*))?")
+_OPCODE = re.compile(r"([a-z][\w\-]*)\(")
+_CALLED = re.compile(
+    rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
+)
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_METADATA = re.compile(rf", metadata=\{{(?:[^{{}}\"]|{_QUOTED.pattern})*\}}")
+_BITS = re.compile(r"\d+")
+_ESCAPED = re.compile(r"\\([0-7]{3}|.)")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+# Operations that do nothing: other names for what is there already.
+NAMES = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
+# Operations that run another computation rather than do something themselves.
+CONTAINERS = frozenset({"while", "conditional", "call", "async-start", "async-done"})
+
+
+@dataclass(frozen=True)
+class Array:
+    """The type of an array.
+
+    Attributes:
+      dtype: as HLO writes it, such as `f32`.
+      shape: the lengths of its axes.
+      order: the axes as they are in memory, that of neighbours first.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def bytes(self) -> int:
+        """How much memory it takes."""
+        bits = _BITS.search(self.dtype)
+        if self.dtype in {"token", "opaque"}:
+            return 0
+        return -(-self.size * (int(bits[0]) if bits else 8) // 8)  # `pred` takes a byte
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction.
+
+    Attributes:
+      name: unique in its program; the trace of a run speaks of `hlo_op`.
+      opcode: what it does, such as `dot` or `fusion`.
+      results: the arrays it makes, one unless it makes a tuple.
+      operands: the names of the instructions whose results it takes.
+      root: whether its result is that of its computation.
+      rest: what is written behind the operands.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    root: bool
+    rest: str
+
+    @cached_property
+    def turns(self) -> int:
+        """How often a loop runs what it calls; 1 where that depends on data, and for what is no loop."""
+        found = _TURNS.search(self.rest) if self.opcode == "while" else None
+        return int(found[1]) if found else 1
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """The computations that it runs."""
+        found = (match[1] or match[2] for match in _CALLED.finditer(self.rest))
+        return tuple(name.strip().lstrip("%") for names in found for name in names.split(","))
+
+    @cached_property
+    def op_name(self) -> str:
+        """The scopes and the operation of JAX that it comes from, such as `jit(f)/layer/dot_general`; may be empty."""
+        found = re.search(rf"op_name={_QUOTED.pattern}", self.rest)
+        return _unescaped(found[1]) if found else ""
+
+    def attribute(self, name: str) -> str:
+        """A setting such as `window={size=3x3}`, without its braces; empty where it is not given."""
+        found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|([\w.\->]+))", self._settings)
+        return (found[1] if found[1] is not None else found[2]) if found else ""
+
+    @cached_property
+    def _settings(self) -> str:
+        """What is behind the operands, without what is quoted."""
+        return _QUOTED.sub('""', self.rest)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """A setting that is a list of whole numbers."""
+        return tuple(int(x) for x in self.attribute(name).split(",") if x)
+
+
+class Program:
+    """A compiled program.
+
+    Args:
+      text: what `compiled.as_text()` gives.
+
+    Attributes:
+      computations: the instructions of each computation, by the computation's name.
+      entry: the name of the one that is run.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        tables: dict[str, dict[int, str]] = {}
+        rows: dict[int, str] = {}
+        current: list[Instruction] = []
+        for line in text.splitlines():
+            if match := _INSTRUCTION.match(line):
+                current.append(_instruction(*match.groups()))
+            elif match := _COMPUTATION.match(line):
+                current = self.computations[match[2]] = []
+                self.entry = match[2] if match[1] else self.entry
+            elif line in {"FileNames", "FunctionNames", "FileLocations", "StackFrames"}:
+                rows = tables[line] = {}
+            elif match := re.match(r"(\d+) (.*)$", line):
+                rows[int(match[1])] = match[2]
+        self._tables = tables
+        self._sources: dict[int, str] = {}
+
+    @cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """All instructions by name."""
+        return {x.name: x for computation in self.computations.values() for x in computation}
+
+    def anonymous(self) -> str:
+        """What tells it from other programs: the text apart from names, and from where in the source it comes from."""
+        numbers: dict[str, int] = {}
+        lines = []
+        for line in self._text.splitlines():
+            computation = _COMPUTATION.match(line)
+            if computation or _INSTRUCTION.match(line):
+                plain = f"%{computation[2]}" if computation else _METADATA.sub("", line)
+                lines.append(re.sub(r"%[\w.\-]+", lambda x: f"%{numbers.setdefault(x[0], len(numbers))}", plain))
+        return "\n".join(lines)
+
+    def runs(self, computation: str = "") -> Iterator[tuple[Instruction, int]]:
+        """The instructions that a call runs and how often, loops that depend on data once; fusions as one."""
+        for x in self.computations[computation or self.entry]:
+            if x.opcode not in NAMES:
+                yield x, 1
+            for name in x.called if x.opcode in CONTAINERS else ():
+                yield from ((inner, times * x.turns) for inner, times in self.runs(name))
+
+    @cached_property
+    def _users(self) -> dict[str, list[Instruction]]:
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in instruction.operands:
+                users.setdefault(name, []).append(instruction)
+        return users
+
+    def waiting(self, name: str) -> Iterator[str]:
+        """The instructions that cannot begin before the one of this name has ended."""
+        for user in self._users.get(name, ()):
+            if user.opcode in NAMES:
+                yield from self.waiting(user.name)
+            else:
+                yield user.name
+
+    @cached_property
+    def _fusions(self) -> dict[str, Instruction]:
+        fusions = [x for x in self.instructions.values() if x.opcode == "fusion"]
+        return {inner.name: x for x in fusions for name in x.called for inner in self.computations.get(name, ())}
+
+    def fusion_of(self, instruction: Instruction) -> Instruction | None:
+        """The fusion that an instruction is in."""
+        return self._fusions.get(instruction.name)
+
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions of a fusion, those of fusions in it included."""
+        for name in instruction.called:
+            for x in self.computations.get(name, ()):
+                yield from self.inside(x) if x.opcode == "fusion" else (x,)
+
+    def source(self, instruction: Instruction) -> str:
+        """The line of the user's code that an instruction comes from, as `file:line`; empty where it is not known."""
+        frame = instruction.attribute("stack_frame_id")
+        if frame:
+            return self._line(int(frame))
+        file = re.search(rf"source_file={_QUOTED.pattern}", instruction.rest)
+        return f"{_unescaped(file[1])}:{instruction.attribute('source_line')}" if file else ""
+
+    def _line(self, frame: int) -> str:
+        if frame not in self._sources:
+            self._sources[frame] = users_line(self._lines(frame))
+        return self._sources[frame]
+
+    @cached_property
+    def _frames(self) -> dict[int, tuple[int, ...]]:
+        """For each frame of a stack of calls the number of its line, and of its caller."""
+        return {i: tuple(map(int, re.findall(r"=(\d+)", row))) for i, row in self._tables["StackFrames"].items()}
+
+    def _lines(self, frame: int) -> Iterator[str]:
+        """The lines of a stack of calls, from the innermost outwards."""
+        frames = self._frames
+        # The first frame has no caller. Some versions write the number of each caller one too high.
+        shift = frames[1][1]
+        while frame:
+            location, caller = frames[frame]
+            frame = caller - shift
+            place = dict(re.findall(r"(\w+)=(\d+)", self._tables["FileLocations"][location]))
+            file = self._tables["FileNames"][int(place["file_name_id"])]
+            yield f"{_unescaped(file[1:-1])}:{place['line']}"
+
+
+def _instruction(root: str | None, name: str, text: str) -> Instruction:
+    kind, text = _type(text)
+    opcode = _OPCODE.match(text)
+    if not opcode:
+        raise ValueError(f"an instruction of a compiled program that is not understood: {name} = {kind} {text[:80]}")
+    end = _closing(text, opcode.end() - 1)
+    operands = () if opcode[1] in {"constant", "parameter"} else _operands(text[opcode.end() : end])
+    arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
+    return Instruction(name, opcode[1], arrays, operands, root is not None, text[end + 1 :])
+
+
+def _unescaped(text: str) -> str:
+    """As it was before XLA wrote it in quotes: bytes of UTF-8 in octal, and strokes before some."""
+    plain = _ESCAPED.sub(lambda x: chr(int(x[1], 8)) if x[1].isdigit() else _ESCAPES.get(x[1], x[1]), text)
+    return plain.encode("latin-1", "replace").decode("utf-8", "replace")
+
+
+def _array(dtype: str, lengths: str, order: str) -> Array:
+    shape = tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x)
+    return Array(dtype, shape, tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape)))))
+
+
+def _type(text: str) -> tuple[str, str]:
+    """The type at the beginning of the right side of an instruction, and what follows it."""
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    return text[:end], text[end:].lstrip()
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` is closed."""
+    depth = 0
+    quoted = False
+    for i in range(start, len(text)):
+        character = text[i]
+        if character == '"' and text[i - 1] != "\\":
+            quoted = not quoted
+        elif not quoted and character == "(":
+            depth += 1
+        elif not quoted and character == ")":
+            depth -= 1
+            if not depth:
+                return i
+    raise ValueError(f"an instruction of a compiled program that is not understood: {text[:80]}")
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """The names between the brackets, before which there may be types, and numbers as a help to the eye."""
+    text = re.sub(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]", "", text)
+    text = re.sub(r"\([^()]*\)", "", text)
+    return tuple(x.split()[-1].lstrip("%") for x in text.split(",") if x.strip())

@@ -1,0 +1,80 @@
+"""Where an instruction of a compiled program comes from: the operation of JAX, its scopes, and a line of source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .hlo import Instruction, Program
+from .scopes import scope_of
+
+# What XLA calls a matrix product and a convolution, and what JAX does.
+PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
+# XLA names a product that it has put together with another view of an operand after the view.
+_VIEWS = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "rev"})
+# How far to look for a neighbour with a name.
+_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Place:
+    """An operation of JAX.
+
+    Attributes:
+      op: its name, such as `dot_general`; for what XLA has added of itself, that of the instruction, such as `copy`.
+      scope: its scopes, such as `layers/0/attention`; empty where there are none.
+      source: the line of the user's code, `file:line`; empty where it is not known.
+    """
+
+    op: str
+    scope: str
+    source: str
+
+
+def is_product(instruction: Instruction) -> bool:
+    """Whether it is a matrix product or a convolution."""
+    return instruction.opcode in PRODUCTS
+
+
+def place_of(program: Program, instruction: Instruction) -> Place | None:
+    """The place that an instruction is named after; None where it has no name.
+
+    The names of parameters are those of variables, as in `params['w']`, and some are of calls alone.
+    """
+    op, scope = scope_of(instruction.op_name)
+    if not op or not instruction.op_name.startswith(("jit(", "pjit(")):
+        return None
+    if op in _VIEWS and is_product(instruction):
+        op = PRODUCTS[instruction.opcode]
+    return Place(op, scope, program.source(instruction))
+
+
+def around(
+    program: Program, instruction: Instruction, known: Mapping[str, Place] | None = None, *, users: bool = True
+) -> Iterator[Place]:
+    """The places nearest to an instruction: of what waits for it and what it waits for, or of the latter alone.
+
+    Args:
+      program: the program.
+      instruction: where to begin.
+      known: the places of some that have no name.
+      users: whether to look at what waits for it too.
+    """
+    known = known or {}
+    seen, level = {instruction.name}, [instruction]
+    for _ in range(_STEPS):
+        further = []
+        for x in level:
+            fusion = program.fusion_of(x)
+            names = [*(program.waiting(x.name) if users else ()), *x.operands, *([fusion.name] if fusion else ())]
+            for name in names:
+                if name in seen:
+                    continue
+                seen.add(name)
+                neighbour = program.instructions[name]
+                place = known.get(name) or place_of(program, neighbour)
+                if place is not None:
+                    yield place
+                else:
+                    further.append(neighbour)
+        level = further

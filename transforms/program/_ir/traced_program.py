@@ -1,0 +1,213 @@
+"""A call as a program of its own, in which the parts of NNX modules are scopes: traced, compiled, and run again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._calls.call import arrays_apart
+from ..._core.arguments import argument_name, check_callable
+from ..._core.compat import Jitted, Tracer
+from ..._core.source_lines import call_users
+from ..._models.mutation import call_with_models, changes
+from ..._models.split_model import models_of, owner_of, refuse_shared_state, split, to_parts
+from .attribution import Share, is_mixed, shares
+from .hlo import Instruction, Program
+from .module_scopes import LOCK, module_paths, modules_of, scoped_calls
+from .provenance import Place
+from .unnamed_dots import lost_products
+
+# XLA's CPU backend hands parts of a program, or all of it, to a library as one instruction whose parts cannot be timed.
+# With these each matrix product and convolution is handed over alone.
+_PRODUCTS_APART = {
+    "xla_cpu_experimental_ynn_fusion_type": ",".join(
+        f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}" for kind in ("DOT", "CONVOLUTION")
+    )
+}
+# And it compiles small loops into one function that the trace does not look into.
+_LOOPS_APART = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
+_SMALL_LOOP = "xla_cpu_small_call"
+
+
+class Prepared:
+    """`fun(*args)` as a program.
+
+    Modules are not changed by it: what `fun` changes of them is a result of the program, so that it is computed.
+
+    Args:
+      api: what to call the tool in an error.
+      fun: a function, a bound method or a module; one that is jitted keeps its settings.
+      args: its arguments. What is neither array, number nor module stays as it is.
+
+    Attributes:
+      name: what to call the function.
+      traced: what JAX made of it, before XLA has changed it.
+    """
+
+    def __init__(self, api: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        check_callable(api, fun)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(to_parts(args))):
+            raise TypeError(
+                f"{api}: the arguments have no values under jax.jit, jax.grad or jax.vmap; call it outside."
+            )
+        named: Any = fun
+        while isinstance(named, partial):
+            named = named.func
+        self.name: str = getattr(named, "__name__", type(named).__name__)
+        owner, function = owner_of(fun)
+        refuse_shared_state(api, fun, owner, args, {})
+        modules = modules_of(fun, owner, args)
+        # Taken apart while they are named: so are then the copies that are put together from the parts.
+        with module_paths(modules) as kinds, scoped_calls(kinds):
+            jitted = isinstance(fun, Jitted)
+            if jitted and not models_of(args):
+                self.traced: Any = call_users(cast(Any, fun).trace, *args)
+                dynamic = _dynamic(fun, args, self.traced)
+                self._args = tuple(args[i] for i in dynamic)
+                if modules:
+                    # JAX may remember a trace of it without the scopes.
+                    static = tuple(i for i in range(len(args)) if i not in dynamic)
+                    self.traced = call_users(jax.jit(_anew(cast(Any, fun)), static_argnums=static).trace, *args)
+            else:
+                # Of a jitted function whole numbers may be static.
+                numbers = (float, complex) if jitted else (bool, int, float, complex)
+                kinds_of_arrays = (np.ndarray, np.generic, *numbers)
+                parts = to_parts((owner, args, {}))
+                arrays, join = arrays_apart(
+                    jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds_of_arrays) else x, parts)
+                )
+                self._args = (arrays,)
+                self.traced = call_users(jax.jit(_of_arrays(function, join, self.name)).trace, arrays)
+            self._lowered: Any = self.traced.lower()
+
+    def compile(self, options: dict[str, str] | None = None) -> Compiled:
+        """The program, compiled."""
+        with LOCK, names_in_cache_key():
+            return Compiled(self._lowered.compile(compiler_options=options), self._args, self.traced.jaxpr)
+
+    def arrays(self) -> list[Any]:
+        """The arguments of the program."""
+        return jax.tree.leaves(self._args)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The program as it would be run."""
+        return self.compile()
+
+    @cached_property
+    def apart(self) -> Compiled:
+        """The program with its products and small loops as instructions of their own, where XLA can keep them so."""
+        program = self.compiled.program
+        options: dict[str, str] = {}
+        if any(is_mixed(program, x) for x in program.instructions.values()):
+            options |= _PRODUCTS_APART
+        if _SMALL_LOOP in self.compiled.text:
+            options |= _LOOPS_APART
+        try:
+            return self.compile(options) if options else self.compiled
+        except jax.errors.JaxRuntimeError:  # another version of XLA, without these options
+            return self.compiled
+
+
+class Compiled:
+    """A compiled program and its arguments.
+
+    Attributes:
+      text: it, as XLA writes it.
+      program: the text, read.
+      module: what the trace of a run calls it.
+    """
+
+    def __init__(self, executable: Any, args: tuple[Any, ...], closed: Any) -> None:
+        self.text: str = executable.as_text()
+        self.program = Program(self.text)
+        self.module = re.split(r"[\s,]", self.text.split("HloModule ", 1)[1], maxsplit=1)[0]
+        self._executable, self._args, self._closed = executable, args, closed
+        self._donates = any(info.donated for info in jax.tree.leaves(executable.args_info))
+
+    @cached_property
+    def _lost(self) -> dict[str, Place]:
+        return lost_products(self.program, self._closed)
+
+    def shares(self, instruction: Instruction) -> list[Share]:
+        """Which operations an instruction stands for."""
+        return shares(self.program, instruction, self._lost)
+
+    def calls(self, number: int) -> list[Callable[[], Any]]:
+        """So many calls of it, each of which can be made once."""
+        each = [jax.tree.map(jnp.copy, self._args) if self._donates else self._args for _ in range(number)]
+        jax.block_until_ready(each)
+        return [partial(self._executable, *args) for args in each]
+
+
+def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[int]:
+    """The positions of the arguments of a jitted function that are not static, by what its program takes."""
+    infos, _ = traced.args_info
+    names = iter(traced.jaxpr.jaxpr.debug_info.arg_names)
+    firsts = []
+    for info in infos:
+        firsts.append([str(next(names)) for _ in jax.tree.leaves(info)][:1])
+
+    def fits(i: int, k: int) -> bool:
+        name = argument_name(fun, args, i)
+        if not all(re.split(r"[.\[]", x, maxsplit=1)[0] == name.partition("[")[0] for x in firsts[k]):
+            return False
+        leaves, expected = jax.tree.leaves(args[i]), jax.tree.leaves(infos[k])
+        structure: Any = jax.tree.structure(args[i])
+        return (
+            structure == jax.tree.structure(infos[k])
+            and all(hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex)) for x in leaves)
+            and all(np.shape(x) == info.shape for x, info in zip(leaves, expected, strict=True))
+        )
+
+    def match(i: int, k: int) -> list[int] | None:
+        if k == len(infos):
+            return []
+        if i == len(args):
+            return None
+        found = match(i + 1, k + 1) if fits(i, k) else None
+        return match(i + 1, k) if found is None else [i, *found]
+
+    found = match(0, 0)
+    return list(range(len(args))) if found is None else found
+
+
+def _anew(fun: Any) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return fun.__wrapped__(*args)
+
+    call.__name__ = getattr(fun, "__name__", "call")
+    return call
+
+
+@contextmanager
+def names_in_cache_key() -> Iterator[None]:
+    """Let the persistent cache, where there is one, not give back a program with the scopes and lines of another."""
+    setting = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, setting, None)
+    if before is not None:
+        jax.config.update(setting, True)
+    try:
+        yield
+    finally:
+        if before is not None:
+            jax.config.update(setting, before)
+
+
+def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], name: str) -> Callable[..., Any]:
+    def call(arrays: list[jax.Array]) -> list[jax.Array]:
+        parts = join(arrays)
+        out, models = call_with_models(function, parts)
+        changed = zip(map(split, models), changes(function, parts, models), strict=True)
+        kept = [x for after, paths in changed for path, x in after.arrays().items() if path in paths]
+        return [*arrays_apart(to_parts(out))[0], *kept]
+
+    call.__name__ = name
+    return call

@@ -1,0 +1,1 @@
+"""Where the time of a program goes, and what differs between two."""

@@ -1,0 +1,165 @@
+"""What a program runs and how long it takes, written to a file for a later comparison: `capture`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from ..._core.arguments import check_count
+from ..._core.machine import cores, processor
+from ..._runs.atomic_write import write_whole
+from .._ir.traced_program import Prepared
+from .operation_counts import count_operations
+from .timeline import Timeline, timelines
+
+_FORMAT = "plurax capture 1"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a program runs, and how long that took in some runs.
+
+    Attributes:
+      name: of the function.
+      counts: how often each operation of each scope runs in a call, by `(op, scope)`.
+      seconds: how long these took in each run, of what has a time of its own.
+      program: a digest of the compiled program, apart from names and lines of source.
+      machine: the devices (on a CPU the model of the processor), the cores and the versions of JAX, for which alone
+        times can be compared.
+
+    Examples:
+      >>> from plurax.transforms.program import Capture
+      >>> Capture("f", {("sin", "layer"): 2}, {("sin", "layer"): [1e-6, 2e-6]}, "", "cpu").counts
+      {('sin', 'layer'): 2}
+    """
+
+    name: str
+    counts: dict[tuple[str, str], int]
+    seconds: dict[tuple[str, str], list[float]]
+    program: str
+    machine: str
+
+
+def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, repeats: int = 20) -> Capture:
+    """Run `fun(*args)` some times and write what it runs to a file, for `trace_diff`.
+
+    Args:
+      path: the file, JSON; one that is there is replaced once the new one is whole. Missing folders are made.
+      fun: as for `profile`.
+      *args: as for `profile`.
+      repeats: how many calls are watched, as for `profile`; at least two.
+
+    Returns:
+      What was written.
+
+    Raises:
+      TypeError: `fun` cannot be called, `repeats` is not a whole number.
+      ValueError: `repeats` is less than two.
+      OSError: the file cannot be written.
+
+    Cost:
+      Compiling `fun`, at most twice, and one call more than `repeats`.
+
+    Examples:
+      >>> import tempfile, jax.numpy as jnp
+      >>> from plurax.transforms.program import capture
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     found = capture(f"{directory}/sine.json", jnp.sin, jnp.ones(3))
+      >>> found.counts
+      {('sin', ''): 1}
+    """
+    check_count("capture", "repeats", repeats, least=2)
+    (found,) = captures("capture", [Prepared("capture", fun, args)], repeats)
+    content = {
+        "format": _FORMAT,
+        "name": found.name,
+        "program": found.program,
+        "machine": found.machine,
+        "operations": [
+            {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
+            for (op, scope), count in found.counts.items()
+        ],
+    }
+    write_whole(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
+    return found
+
+
+def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
+    """What `capture` has written."""
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}")
+        return _checked(content)
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
+
+
+def _checked(content: dict[str, Any]) -> Capture:
+    for name in ("name", "program", "machine"):
+        if not isinstance(content[name], str):
+            raise ValueError(f"{name!r} is no string")
+    rows = {(row["op"], row["scope"]): row for row in content["operations"]}
+    if len(rows) < len(content["operations"]):
+        raise ValueError("two operations are the same")
+    for (op, scope), row in rows.items():
+        if not isinstance(op, str) or not isinstance(scope, str):
+            raise ValueError("the name of an operation is no string")
+        if type(row["count"]) is not int or row["count"] < 0:
+            raise ValueError(f"the count of {op!r} is no whole number from 0 on")
+        times = row["seconds"]
+        if not isinstance(times, list) or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
+            raise ValueError(f"the seconds of {op!r} are no times")
+    if len({len(row["seconds"]) for row in rows.values() if row["seconds"]}) > 1:
+        raise ValueError("some operations have more runs than others")
+    return Capture(
+        content["name"],
+        {key: row["count"] for key, row in rows.items()},
+        {key: [float(x) for x in row["seconds"]] for key, row in rows.items() if row["seconds"]},
+        content["program"],
+        content["machine"],
+    )
+
+
+def captures(api: str, prepared: Sequence[Prepared], repeats: int) -> list[Capture]:
+    """Run some programs in turns, and say what each runs."""
+    programs = [one.apart for one in prepared]
+    for compiled in programs:
+        jax.block_until_ready(compiled.calls(1)[0]())
+    return [_captured(*one) for one in zip(prepared, timelines(api, programs, repeats), strict=True)]
+
+
+def _captured(prepared: Prepared, runs: list[Timeline]) -> Capture:
+    program = prepared.apart.program
+    counts: dict[tuple[str, str], int] = dict(count_operations(prepared.traced.jaxpr.jaxpr))
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
+    added: dict[tuple[str, str], int] = defaultdict(int)
+    for name, times in runs[0].counts.items() if runs else ():
+        for share in prepared.apart.shares(program.instructions[name]):
+            key = share.place.op, share.place.scope
+            for i, run in enumerate(runs):
+                seconds[key][i] += share.part * run.seconds.get(name, 0.0)
+            if key not in counts:
+                added[key] += times
+    return Capture(prepared.name, {**counts, **added}, dict(seconds), _digest(prepared), _machine())
+
+
+def _digest(prepared: Prepared) -> str:
+    return hashlib.sha256(prepared.apart.program.anonymous().encode()).hexdigest()
+
+
+def _machine() -> str:
+    device = jax.devices()[0]
+    kind = processor() if device.platform == "cpu" else device.device_kind
+    devices = f"{jax.device_count()} x {device.platform} {kind}, {cores()} cores"
+    return f"{devices}, jax {jax.__version__}, jaxlib {jaxlib.__version__}"

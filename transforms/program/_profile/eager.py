@@ -1,0 +1,141 @@
+"""A program evaluated operation by operation, as it is written, each timed: scans and loops turn by turn."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from ..._core.compat import scan_counts
+from ..._core.jaxpr import CALLS, aval, called, evaluate, interpret
+from ..._core.source_lines import source_of
+from .._ir.cost import flops
+from .._ir.hlo import Program
+from .._ir.provenance import Place
+from .._ir.scopes import scope_of
+
+_REWRITTEN = frozenset({"while", "reduce-window"})
+
+
+@dataclass
+class Cost:
+    """What the operations of one place cost together.
+
+    Attributes:
+      seconds: how long they took.
+      count: how many there were.
+      flops: their floating point operations.
+      bytes: what they read and wrote.
+    """
+
+    seconds: float = 0.0
+    count: int = 0
+    flops: int = 0
+    bytes: float = 0.0
+
+    def add(self, seconds: float, count: int, flops: int, moved: float) -> None:
+        """Count some operations more."""
+        self.seconds += seconds
+        self.count += count
+        self.flops += flops
+        self.bytes += moved
+
+
+class Eager:
+    """One evaluation.
+
+    Args:
+      known: for operations of the program their flops and bytes, which are added to it.
+
+    Attributes:
+      costs: what the operations of each place cost.
+    """
+
+    def __init__(self, known: dict[int, tuple[int, int]]) -> None:
+        self.costs: dict[Place, Cost] = defaultdict(Cost)
+        self._known = known
+
+    def run(self, closed: Any, args: Sequence[Any], scope: str = "", source: str = "") -> list[Any]:
+        """Evaluate a program whose scopes are all inside `scope`, and which the line `source` calls."""
+        return interpret(closed.jaxpr, closed.consts, args, partial(self._visit, scope, source))
+
+    def _visit(self, scope: str, source: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
+        scope = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
+        source = source_of(eqn) or source
+        if name in CALLS:
+            return self.run(ClosedJaxpr(*called(eqn)), values, scope, source)
+        if name in _LOOPS:
+            return _LOOPS[name](eqn.params, values, lambda body, args: self.run(body, args, scope, source))
+        begin = time.perf_counter()
+        out = jax.block_until_ready(evaluate(eqn, *values))
+        took = time.perf_counter() - begin
+        if id(eqn) not in self._known:
+            self._known[id(eqn)] = _cost(eqn, values)
+        self.costs[Place(name, scope_of(f"{scope}/{name}")[1], source)].add(took, 1, *self._known[id(eqn)])
+        return out
+
+
+def _cost(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
+    """Floating point operations and bytes of one operation, by what it is lowered to."""
+    if eqn.effects:
+        return 0, 0
+    lowered: Any = jax.jit(partial(evaluate, eqn)).lower(*values)
+    program = Program(lowered.as_text("hlo"))
+    if any(x.opcode in _REWRITTEN for x in program.instructions.values()):
+        # What XLA makes of a window over all that is before, or how often a loop turns, is known only then.
+        program = Program(lowered.compile().as_text())
+    work = sum(times * flops(program, x) for x, times in program.runs())
+    return work, sum(x.size * x.dtype.itemsize for x in map(aval, [*eqn.invars, *eqn.outvars]) if _is_sized(x))
+
+
+def _is_sized(x: Any) -> bool:
+    return hasattr(x, "size") and hasattr(x.dtype, "itemsize")
+
+
+Run = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def _scan(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
+    shared, carried = scan_counts(params)
+    constants, carry, xs = values[:shared], values[shared : shared + carried], values[shared + carried :]
+    turns = range(params["length"])
+    ys: list[list[Any]] = []
+    for i in reversed(turns) if params["reverse"] else turns:
+        out = run(params["jaxpr"], [*constants, *carry, *(x[i] for x in xs)])
+        carry = out[:carried]
+        ys.append(out[carried:])
+    if params["reverse"]:
+        ys.reverse()
+    if not ys:
+        empty = [x.aval for x in params["jaxpr"].jaxpr.outvars[carried:]]
+        return [*carry, *(jnp.zeros((0, *x.shape), x.dtype) for x in empty)]
+    return [*carry, *map(jnp.stack, zip(*ys, strict=True))]
+
+
+def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
+    number = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_test, of_body, carry = values[: number[0]], values[number[0] : number[1]], values[number[1] :]
+    while run(params["cond_jaxpr"], [*of_test, *carry])[0]:
+        carry = run(params["body_jaxpr"], [*of_body, *carry])
+    return carry
+
+
+def _cond(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
+    which, *rest = values
+    branches = params["branches"]
+    return run(branches[min(max(int(which), 0), len(branches) - 1)], rest)
+
+
+_LOOPS: dict[str, Callable[[dict[str, Any], list[Any], Run], list[Any]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

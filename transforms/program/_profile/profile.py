@@ -1,0 +1,378 @@
+"""Where the time of a call goes, by operation, scope and line: `profile`."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import jax
+
+from ..._core.arguments import check_count, describe
+from .._ir.cost import memory
+from .._ir.provenance import Place
+from .._ir.traced_program import Compiled, Prepared
+from .bar_chart import bars
+from .eager import Cost, Eager
+from .table import check_groups, count, seconds, table
+from .timeline import timelines
+
+_SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
+_GROUPS = ("op", "scope", "source")
+# Times as long as when nobody watches.
+_TOO_LONG = 1.5
+_Run = TypeVar("_Run")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of a profile.
+
+    Attributes:
+      op: the operation of JAX, such as `dot_general`; for what XLA has added that of the instruction, such as `copy`.
+        What JAX writes out as others, such as random numbers, is named after these.
+      scope: the scopes it is in, such as `layers/0/attention`; empty where there are none.
+      source: the line of the user's code, as `file:line`; empty where it is not known.
+      count: how many instructions do it in a call, each as often as it runs; XLA may put several operations of one name
+        and line into one instruction. In eager mode: how often it runs.
+      mean: seconds of one of these, the mean over the quicker half of the calls that were watched.
+      share: its part of the time of a call, from 0 to 1.
+      flops: floating point operations in a call, two for each multiplication of a product and one for each number of
+        other arithmetic, integers and functions such as `tanh` included; none for sorting, Fourier transforms and
+        decompositions. Over several devices, those of one.
+      bytes: bytes read and written in a call, likewise; of a fusion in proportion to the time.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms.program import profile
+      >>> (row,) = profile(jnp.sin, jnp.ones(3)).operations
+      >>> row.op, row.count, row.flops, row.bytes
+      ('sin', 1, 3, 24)
+    """
+
+    op: str
+    scope: str
+    source: str
+    count: int
+    mean: float
+    share: float
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a call goes.
+
+    Attributes:
+      operations: one row for each operation, scope and line; most time first.
+      mode: `compiled` or `eager`.
+      name: of the function.
+      jitted: seconds of a call of the compiled function, the median of calls that were not watched.
+      watched: seconds of a call as it was watched, of which `share` is a part: of the compiled program from the first
+        operation to the last, over several devices on the slowest; in eager mode of all operations together. The mean
+        over the quicker half of the calls.
+      attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
+      estimated: the part of it that is of several operations that XLA has fused, and is divided by their flops.
+      apart: whether XLA's CPU backend would hand several operations at once to a library, or compile a small loop into
+        one function, and was told not to. The calls that were watched are then of a program of other instructions than
+        those of `jitted`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms.program import profile
+      >>> found = profile(lambda x: jnp.sin(x @ x), jnp.ones((64, 64)))
+      >>> [line.split()[0] for line in found.table(by="op", sort="flops").splitlines()[-2:]]
+      ['dot_general', 'sin']
+    """
+
+    operations: tuple[Operation, ...]
+    mode: str
+    name: str
+    jitted: float
+    watched: float
+    attributed: float
+    estimated: float
+    apart: bool
+
+    def table(self, *, sort: str = "time", top: int | None = 20, by: str | Sequence[str] = _GROUPS) -> str:
+        """The profile as a table for a terminal.
+
+        Args:
+          sort: `time`, `mean`, `count`, `flops` or `bytes`, largest first; `op`, `scope` or `source` by the alphabet.
+          top: how many rows to show; None shows all.
+          by: what the rows are added up by: `op`, `scope`, `source` or several of these.
+
+        Returns:
+          The table, with a heading that says what was measured.
+
+        Raises:
+          ValueError: `sort` or `by` is none of these; `top` is less than one.
+          TypeError: `top` is not a whole number.
+        """
+        check_count("Profile.table", "top", top, optional=True)
+        if not isinstance(sort, str) or sort not in _SORTS:
+            raise ValueError(f"Profile.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
+        groups = check_groups("Profile.table", by, _GROUPS)
+        rows = _grouped(self.operations, groups)
+        rows.sort(key=(lambda row: getattr(row, sort)) if sort in _GROUPS else (lambda row: -_largest(row, sort)))
+        head = [*groups, "count", "mean", "share", "flops", "bytes"]
+        shown = rows[:top]
+        cells = [
+            [
+                *(_label(row, name) for name in groups),
+                str(row.count),
+                seconds(row.mean),
+                f"{row.share:.1%}",
+                count(row.flops),
+                count(row.bytes),
+            ]
+            for row in shown
+        ]
+        lines = [self.heading(), table(head, cells, len(groups))]
+        if len(shown) < len(rows):
+            rest = sum(row.share for row in rows[len(shown) :])
+            lines.append(f"and {len(rows) - len(shown)} more rows, {rest:.1%} of the time")
+        return "\n".join(lines)
+
+    def heading(self) -> str:
+        """What was measured, in words."""
+        if self.mode == "eager":
+            return (
+                f"{self.name}, operation by operation: {seconds(self.watched)} in all. This sum is not the time of the "
+                f"compiled function, which takes {seconds(self.jitted)}."
+            )
+        text = (
+            f"{self.name}, compiled: {seconds(self.jitted)} a call; {seconds(self.watched)} in the program while it is "
+            f"watched, {self.attributed:.1%} of that attributed"
+        )
+        if self.estimated >= 0.0005:
+            text += f", {self.estimated:.1%} in fused operations, divided among them by their flops"
+        if self.apart:
+            text += (
+                ".\nXLA puts several operations into one instruction here; these figures are of the program with each "
+                "matrix product, convolution and loop kept apart"
+            )
+        if self.watched > _TOO_LONG * self.jitted:
+            text += (
+                ".\nWatching takes much of the time here, some tenths of a microsecond for each instruction that is "
+                "run: trust the shares of longer ones only"
+            )
+        return text + "."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as plain numbers, strings, lists and dicts, as `json` and pandas take them."""
+        return {**asdict(self), "operations": [asdict(row) for row in self.operations]}
+
+    def plot(self, *, by: str = "scope", top: int = 15, ax: Any = None) -> Any:
+        """Draw the largest shares of the time as bars; needs the extra `plot`.
+
+        Args:
+          by: `op`, `scope` or `source`.
+          top: how many bars.
+          ax: matplotlib axes, or None for new ones.
+
+        Returns:
+          The axes.
+
+        Raises:
+          ModuleNotFoundError: matplotlib is missing.
+          ValueError: `by` is none of these; `top` is less than one.
+          TypeError: `top` is not a whole number.
+        """
+        check_count("Profile.plot", "top", top)
+        if by not in _GROUPS:
+            raise ValueError(f"Profile.plot: by must be one of {', '.join(_GROUPS)}, but got {describe(by)}.")
+        rows = sorted(_grouped(self.operations, (by,)), key=lambda row: -row.share)[:top]
+        values = [(_label(row, by) if getattr(row, by) else f"no {by}", row.share * 100) for row in rows]
+        return bars(values, f"% of the {seconds(self.watched)} of {self.name}, {self.mode}", ax)
+
+    def __str__(self) -> str:
+        """The table."""
+        return self.table()
+
+
+def profile(
+    fun: Callable[..., Any], *args: Any, mode: Literal["compiled", "eager"] = "compiled", repeats: int = 10
+) -> Profile:
+    """Measure where the time of `fun(*args)` goes.
+
+    Compiled, the program runs under JAX's profiler, and what the trace says of each instruction is joined with the
+    names and lines that the compiled program carries: time lands on `jax.named_scope`s, on the parts of NNX modules by
+    their attributes (`layers/0/conv`), on Linen's modules, and on lines of source. Eager, each operation is run by
+    itself as it is written, like the interpreter of the FX tutorial: what one costs alone, not what it costs in the
+    compiled program.
+
+    Args:
+      fun: a function, a bound method or a module. NNX modules among its arguments, and those that it refers to, are not
+        changed; one that it puts together itself, by `nnx.merge`, has no scopes.
+      *args: its arguments, of which numbers become arrays as under `jax.jit`.
+      mode: `compiled` or `eager`.
+      repeats: how many calls are watched, at least one; of a program that runs very many instructions fewer, but not
+        less than three.
+
+    Returns:
+      A `Profile`: `print` it, or see `table`, `to_dict` and `plot`.
+
+    Raises:
+      TypeError: `fun` cannot be called, `repeats` is not a whole number, or the arguments have no values, as under
+        `jax.jit`.
+      ValueError: `mode` is neither, `repeats` is less than one.
+      RuntimeError: the program runs nothing, so there is nothing to measure; JAX's profiler is running already.
+
+    Cost:
+      Compiling `fun` (twice where XLA's CPU backend keeps several operations in one instruction), and about twice
+      `repeats` calls. A trace takes memory for each instruction that is run.
+
+    Source:
+      PyTorch's tutorial "Building a Simple CPU Performance Profiler with FX".
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import profile
+      >>> def two(x):
+      ...     with jax.named_scope("product"):
+      ...         y = x @ x
+      ...     with jax.named_scope("sine"):
+      ...         return jnp.sin(y)
+      >>> found = profile(two, jnp.ones((64, 64)))
+      >>> sorted(row.scope for row in found.operations if row.flops)
+      ['product', 'sine']
+      >>> max(row.flops for row in found.operations) == 2 * 64**3
+      True
+    """
+    if mode not in ("compiled", "eager"):
+        raise ValueError(f"profile: mode must be 'compiled' or 'eager', but got {describe(mode)}.")
+    check_count("profile", "repeats", repeats)
+    prepared = Prepared("profile", fun, args)
+    jitted = _clock(prepared.compiled, repeats)
+    if mode == "eager":
+        return _eager(prepared, jitted, repeats)
+    return _compiled(prepared, jitted, repeats)
+
+
+def _clock(compiled: Compiled, repeats: int) -> float:
+    """The median time of a call, after one that does not count."""
+    times = []
+    for call in compiled.calls(repeats + 1):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
+    compiled = prepared.apart
+    program = compiled.program
+    if compiled is not prepared.compiled:
+        jax.block_until_ready(compiled.calls(1)[0]())
+    runs = _quickest(timelines("profile", [compiled], repeats)[0], lambda run: run.span)
+    if not runs:
+        raise RuntimeError(
+            f"profile: the compiled `{prepared.name}` runs nothing, so there is nothing to measure; does it compute "
+            "anything from its arguments?"
+        )
+    watched = sum(run.span for run in runs) / len(runs)
+    costs: dict[Place, Cost] = defaultdict(Cost)
+    fused = 0.0
+    for name, times in runs[0].counts.items():
+        instruction = program.instructions[name]
+        took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
+        moved = memory(program, instruction)
+        parts = compiled.shares(instruction)
+        for share in parts:
+            costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
+        fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
+    return Profile(
+        _operations(costs, watched),
+        "compiled",
+        prepared.name,
+        jitted,
+        watched,
+        _attributed(costs) / watched,
+        fused / watched,
+        compiled is not prepared.compiled,
+    )
+
+
+def _eager(prepared: Prepared, jitted: float, repeats: int) -> Profile:
+    known: dict[Any, tuple[int, int]] = {}
+    runs = []
+    for _ in range(repeats + 1):
+        runs.append(Eager(known))
+        runs[-1].run(prepared.traced.jaxpr, prepared.arrays())
+    # The first has compiled every operation.
+    quick = _quickest(runs[1:], lambda run: sum(cost.seconds for cost in run.costs.values()))
+    costs = {
+        place: replace(cost, seconds=sum(run.costs[place].seconds for run in quick) / len(quick))
+        for place, cost in quick[0].costs.items()
+    }
+    if not costs:
+        raise RuntimeError(f"profile: `{prepared.name}` runs nothing, so there is nothing to measure.")
+    watched = sum(cost.seconds for cost in costs.values())
+    rows = _operations(costs, watched)
+    return Profile(rows, "eager", prepared.name, jitted, watched, _attributed(costs) / watched, 0.0, False)
+
+
+def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]:
+    """The half of the runs that was disturbed least; what is taken from these alone adds up."""
+    return sorted(runs, key=time)[: (len(runs) + 1) // 2]
+
+
+def _attributed(costs: dict[Place, Cost]) -> float:
+    return sum(cost.seconds for place, cost in costs.items() if place.scope or place.source)
+
+
+def _operations(costs: dict[Place, Cost], watched: float) -> tuple[Operation, ...]:
+    rows = [
+        Operation(
+            place.op,
+            place.scope,
+            place.source,
+            cost.count,
+            cost.seconds / cost.count,
+            cost.seconds / watched,
+            cost.flops,
+            round(cost.bytes),
+        )
+        for place, cost in costs.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.share))
+
+
+def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation]:
+    """The rows added up by some of their names."""
+    together: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
+    for row in rows:
+        together[tuple(getattr(row, name) for name in groups)].append(row)
+    found = []
+    for key, members in together.items():
+        names = dict(zip(groups, key, strict=True))
+        times = sum(row.count for row in members)
+        found.append(
+            Operation(
+                names.get("op", ""),
+                names.get("scope", ""),
+                names.get("source", ""),
+                times,
+                sum(row.mean * row.count for row in members) / times,
+                sum(row.share for row in members),
+                sum(row.flops for row in members),
+                sum(row.bytes for row in members),
+            )
+        )
+    return found
+
+
+def _largest(row: Operation, sort: str) -> float:
+    value: float = row.share if sort == "time" else getattr(row, sort)
+    return value
+
+
+def _label(row: Operation, name: str) -> str:
+    value: str = getattr(row, name)
+    return (os.path.basename(value) if name == "source" else value) or "-"

@@ -1,0 +1,45 @@
+"""Rows as a table for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..._core.arguments import describe
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns side by side, the first `left` of them flush left, the others flush right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            x.ljust(width) if i < left else x.rjust(width) for i, (x, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def seconds(time: float) -> str:
+    """A time as one reads it."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if time * factor >= 0.9995:
+            return f"{time * factor:.3g} {unit}"
+    return f"{time * 1e6:.3g} us"
+
+
+def count(number: float) -> str:
+    """A large number as one reads it."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def check_groups(api: str, by: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """What the rows of a table are added up by: a name, or several."""
+    groups = (by,) if isinstance(by, str) else tuple(by) if isinstance(by, (tuple, list)) else ()
+    if not groups or set(groups) - set(names):
+        raise ValueError(f"{api}: by must be one or some of {', '.join(names)}, but got {describe(by)}.")
+    return groups

@@ -1,0 +1,149 @@
+"""How long each instruction of a compiled program takes, from a trace of its runs."""
+
+from __future__ import annotations
+
+import bisect
+import tempfile
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._ir.hlo import CONTAINERS, Program
+from .._ir.traced_program import Compiled
+
+# What the trace shows around each call, and behind it the number of the program.
+_MARK = "plurax program "
+# Reading a trace takes a second for about 20,000 instructions that were run.
+_EVENTS, _LEAST_RUNS = 100_000, 3
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One run.
+
+    Attributes:
+      seconds: for each instruction how long it was at work. Where several are at once, they share the time; what a
+        loop runs is not counted to the loop.
+      counts: how often each was run.
+      span: from the first beginning to the last end.
+    """
+
+    seconds: dict[str, float]
+    counts: dict[str, int]
+    span: float
+
+
+def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
+    """Run some programs in turns under the profiler, each so many times, or less often if they run very much.
+
+    Returns:
+      For each program its runs; over several devices, on the one that took longest.
+    """
+    events = sum(times for compiled in programs for _, times in compiled.program.runs())
+    runs = min(runs, max(_EVENTS // max(events, 1), _LEAST_RUNS))
+    calls = [compiled.calls(runs) for compiled in programs]
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            jax.profiler.start_trace(directory, profiler_options=options)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{api}: JAX's profiler cannot be started, as it is running already; stop it first "
+                f"(jax.profiler.stop_trace). {error}"
+            ) from error
+        try:
+            for i in range(runs):
+                for j in range(len(programs)):
+                    with jax.profiler.TraceAnnotation(f"{_MARK}{j}"):
+                        jax.block_until_ready(calls[j][i]())
+        finally:
+            jax.profiler.stop_trace()
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        with warnings.catch_warnings():
+            # From Python 3.12 on, its types warn when they are first met; as an error that ends the process.
+            warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
+            found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
+    runs_of: dict[int, list[Timeline]] = {j: [] for j in range(len(programs))}
+    for which, devices in found:
+        each = [_timeline(programs[which].program, events) for events in devices]
+        runs_of[which].append(max(each, key=lambda run: run.span))
+    return list(runs_of.values())
+
+
+@dataclass
+class _Event:
+    name: str
+    start: float
+    end: float
+
+
+def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event]]]]:
+    """The number of the program of each run, and the instructions of the run on each device."""
+    planes = [(plane.name, [event for line in plane.lines for event in line.events]) for plane in profile.planes]
+    marks = sorted(
+        (event.start_ns, int(event.name.removeprefix(_MARK)))
+        for _, events in planes
+        for event in events
+        if event.name.startswith(_MARK)
+    )
+    # On a GPU both the host, which enqueues, and the device, which computes, speak of instructions.
+    on_device = [name for name, _ in planes if name.startswith("/device:")]
+    runs: dict[Any, list[_Event]] = defaultdict(list)
+    begun: dict[int, _Event] = {}
+    ends: dict[int, float] = {}
+    for name, events in planes:
+        for event in events:
+            stats = dict(event.stats)
+            if stats.get("hlo_module") in modules and "hlo_op" in stats and (name in on_device or not on_device):
+                found = _Event(stats["hlo_op"], event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
+                # A call has ended before the next one begins, so it is told by the time.
+                call = max(bisect.bisect(marks, (event.start_ns, len(marks))) - 1, 0)
+                runs[call, name, stats.get("device_ordinal")].append(found)
+                if "_p" in stats:
+                    begun[stats["_p"]] = found
+            elif event.name.startswith("end: ") and "_c" in stats:
+                ends[stats["_c"]] = (event.start_ns + event.duration_ns) * 1e-9
+    for key, begin in begun.items():
+        # One that is divided among threads returns at once, and says so when it is done.
+        begin.end = max(begin.end, ends.get(key, begin.end))
+    calls: dict[int, list[list[_Event]]] = defaultdict(list)
+    for (call, *_), events in runs.items():
+        calls[call].append(events)
+    return [(marks[call][1], calls[call]) for call in sorted(calls)]
+
+
+def _timeline(program: Program, events: list[_Event]) -> Timeline:
+    events.sort(key=lambda event: event.start)
+    _bound(program, events)
+    seconds: dict[str, float] = defaultdict(float)
+    changes = [(time, i) for i, x in enumerate(events) if x.end > x.start for time in (x.start, x.end)]
+    changes.sort()
+    active: set[int] = set()
+    loops: set[int] = set()
+    before = 0.0
+    for time, i in changes:
+        at_work = active or loops
+        for j in at_work:
+            seconds[events[j].name] += (time - before) / len(at_work)
+        before = time
+        instruction = program.instructions.get(events[i].name)
+        # It begins or ends.
+        (loops if instruction and instruction.opcode in CONTAINERS else active).symmetric_difference_update([i])
+    span = max(x.end for x in events) - events[0].start
+    return Timeline(dict(seconds), dict(Counter(x.name for x in events)), span)
+
+
+def _bound(program: Program, events: list[_Event]) -> None:
+    """Let none end later than what needs its result begins: its own word may come after the next ones have run."""
+    starts: dict[str, list[float]] = defaultdict(list)
+    for event in reversed(events):
+        later = [starts[name][-1] for name in (event.name, *program.waiting(event.name)) if starts[name]]
+        event.end = max(event.start, min([event.end, *later]))
+        starts[event.name].append(event.start)

@@ -1,0 +1,388 @@
+"""What differs between two programs when they run: `trace_diff`."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
+
+from ..._core.arguments import check_callable, check_count, describe
+from .._ir.traced_program import Prepared
+from .bar_chart import pairs_of_bars
+from .capture import Capture, captures, read_capture
+from .table import check_groups, seconds, table
+
+_GROUPS = ("op", "scope")
+_MICRO = 1e6
+# Of the two durations' larger, and of the whole time of a call: less is not worth the name of a change.
+_LEAST, _LEAST_OF_ALL = 0.1, 0.01
+# The part of the runs at each end that does not tell how far a duration wanders.
+_TAIL = 0.1
+
+_SORTS: dict[str, Callable[[Difference], Any]] = {
+    "change": lambda row: -abs(row.diff_duration),
+    "duration": lambda row: -max(row.control_total_duration, row.test_total_duration),
+    "count": lambda row: -abs(row.diff_counts),
+    "op": lambda row: (row.op, row.scope),
+    "scope": lambda row: (row.scope, row.op),
+}
+
+Category = Literal["added", "deleted", "increased", "decreased", "unchanged"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An operation of two programs; durations are in microseconds a call, the medians over the runs.
+
+    Attributes:
+      op: the operation, such as `dot_general`; empty in what is added up by scope.
+      scope: the scopes it is in; empty in what is added up by operation.
+      control_counts, test_counts: how often it runs in a call: see `trace_diff`.
+      control_total_duration, test_total_duration: how long that takes.
+      diff_counts: how much oftener it runs in the test.
+      diff_duration: how much longer it takes in the test.
+      counts_change_categories: `+` where it runs oftener, `-` less often, `=` as often.
+      noise: how far the durations of both wander from run to run.
+      category: `added` and `deleted` where it runs in one of the two alone; `increased` and `decreased` where it runs
+        oftener or less often, or as often but longer or shorter by more than the noise; else `unchanged`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms.program import trace_diff
+      >>> (row,) = trace_diff(jnp.sin, jnp.sin, jnp.ones(3)).differences()
+      >>> row.op, row.control_counts, row.test_counts, row.category
+      ('sin', 1, 1, 'unchanged')
+    """
+
+    op: str
+    scope: str
+    control_counts: int
+    test_counts: int
+    control_total_duration: float
+    test_total_duration: float
+    diff_counts: int
+    diff_duration: float
+    counts_change_categories: Literal["+", "-", "="]
+    noise: float
+    category: Category
+
+
+@dataclass(frozen=True)
+class TraceDiff:
+    """What differs between two programs.
+
+    Attributes:
+      control, test: what each runs.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from plurax.transforms.program import trace_diff
+      >>> found = trace_diff(jnp.sin, jnp.cos, jnp.ones(3))
+      >>> [row.op for row in found.added], [row.op for row in found.deleted]
+      (['cos'], ['sin'])
+    """
+
+    control: Capture
+    test: Capture
+
+    @property
+    def same_program(self) -> bool:
+        """Whether the two are the same instructions on the same kind of machine, so that no duration is a change."""
+        return (self.control.program, self.control.machine) == (self.test.program, self.test.machine)
+
+    @property
+    def _can_differ(self) -> bool:
+        """Whether a duration can be a change: of another program on the same kind of machine."""
+        return self.control.machine == self.test.machine and not self.same_program
+
+    @property
+    def added(self) -> tuple[Difference, ...]:
+        """The operations that the test alone runs."""
+        return self._of("added")
+
+    @property
+    def deleted(self) -> tuple[Difference, ...]:
+        """The operations that the control alone runs."""
+        return self._of("deleted")
+
+    @property
+    def increased(self) -> tuple[Difference, ...]:
+        """The operations that the test runs oftener, or longer by more than the noise."""
+        return self._of("increased")
+
+    @property
+    def decreased(self) -> tuple[Difference, ...]:
+        """The operations that the test runs less often, or shorter by more than the noise."""
+        return self._of("decreased")
+
+    @property
+    def unchanged(self) -> tuple[Difference, ...]:
+        """The other operations."""
+        return self._of("unchanged")
+
+    def _of(self, category: Category) -> tuple[Difference, ...]:
+        return tuple(row for row in self.differences() if row.category == category)
+
+    def differences(self, by: str | Sequence[str] = _GROUPS) -> tuple[Difference, ...]:
+        """All operations of the two.
+
+        Args:
+          by: what they are added up by: `op`, `scope`, or both.
+
+        Raises:
+          ValueError: `by` is none of these.
+        """
+        groups = check_groups("TraceDiff", by, _GROUPS)
+        control, test = (_added_up(x, groups) for x in (self.control, self.test))
+        least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
+        keys = sorted({**control, **test})
+        none = _Runs(0, [0.0])
+        names = [dict(zip(groups, key, strict=True)) for key in keys]
+        return tuple(
+            self._difference(name, control.get(key, none), test.get(key, none), least)
+            for name, key in zip(names, keys, strict=True)
+        )
+
+    def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
+        medians = statistics.median(control.durations), statistics.median(test.durations)
+        more, longer, noise = test.count - control.count, medians[1] - medians[0], control.spread() + test.spread()
+        category: Category = "unchanged"
+        if not control.count or not test.count:
+            category = "deleted" if control.count else "added"
+        elif more or (self._can_differ and abs(longer) > max(noise, least, _LEAST * max(medians))):
+            category = "increased" if (more or longer) > 0 else "decreased"
+        return Difference(
+            names.get("op", ""),
+            names.get("scope", ""),
+            control.count,
+            test.count,
+            *medians,
+            more,
+            longer,
+            "+" if more > 0 else "-" if more < 0 else "=",
+            noise,
+            category,
+        )
+
+    def table(
+        self, *, sort: str = "change", top: int | None = 20, by: str | Sequence[str] = _GROUPS, unchanged: bool = False
+    ) -> str:
+        """What differs, as a table for a terminal.
+
+        Args:
+          sort: `change` (in duration), `duration` (the longer of the two) or `count` (the change in it), largest first;
+            `op` or `scope` by the alphabet.
+          top: how many rows to show of each category; None shows all.
+          by: what is added up: `op`, `scope`, or both.
+          unchanged: whether to show what does not differ as well.
+
+        Returns:
+          A heading, and a row for each operation that differs, category by category.
+
+        Raises:
+          ValueError: `sort` or `by` is none of these; `top` is less than one.
+          TypeError: `top` is not a whole number.
+        """
+        check_count("TraceDiff.table", "top", top, optional=True)
+        if not isinstance(sort, str) or sort not in _SORTS:
+            raise ValueError(f"TraceDiff.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
+        groups = check_groups("TraceDiff.table", by, _GROUPS)
+        rows = sorted(self.differences(groups), key=_SORTS[sort])
+        lines = [self.heading()]
+        head = ["", *groups, "count", "", "duration", "", "change", "noise"]
+        cells = []
+        for category in get_args(Category):
+            of_it = [row for row in rows if row.category == category]
+            lines.append(f"{category}: {len(of_it)}")
+            if category != "unchanged" or unchanged:
+                cells += [_cells(row, groups) for row in of_it[:top]]
+        return "\n".join([lines[0], ", ".join(lines[1:]), *([table(head, cells, 1 + len(groups))] if cells else [])])
+
+    def heading(self) -> str:
+        """What was compared, in words."""
+        times = _call(self.control), _call(self.test)
+        names = [
+            f"{x.name} ({seconds(time / _MICRO)})" for x, time in zip((self.control, self.test), times, strict=True)
+        ]
+        text = f"control {names[0]}, test {names[1]}: medians of {_number(self.control)} and {_number(self.test)} calls"
+        if self.same_program:
+            return f"{text}; the compiled programs are the same"
+        if self.control.machine != self.test.machine:
+            return f"{text}; durations are not compared, on {self.control.machine}, and on {self.test.machine}"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences as plain numbers and strings, with the columns of Holistic Trace Analysis."""
+        rows = [{"name": _name(row), **asdict(row)} for row in self.differences()]
+        return {
+            "control": self.control.name,
+            "test": self.test.name,
+            "same_program": self.same_program,
+            "operations": rows,
+        }
+
+    def plot_counts(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
+        """Draw how often operations run in both, of those where that differs most; needs the extra `plot`.
+
+        Args:
+          top: how many operations.
+          by: what is added up: `op`, `scope`, or both.
+          ax: matplotlib axes, or None for new ones.
+
+        Returns:
+          The axes.
+
+        Raises:
+          ModuleNotFoundError: matplotlib is missing.
+          ValueError: `by` is none of these; `top` is less than one.
+          TypeError: `top` is not a whole number.
+        """
+        check_count("TraceDiff.plot_counts", "top", top)
+        rows = sorted(self.differences(by), key=_SORTS["count"])[:top]
+        values = [(_name(row), row.control_counts, row.test_counts) for row in rows]
+        return pairs_of_bars(values, (self.control.name, self.test.name), "times a call", ax)
+
+    def plot_durations(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
+        """Draw how long operations take in both, of those where that differs most; needs the extra `plot`.
+
+        Args:
+          top: as for `plot_counts`.
+          by: as for `plot_counts`.
+          ax: as for `plot_counts`.
+
+        Returns:
+          The axes.
+
+        Raises:
+          ModuleNotFoundError, TypeError, ValueError: as for `plot_counts`.
+        """
+        check_count("TraceDiff.plot_durations", "top", top)
+        rows = sorted(self.differences(by), key=_SORTS["change"])[:top]
+        values = [(_name(row), row.control_total_duration / 1e3, row.test_total_duration / 1e3) for row in rows]
+        return pairs_of_bars(values, (self.control.name, self.test.name), "ms a call", ax)
+
+    def __str__(self) -> str:
+        """The table."""
+        return self.table()
+
+
+def trace_diff(
+    control: Callable[..., Any] | str | os.PathLike[str],
+    test: Callable[..., Any] | str | os.PathLike[str],
+    *args: Any,
+    repeats: int = 20,
+) -> TraceDiff:
+    """Compare what two functions run for the same arguments, and how long it takes.
+
+    Operations are those of the program as JAX wrote it (and what XLA has added, such as copies), by scope, each with
+    how often it runs and how long it takes. How often is what the program says: a scan counts as often as it turns, the
+    body of a `while` and each branch of a `cond` once, as how often these run depends on data. How long is measured,
+    the two in turns. A duration counts as changed only where it does by more than it wanders from run to run in both
+    together, by a tenth of itself and by a hundredth of the call. Programs that are the same instructions, and captures
+    of different machines, have no change of duration. An operation that JAX writes out as others, such as random
+    numbers, has its time there.
+
+    Args:
+      control: a function, a bound method or a module, or the path of a capture: see `capture`.
+      test: what to compare with it; both are functions or both are captures.
+      *args: the arguments for both functions; none for captures.
+      repeats: how many calls of each are watched, as for `profile`; at least two.
+
+    Returns:
+      A `TraceDiff`: `print` it; its categories are `added`, `deleted`, `increased`, `decreased` and `unchanged`.
+
+    Raises:
+      TypeError: `control` or `test` is neither a function nor a path, or one is this and the other that; arguments for
+        captures; `repeats` is not a whole number.
+      ValueError: a file is not a capture; `repeats` is less than two.
+      OSError: a file cannot be read.
+
+    Cost:
+      For functions, compiling both, at most twice, and one call more than `repeats` of each.
+
+    Source:
+      PyTorch's tutorial "Trace Diff using Holistic Trace Analysis".
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from plurax.transforms.program import trace_diff
+      >>> def once(x):
+      ...     with jax.named_scope("mix"):
+      ...         return x @ x
+      >>> def twice(x):
+      ...     with jax.named_scope("mix"):
+      ...         return x @ x @ x
+      >>> [(row.op, row.scope, row.diff_counts) for row in trace_diff(once, twice, jnp.ones((8, 8))).increased]
+      [('dot_general', 'mix', 1)]
+    """
+    check_count("trace_diff", "repeats", repeats, least=2)
+    paths = [isinstance(x, (str, os.PathLike)) for x in (control, test)]
+    if paths[0] != paths[1]:
+        raise TypeError("trace_diff: control and test must both be functions, or both be paths of captures.")
+    if paths[0]:
+        if args:
+            raise TypeError("trace_diff: captures take no arguments; they were made with some.")
+        found = [read_capture("trace_diff", cast(Any, x)) for x in (control, test)]
+        return TraceDiff(*found)
+    for name, fun in (("control", control), ("test", test)):
+        check_callable("trace_diff", fun, name)
+    return TraceDiff(
+        *captures("trace_diff", [Prepared("trace_diff", cast(Any, fun), args) for fun in (control, test)], repeats)
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """How often something runs in a call, and its microseconds in each of some calls."""
+
+    count: int
+    durations: list[float]
+
+    def spread(self) -> float:
+        """How far the durations wander, apart from a few at each end."""
+        ordered = sorted(self.durations)
+        tail = int(_TAIL * len(ordered))
+        return ordered[-1 - tail] - ordered[tail]
+
+
+def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], _Runs]:
+    together: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for key in capture.counts:
+        together[tuple(dict(zip(_GROUPS, key, strict=True))[name] for name in groups)].append(key)
+    found = {}
+    for group, keys in together.items():
+        runs = [capture.seconds[key] for key in keys if key in capture.seconds]
+        durations = [sum(run) * _MICRO for run in zip(*runs, strict=True)] or [0.0]
+        found[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
+    return found
+
+
+def _call(capture: Capture) -> float:
+    """Microseconds of a call, the median."""
+    return statistics.median(_added_up(capture, ()).get((), _Runs(0, [0.0])).durations)
+
+
+def _number(capture: Capture) -> int:
+    return max(map(len, capture.seconds.values()), default=0)
+
+
+def _name(row: Difference) -> str:
+    return "/".join(filter(None, [row.scope, row.op])) or "-"
+
+
+def _cells(row: Difference, groups: Sequence[str]) -> list[str]:
+    durations = row.control_total_duration / _MICRO, row.test_total_duration / _MICRO
+    change = row.diff_duration / _MICRO
+    return [
+        row.category,
+        *(getattr(row, name) or "-" for name in groups),
+        str(row.control_counts),
+        f"-> {row.test_counts}",
+        seconds(durations[0]),
+        f"-> {seconds(durations[1])}",
+        ("-" if change < 0 else "+") + seconds(abs(change)),
+        seconds(row.noise / _MICRO),
+    ]
