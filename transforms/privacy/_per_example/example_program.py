@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._convolutions.as_products import has_convolution
 from ..._core.compat import one_of
-from ..._core.jaxpr import bodies, holds_refs
+from ..._core.jaxpr import aval, bodies, holds_refs
 from .parameter_uses import find_sites
 
 # Operations that name an axis of devices, where each does its own.
@@ -31,6 +31,8 @@ class Program:
       closed: the program, of the parameters, an example, and a zero.
       treedef: the structure of what it returns.
       has_refs: whether it has mutable arrays, `jax.Ref`.
+      draws_inside: an operation on parameters and data whose bodies draw random numbers that differ with the transforms
+        around (those of "rbg" keys do); empty if there is none.
       plan: what to do with each of its operations.
       sites: where parameters meet data.
     """
@@ -53,6 +55,7 @@ class Program:
         self.treedef = jax.tree.structure(shapes)
         self.has_refs = _has_refs(self.closed.jaxpr)
         self.plan, self.sites = find_sites(self.closed, len(self.parameters))
+        self.draws_inside = next((site.eqn.primitive.name for site in self.sites if _draws_as_mapped(site.eqn)), "")
 
     def exchanged_over(self, axes: Iterable[str]) -> str:
         """An operation over the devices of some of these axes; empty if there is none."""
@@ -73,6 +76,15 @@ class Program:
 
 def _has_refs(jaxpr: Jaxpr) -> bool:
     return any(holds_refs(eqn) or any(map(_has_refs, bodies(eqn))) for eqn in jaxpr.eqns)
+
+
+def _draws_as_mapped(eqn: JaxprEqn) -> bool:
+    """Return whether an operation draws random numbers which are others under another `jax.vmap`."""
+    name, keys = eqn.primitive.name, [str(aval(x).dtype) for x in (*eqn.invars, *eqn.outvars)]
+    drawn = name in ("rng_bit_generator", "rng_uniform") or name.startswith("random_")
+    if drawn and all(key != "key<fry>" for key in keys):  # of JAX's own generators, threefry's numbers are the same
+        return True
+    return any(_draws_as_mapped(inner) for body in bodies(eqn) for inner in body.eqns)
 
 
 def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:

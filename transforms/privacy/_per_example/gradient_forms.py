@@ -86,6 +86,10 @@ class Factors(NamedTuple):
         dtype = jnp.result_type(self.left, self.right)
         return dtype if dtype == jnp.bfloat16 else wide(dtype)
 
+    def times(self, factor: jax.Array) -> Factors:
+        """These gradients times a number."""
+        return self._replace(right=_times(self.right, factor))
+
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
         summed_as = self._summed_as()
@@ -146,6 +150,10 @@ class Rows(NamedTuple):
         at_rows = jnp.take_along_axis(widened(along_rows), self.taken[:, :, None, :], axis=3)
         return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
 
+    def times(self, factor: jax.Array) -> Rows:
+        """These gradients times a number."""
+        return self._replace(right=_times(self.right, factor))
+
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
         right = widened(kept(self.right, weights)).astype(wide(self.right.dtype, dtype))
@@ -192,6 +200,10 @@ class Direct(NamedTuple):
     def eps(self) -> float:
         """The rounding of a term that is summed."""
         return float(jnp.finfo(self.gradients.dtype).eps)
+
+    def times(self, factor: jax.Array) -> Direct:
+        """These gradients times a number."""
+        return self._replace(gradients=_times(self.gradients, factor))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
@@ -302,6 +314,15 @@ def _products(left: jax.Array, right: jax.Array) -> jax.Array:
     """The products of squared norms, summed: shape (batch,). None vanishes where one of its factors is too small."""
     least = float(jnp.finfo(left.dtype).tiny) ** 0.8
     return ((left + least) * (right + least)).sum((1, 2))
+
+
+def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """`x` times a number, in float32 or wider; what is not finite is infinite.
+
+    Without the choice XLA would take a constant factor out of the square of the product, which then overflows.
+    """
+    found = widened(x) * factor.astype(wide(x.dtype))
+    return jnp.where(jnp.isfinite(found), found, jnp.inf)
 
 
 def kept(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from .gradient_forms import Direct
 from .loss import PerExample
 from .method_choice import Choice
 from .norms import ExampleGradients
+
+# Under a user's own setting of "strict", which was for the tracing of the loss, what is computed here would be refused.
+_PROMOTES = partial(jax.numpy_dtype_promotion, "standard")
 
 
 def routes(of: PerExample, choice: Choice) -> list[Choice]:
@@ -76,8 +80,8 @@ class Backward:
         transform: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self._of, self._examples, self._method, self._spmd = of, list(examples), method, spmd_axis_name
-        self._found = None if method == "vmap" else ExampleGradients(of.program, self._examples, spmd_axis_name)
-        if self._found is None:
+        self._found = None
+        if method == "vmap":
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
             self.squares = _squares(self._each)
             clipped = self.squares
@@ -86,8 +90,10 @@ class Backward:
                 clipped = _squares(self._each)
             self._clipped = jnp.sqrt(clipped)
             return
-        self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms
-        self._clipped = self._found.upper_norms(twice=method == "ghost")
+        with _PROMOTES():
+            self._found = ExampleGradients(of.program, self._examples, spmd_axis_name)
+            self.values, self.aux, self.squares = self._found.values, self._found.aux, self._found.squared_norms
+            self._clipped = self._found.upper_norms(twice=method == "ghost")
 
     def norms_to_clip(self) -> jax.Array:
         """The norms that are to be bounded: after the transform, if there is one, and rounded up; never zero."""
@@ -101,11 +107,12 @@ class Backward:
         if self._found is None:
             return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
         found = self._found
-        if self._method == "ghost":
-            # The same once more, so that nothing of the first pass is kept until the weights are known. (A second pass
-            # through the weighted losses would let examples of weight zero in: 0 * inf is NaN.)
-            found = ExampleGradients(self._of.program, self._behind(weights), self._spmd)
-        return found.weighted_sum(weights, dtype)
+        with _PROMOTES():
+            if self._method == "ghost":
+                # The same once more, so that nothing of the first pass is kept until the weights are known. (A second
+                # pass through the weighted losses would let examples of weight zero in: 0 * inf is NaN.)
+                found = ExampleGradients(self._of.program, self._behind(weights), self._spmd)
+            return found.weighted_sum(weights, dtype)
 
     def _behind(self, weights: jax.Array) -> list[Any]:
         """The examples, in a form in which XLA does not see that they are those of the first pass.

@@ -58,6 +58,8 @@ class ExampleGradients:
     def __init__(self, program: Program, examples: Sequence[Any], spmd_axis_name: str | None = None) -> None:
         if program.has_refs:  # no variable leads from what is written to what is read; `jax.grad` takes its place
             raise NotImplementedError("the loss has a jax.Ref, through which values go unseen")
+        if program.draws_inside:  # evaluated once more, it would draw other numbers
+            raise NotImplementedError(f"{program.draws_inside} draws random numbers that depend on how it is mapped")
         self._program, self._parameters = program, program.parameters
         self._plan, self._sites, self._spmd = program.plan, program.sites, spmd_axis_name
         self._shared = [n for n, site in enumerate(self._sites) if _is_number(site)]
@@ -159,17 +161,17 @@ class ExampleGradients:
         terms, lost = ([self._without_shared()] if self._shared else []), []
         for n in self._shared:
             squared = sum(jnp.sum(jnp.square(x)) for x in self._directions[n].values())
-            terms.append(jnp.square(self._factor(n)) * squared)
+            terms.append(jnp.square(self._factors[n]) * squared)
         for group in self._groups:
             for n in group:
                 piece, taken = self._pieces.get(n), self._taken[n]
                 if isinstance(piece, (Factors, Rows)):
-                    terms.append(self._scaled(n, self._norms[n].terms))
+                    terms.append(self._norms[n].terms)
                     if piece.eps() > eps:
                         lost.append(_ROUNDINGS * piece.eps() * terms[-1])
                 elif twice:
-                    summed = self._norms[n].terms if piece is taken else taken.terms()
-                    lost.append(_ROUNDINGS * taken.eps() * self._scaled(n, summed))
+                    summed = self._norms[n].terms if piece is taken else self._of_parameters(n, taken).terms()
+                    lost.append(_ROUNDINGS * taken.eps() * summed)
         squares = squares + _ROUNDINGS * eps * sum(terms)
         norms = jnp.sqrt(jnp.maximum(squares, sum(lost)) if lost else squares)
         # A factor of bfloat16 times the weight is rounded, and may grow. Of what is computed twice, XLA may leave out
@@ -180,40 +182,38 @@ class ExampleGradients:
 
     @cached_property
     def _norms(self) -> dict[int, Norms]:
-        return {n: piece.norms() for n, piece in self._pieces.items() if n not in self._shared}
+        pieces = self._pieces.items()
+        return {n: self._of_parameters(n, piece).norms() for n, piece in pieces if n not in self._shared}
 
     def _without_shared(self) -> jax.Array:
         total: Any = jnp.zeros(self.values.shape, jnp.promote_types(self.values.dtype, jnp.float32))
         for group in self._groups:
-            pieces = {n: self._pieces[n] for n in group if n in self._pieces}
+            pieces = {n: self._of_parameters(n, self._pieces[n]) for n in group if n in self._pieces}
             if pieces:
                 rows = [piece for piece in pieces.values() if isinstance(piece, Rows)]
                 factors = [piece for piece in pieces.values() if isinstance(piece, Factors)]
                 norms = [self._norms[n].squared for n in pieces]
                 norms += [row.cross(factor) for row in rows for factor in factors]
-                total = total + self._scaled(group[0], sum(norms))
+                total = total + sum(norms)
         for gradients in self._held.values():
             total = total + Direct(gradients).squared_norm()
         return total
 
-    def _factor(self, n: int) -> jax.Array:
-        """By what `self._directions[n]` is multiplied at each example."""
-        return self._cotangents(n) / self._pulled[n][0]
+    @cached_property
+    def _scales(self) -> dict[int, jax.Array]:
+        """The constants by which some operands are the numbers of the parameters multiplied, by site."""
+        layouts = {n: site.value.layout for n, site in enumerate(self._sites) if n not in self._shared}
+        scaled = [n for n, layout in layouts.items() if layout is not None and is_scaled(layout)]
+        operands, parameters = self._rearranged(scaled)
+        found = operands(list(map(jnp.ones_like, parameters))) if scaled else {}
+        return {n: jnp.ravel(x)[0] for n, x in found.items() if x.size}
 
-    def _cotangents(self, n: int) -> jax.Array:
-        """The cotangent of a single number at each example."""
-        return widened(self._pieces[n].direct().reshape(self.values.shape))
+    def _of_parameters(self, n: int, piece: Piece) -> Piece:
+        """The gradient of the numbers of the parameters at a site, where the operand is these times a constant.
 
-    def _scaled(self, n: int, squares: Any) -> Any:
-        """Squares at a site, times that of the factor with which the numbers of the parameters are in its operand."""
-        layout = self._sites[n].value.layout
-        if layout is None or not is_scaled(layout):
-            return squares
-        operands, parameters = self._rearranged([n])
-        given, pull = jax.vjp(operands, parameters)
-        (factors,) = pull({n: jnp.ones_like(given[n])})
-        largest = [jnp.square(factors[leaf]).max(initial=0) for leaf in self._leaves(n)]  # zero where the part is not
-        return squares * jnp.stack(largest).max()
+        They are multiplied before anything is squared: of the square alone, too much is beyond the dtype.
+        """
+        return piece.times(self._scales[n]) if n in self._scales else piece
 
     def _beside(self) -> Any:
         """What the numbers in `self._shared` add to the squared norms, with what they have in common with all else.
@@ -221,44 +221,70 @@ class ExampleGradients:
         Of such a number the gradient is the same for each example, but for a factor.
         """
         total: Any = 0.0
-        factors = {n: self._factor(n) for n in self._shared}
+        factors = self._factors
         for n, direction in self._directions.items():
             for m, other in self._directions.items():
                 common = direction.keys() & other.keys()
                 total += factors[n] * factors[m] * sum(jnp.vdot(direction[i], other[i]) for i in common)
             rest = [k for k in self._pieces if k not in self._directions and self._leaves(k) & direction.keys()]
-            operands, parameters = self._rearranged(rest)
-            along = operands([direction.get(i, jnp.zeros_like(x)) for i, x in enumerate(parameters)])
-            inner = [self._pieces[k].inner(along[k]) for k in rest]
+            inner = [self._of_parameters(k, self._pieces[k]).inner(x) for k, x in self._along(direction, rest).items()]
             inner += [Direct(self._held[i]).inner(direction[i]) for i in direction.keys() & self._held.keys()]
             total += 2 * factors[n] * sum(inner)
         return total
 
+    def _along(self, direction: dict[int, jax.Array], numbers: list[int]) -> dict[int, jax.Array]:
+        """The numbers of a direction among the parameters where the operands of some sites have those of these."""
+        found: dict[int, jax.Array] = {}
+        scaled = [k for k in numbers if k in self._scales]
+        for group in [[k for k in numbers if k not in scaled], *([k] for k in scaled)]:
+            operands, parameters = self._rearranged(group)
+            scale = self._scales.get(group[0], jnp.ones(())) if group else jnp.ones(())
+            given = [direction.get(i, jnp.zeros_like(x)) for i, x in enumerate(parameters)]
+            found |= operands([x / jnp.where(scale == 0, 1, scale).astype(x.dtype) for x in given])
+        return found
+
     @cached_property
     def _pulled(self) -> dict[int, tuple[jax.Array, dict[int, jax.Array]]]:
-        """For each number in `self._shared` a cotangent of it, and the gradients for that of its parameters.
+        """For each number in `self._shared` its gradient at each example: a factor, times one direction for all.
 
-        The cotangent is the largest among the examples, so that the gradients neither overflow nor vanish where those
-        of the examples do not; if they overflow, the smallest, so that only the examples whose own do are left out.
+        No number of the direction is larger than one, so that neither it nor the factor is beyond the dtype, be it
+        squared, where the gradient is not; and none but the examples whose own gradients are are left out. It comes
+        from the largest of the cotangents for which it is finite, of one and those at both ends. These are rounded to
+        powers of two: then the direction is rounded alike, whichever other examples there are.
         """
         found = {}
         for n in self._shared:
             chain, leaves = self._chain(self._leaves(n), frozenset([n]))
             operand, pull = jax.vjp(lambda leaves: chain(leaves)[n], leaves)  # noqa: B023 (used at once)
-            sizes = jnp.abs(self._cotangents(n))
+            cotangents = widened(self._pieces[n].direct().reshape(self.values.shape))
+            sizes = jnp.abs(cotangents)
             counted = jnp.isfinite(sizes) & (sizes > 0)
-            largest = jnp.where(counted, sizes, 0).max(initial=0)
-            smallest = jnp.where(counted, sizes, jnp.inf).min(initial=jnp.inf)
-            most, least = (jnp.where(counted.any(), end, 1) for end in (largest, smallest))
-            large, small = ([*map(widened, pull(jnp.full_like(operand, end))[0])] for end in (most, least))
-            fits = jnp.stack([jnp.isfinite(x).all() for x in large]).all()
-            gradients = [jnp.where(fits, x, y) for x, y in zip(large, small, strict=True)]
-            found[n] = jnp.where(fits, most, least), dict(zip(sorted(self._leaves(n)), gradients, strict=True))
+            least = jnp.where(counted, sizes, jnp.inf).min(initial=jnp.inf)
+            most = jnp.where(counted.any(), jnp.where(counted, sizes, 0).max(initial=0), 1)
+            least, most = _power_of_two(jnp.minimum(least, most)), _power_of_two(most)
+            at, gradients = least, [*map(widened, pull(jnp.full_like(operand, least))[0])]
+            for end in (jnp.clip(jnp.ones_like(least), least, most), most):
+                larger = [*map(widened, pull(jnp.full_like(operand, end))[0])]
+                fits = jnp.stack([jnp.isfinite(x).all() for x in larger]).all()
+                at = jnp.where(fits, end, at)
+                gradients = [jnp.where(fits, x, y) for x, y in zip(larger, gradients, strict=True)]
+            size = jnp.stack([jnp.abs(x).max(initial=0) for x in gradients]).max()
+            size = jnp.where(size > 0, size, 1)
+            # Of a quotient and a product that do the same, the one in which nothing is beyond the dtype.
+            ratio = size / at
+            direct = jnp.isfinite(ratio) & (ratio >= jnp.finfo(ratio.dtype).tiny)
+            factors = jnp.where(direct, cotangents * jnp.where(direct, ratio, 1), cotangents / at * size)
+            found[n] = factors, {i: x / size for i, x in zip(sorted(self._leaves(n)), gradients, strict=True)}
         return found
 
     @cached_property
+    def _factors(self) -> dict[int, jax.Array]:
+        """By what `self._directions[n]` is multiplied at each example."""
+        return {n: factors for n, (factors, _) in self._pulled.items()}
+
+    @cached_property
     def _directions(self) -> dict[int, dict[int, jax.Array]]:
-        """The gradients of the numbers in `self._shared`, for each parameter, at the cotangents of `_pulled`."""
+        """The direction of the gradients of each number in `self._shared`, for each parameter."""
         return {n: gradients for n, (_, gradients) in self._pulled.items()}
 
     def _chain(self, parameters: Iterable[int], wanted: frozenset[int]) -> tuple[Callable[..., Any], list[jax.Array]]:
@@ -338,7 +364,7 @@ class ExampleGradients:
         found = {n: self._pieces[n].weighted(weights, dtype).astype(given[n].dtype) for n in numbers}
         (sums,) = pull({n: divided_as(x, given[n]) for n, x in found.items()})
         for n in self._shared:
-            factor = Direct(self._factor(n)).weighted(weights, dtype)
+            factor = Direct(self._factors[n]).weighted(weights, dtype)
             for i, direction in self._directions[n].items():
                 sums[i] += jnp.where(factor == 0, 0, factor * direction)  # all are left out where it is not finite
         for i, gradients in self._held.items():
@@ -353,6 +379,11 @@ def held_uses(program: Program, why: str) -> list[Use]:
         for site in program.sites
         for leaf in site.value.leaves
     )
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """Return the largest power of two that is not larger than `x`, which is positive."""
+    return jnp.ldexp(jnp.ones_like(x), jnp.frexp(x)[1] - 1)
 
 
 def _is_number(site: Site) -> bool:

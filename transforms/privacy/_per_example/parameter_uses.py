@@ -35,8 +35,7 @@ class Parameters(NamedTuple):
       layout: how it is a rearrangement of them, or of a part of them, but for a factor: the operations; None where not.
         Such an operation keeps the norm of a gradient that goes back through it, but for the factor.
       stacked: the loops around it, by number, in each turn of which it is another slice of the parameters.
-      linear: whether real gradients go back through all that it is computed by as through one linear map. A custom
-        backward rule need not be linear.
+      linear: whether real gradients go back through all that it is computed by as through one linear map.
     """
 
     leaves: frozenset[int]
@@ -126,7 +125,7 @@ def is_real(variable: Any) -> bool:
 
 
 class _RuleInLoop(Exception):
-    """A custom backward rule on the same parameters in each turn of a loop, which must not see the turns' sum."""
+    """A backward pass that is not linear, of the same parameters in each turn of a loop: it must not see their sum."""
 
 
 class _Finder:
@@ -157,13 +156,15 @@ class _Finder:
             return None, [_known(operands)] * count
         if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
             outputs = [_rearranged(eqn, operands, places, k) for k in range(count)]
-            if outputs and has_backward_rule(eqn) and any(loop.number not in outputs[0].stacked for loop in loops):
+            if outputs and has_nonlinear_backward(eqn) and any(loop.number not in outputs[0].stacked for loop in loops):
                 raise _RuleInLoop
             return None, list(outputs)
         if name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
-                return inner, list(inner.outputs)
+                # Of another program than a call the outputs are not computed again, so they may as well be data.
+                known = [Origin.DATA if x is Origin.CONSTANT and name != "jit" else x for x in inner.outputs]
+                return inner, known
         if not any(jnp.issubdtype(aval(var).dtype, jnp.inexact) for var in eqn.outvars):
             return None, [_known(operands)] * count
         sites = [
@@ -240,7 +241,7 @@ def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: i
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
     layouts = [value.layout for value in values if value.layout is not None and value.stacked == stacked]
-    linear = all(value.linear for value in values) and not has_backward_rule(eqn)
+    linear = all(value.linear for value in values) and not has_nonlinear_backward(eqn)
     step: Any = None
     if len(layouts) == len(values) == 1:
         step = _moved(eqn) or _scaled(eqn, places[0]) or _part(eqn, output)
@@ -251,10 +252,14 @@ def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: i
     return Parameters(leaves, None if step is None else (*layouts[0], step), stacked, linear)
 
 
-def has_backward_rule(eqn: JaxprEqn) -> bool:
-    """Whether there is a `jax.custom_vjp` in an operation."""
+def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
+    """Return whether cotangents go back through an operation other than linearly.
+
+    A `jax.custom_vjp` may do anything with them, and a rounding rounds them too.
+    """
     inside = (inner for body in bodies(eqn) for inner in body.eqns)
-    return eqn.primitive.name.startswith("custom_vjp") or any(map(has_backward_rule, inside))
+    rounds = eqn.primitive.name == "reduce_precision" or (is_cast(eqn) and aval(eqn.outvars[0]).dtype.itemsize == 1)
+    return rounds or eqn.primitive.name.startswith("custom_vjp") or any(map(has_nonlinear_backward, inside))
 
 
 def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:

@@ -13,7 +13,7 @@ from jax import lax
 
 from ..._core.jaxpr import aval, evaluate
 from .gradient_forms import Direct, Factors, Piece, Rows
-from .parameter_uses import Site, has_backward_rule
+from .parameter_uses import Site, has_nonlinear_backward
 
 
 def pieces_at(
@@ -49,10 +49,10 @@ def _by_derivative(
 ) -> list[Piece]:
     """For any operation: its own derivative, for each example.
 
-    A custom backward rule in it need not be linear, so it must see the cotangents of each turn of a loop by themselves:
-    then each turn has an operand of its own, and the gradients are summed.
+    Where its backward pass is not linear it must see the cotangents of each turn of a loop by themselves: then each
+    turn has an operand of its own, and the gradients are summed.
     """
-    apart = has_backward_rule(sites[0].eqn)
+    apart = has_nonlinear_backward(sites[0].eqn)
 
     def outputs(operands: list[Any], values: list[Any]) -> list[Any]:
         filled = list(values)

@@ -344,3 +344,116 @@ def test_norms_of_gradients_that_cancel_are_no_nan(method: str) -> None:
         found = norms(table, tokens)
         assert (found >= 0).all()
         assert (found < 3e-2).all()
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.array(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def clipped_by_hand(fun: Any, w: Any, batch: Any, bound: float) -> tuple[Any, Any]:
+    """Of the examples whose gradients are finite, one after another."""
+    each = np.array([jax.grad(fun)(w, x) for x in batch], np.float64)
+    norms = np.sqrt(np.square(each).reshape(len(each), -1).sum(1))
+    weights = np.where(norms > bound, bound / np.maximum(norms, 1e-300), 1)
+    return np.tensordot(weights, each, 1), norms
+
+
+@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
+@pytest.mark.parametrize("size", [1e-38, 1e18, 1e19, 1e20, 1e38])
+def test_a_huge_or_tiny_example_leaves_the_others_as_they_are(method: str, size: float) -> None:
+    of_one = clipped_grad(
+        lambda w, x: jnp.sum((x @ w) / jnp.linalg.norm(w)) + x[0] * jnp.linalg.norm(w),
+        l2_clip_norm=0.01,
+        keep_batch_dim=False,
+        return_grad_norms=True,
+        method=method,
+    )
+    w, rest = normal(0, 4, 3), normal(1, 3, 4)
+    batch = jnp.concatenate([size * normal(2, 1, 4), rest])
+    found, aux = jax.jit(of_one.__call__)(w, batch, is_padding_example=np.array([True, False, False, False]))
+    expected, norms = of_one(w, rest)
+    np.testing.assert_allclose(found, expected, 0, 1e-7)
+    np.testing.assert_allclose(aux.grad_norms[1:], norms.grad_norms, 1e-6)
+
+
+@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
+@pytest.mark.parametrize("far", [1e-25, 1e-20, 1e20, 1e25])
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    "of_scaled",
+    [
+        lambda w, x, far: jnp.dot(w * far, x) / far,
+        lambda w, x, far: jnp.dot(w / jnp.sqrt(far) / jnp.sqrt(far), x) * far,
+        lambda w, x, far: jnp.dot(w * far, x) / far + x[0] * jnp.linalg.norm(w),
+        lambda w, x, far: (w * far)[1:] @ x[1:] / far + (far * w[:2]) @ x[:2] / far,
+    ],
+)
+def test_factors_whose_squares_are_beyond_the_dtype(of_scaled: Any, method: str, far: float, jitted: bool) -> None:
+    fun = lambda w, x: of_scaled(w, x, far)
+    w, batch = normal(0, 3), normal(1, 5, 3)
+    of = clipped_grad(fun, l2_clip_norm=1e-3, keep_batch_dim=False, return_grad_norms=True, method=method)
+    found, aux = (jax.jit(of.__call__) if jitted else of)(w, batch)
+    expected, norms = clipped_by_hand(fun, w, batch, 1e-3)
+    np.testing.assert_allclose(aux.grad_norms, norms, 1e-5)
+    np.testing.assert_allclose(found, expected, 0, 1e-8)
+
+
+def in_a_checkpoint(w: Any, x: Any) -> Any:
+    drop = lambda: jax.random.bernoulli(jax.random.key(3, impl="rbg"), 0.5, (3,)) * 2
+    return sum(jax.checkpoint(lambda w, x: (jnp.tanh(w * x * drop()).sum(), (w**2).sum()))(w, x))
+
+
+def in_a_branch(w: Any, x: Any) -> Any:
+    def body(c: Any, key: Any) -> Any:
+        drop = lambda: jax.random.bernoulli(key, 0.5, (3,))
+        return jax.lax.cond(c[0] > 0, lambda: jnp.tanh(w * c * drop()) + c, lambda: c * w), None
+
+    return jax.lax.scan(body, x, jax.random.split(jax.random.key(5, impl="rbg"), 4))[0].sum()
+
+
+def by_a_custom_rule(w: Any, x: Any) -> Any:
+    rule = jax.custom_jvp(lambda w, x: (w * x * jax.random.normal(jax.random.key(1, impl="unsafe_rbg"), (3,))).sum())
+    rule.defjvp(lambda primals, tangents: jax.jvp(rule.fun, primals, tangents))
+    return rule(w, x)
+
+
+@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
+@pytest.mark.parametrize("fun", [in_a_checkpoint, in_a_branch, by_a_custom_rule])
+def test_random_numbers_are_those_of_the_forward_pass(fun: Any, method: str) -> None:
+    w, batch = normal(0, 3), normal(1, 4, 3)
+    of = clipped_grad(fun, l2_clip_norm=0.7, keep_batch_dim=False, return_grad_norms=True, method=method)
+    found, aux = of(w, batch)
+    expected, norms = clipped_by_hand(fun, w, batch, 0.7)
+    np.testing.assert_allclose(aux.grad_norms, norms, 1e-5)
+    np.testing.assert_allclose(found, expected, 0, 1e-5)
+    assert "random numbers" in of.explain(w, batch).why
+
+
+@pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
+@pytest.mark.parametrize(
+    "rounded",
+    [
+        lambda w: jax.lax.reduce_precision(w, 5, 2),
+        lambda w: w.astype(jnp.float8_e4m3fn).astype(jnp.float32),
+        lambda w: jnp.tanh(jax.lax.reduce_precision(w, 5, 2)),
+    ],
+)
+def test_what_goes_back_through_a_rounding_is_rounded_in_each_turn(rounded: Any, method: str) -> None:
+    def fun(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda c, t: (c + rounded(w) @ x * t, None), 0.0, jnp.array([0.3, 0.7, 1.3]))[0]
+
+    w, batch = normal(0, 3), normal(1, 4, 3)
+    of = clipped_grad(fun, l2_clip_norm=0.7, keep_batch_dim=False, return_grad_norms=True, method=method)
+    found, aux = of(w, batch)
+    expected, norms = clipped_by_hand(fun, w, batch, 0.7)
+    np.testing.assert_allclose(aux.grad_norms, norms, 1e-6)
+    np.testing.assert_allclose(found, expected, 0, 1e-6)
+
+
+def test_half_precision_under_strict_promotion_needs_no_fallback() -> None:
+    w, batch = normal(0, 3).astype(jnp.bfloat16), normal(1, 4, 3).astype(jnp.bfloat16)
+    of = clipped_grad(jnp.dot, l2_clip_norm=0.7, keep_batch_dim=False, method="book_keeping")
+    expected = of(w, batch)
+    with jax.numpy_dtype_promotion("strict"):
+        assert of.explain(w, batch).method == "book_keeping"
+        np.testing.assert_array_equal(of(w, batch), expected)

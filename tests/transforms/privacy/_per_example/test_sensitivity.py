@@ -33,17 +33,27 @@ def normal(generator: Any, *shape: int) -> Any:
 
 PARAMS = {
     name: normal(np.random.default_rng(0), *shape)
-    for name, shape in {"wide": (9, 8), "few": (3, 4), "bias": (4,), "table": (7, 5), "one": (6, 5)}.items()
+    for name, shape in {
+        "wide": (9, 8),
+        "few": (3, 4),
+        "bias": (4,),
+        "table": (7, 5),
+        "one": (6, 5),
+        "scaled": (6,),
+    }.items()
 }
 
 
 def loss(params: Any, example: Any) -> Any:
-    """All that gradients are kept as: factors of few, one, many positions; rows; as they are; decay."""
+    """All that gradients are kept as: factors of few, one, many positions; rows; a number; as they are; decay."""
+    far = 1e15 if params["scaled"].dtype == jnp.float32 else 100.0
     parts = (
         jnp.tanh(example["long"] @ params["wide"]) * example["at long"],
         jnp.sin(example["short"] @ params["few"] + params["bias"]) * example["at short"],
         params["table"][example["rows"]] * example["at rows"],
         jnp.cos(example["flat"] @ params["one"]) * params["table"][0] * example["at flat"],
+        jnp.linalg.norm(params["few"]) * example["at norm"],
+        (example["flat"] @ (params["scaled"] / far)) * (far * example["at scaled"]),
     )
     decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)) / 9
     return example["size"][0] * sum(jnp.sum(part) for part in parts) + decay
@@ -62,6 +72,8 @@ def draw_examples(generator: Any, count: int, dtype: Any = jnp.float32) -> dict[
         "at rows": normal(generator, count, 4, 5),
         "flat": normal(generator, count, 6),
         "at flat": normal(generator, count, 5),
+        "at norm": normal(generator, count, 1),
+        "at scaled": normal(generator, count, 1),
     }
     parts = [name for name in examples if name.startswith("at")]
     for name in parts:  # of which often one outweighs the others
