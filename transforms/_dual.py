@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ._calls.call import Call
 from ._core.arguments import check_callable, wrap_like
-from ._models.split_model import is_model, is_parts, owner_of, refuse_shared_state, to_parts
+from ._models.split_model import bound_model, is_model, is_split, refuse_shared_state, split_tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
       (18.0, 12.0)
     """
     check_callable("dual", fun)
-    owner, function = owner_of(fun)
+    owner, function = bound_model(fun)
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((owner, args, kwargs), is_leaf=lambda x: _is_dual(x) or is_model(x))
@@ -118,7 +118,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
             primals, others = iter(duals), iter(held)
             filled = [next(primals if _is_dual(x) else others) for x in leaves]
             owner, args, kwargs = jax.tree.unflatten(structure, filled)
-            out, out_structure = jax.tree.flatten(to_parts(function(owner, *args, **kwargs)))
+            out, out_structure = jax.tree.flatten(split_tree(function(owner, *args, **kwargs)))
             arrays = {i: jnp.asarray(x) for i, x in enumerate(out) if _is_array(x)}
             return arrays, (out_structure, {i: x for i, x in enumerate(out) if i not in arrays})
 
@@ -130,7 +130,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
             jax.tree.unflatten(out_structure, [x for _, x in sorted((arrays | others).items())])
             for arrays in (values, slopes)
         )
-        return jax.tree.map(_paired, *both, is_leaf=lambda x: _is_dual(x) or is_parts(x))
+        return jax.tree.map(_paired, *both, is_leaf=lambda x: _is_dual(x) or is_split(x))
 
     return wrap_like(fun, "dual", evaluated, dual)
 
@@ -146,6 +146,6 @@ def _is_array(x: Any) -> bool:
 
 def _paired(value: Any, slope: Any) -> Any:
     """One output: a `Dual`, or what is no array as it is."""
-    if is_parts(value):
+    if is_split(value):
         return _unchecked(value.merge(), value.structure.gradient(slope.trainable, value.rest))
     return _unchecked(value, slope) if _is_dual(value) or _is_array(value) else value

@@ -14,7 +14,7 @@ from ._calls.call import Call, check_complex, check_output
 from ._core.arguments import Argnums, check_argnums, check_callable, describe, leaf_name, wrap_like
 from ._core.compat import varying, varying_axes
 from ._core.weak_types import weak_like
-from ._models.split_model import filters_apart
+from ._models.split_model import separate_filters
 
 
 def grad(
@@ -137,7 +137,7 @@ def _value_and_grad(
     allow_int: bool,
 ) -> Callable[..., Any]:
     check_callable(api, fun)
-    plain, filters = filters_apart(argnums)
+    plain, filters = separate_filters(argnums)
     positions = check_argnums(api, plain)
 
     def both(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from ._calls.call import Call
 from ._calls.primals import Primals
 from ._core.arguments import check_callable, describe
 from ._grad import seed
-from ._models.hashable import Static
+from ._models.hashable import HashablePytree
 
 
 def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
@@ -94,7 +94,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     call.check_arrays()
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
-    gradients = Pullback(pull, call.form.outline(), Static.of(jax.tree.map(jax.typeof, out)))
+    gradients = Pullback(pull, call.form.outline(), HashablePytree.of(jax.tree.map(jax.typeof, out)))
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
@@ -143,7 +143,7 @@ class Pullback:
 
     pull: Any
     primals: Primals
-    out: Static
+    out: HashablePytree
 
     def __call__(self, cotangent: Any, *more: Any) -> tuple[Any, ...]:
         """Return the gradient of each primal."""

@@ -16,7 +16,7 @@ from ._core.arguments import argument_name, check_callable, check_count, describ
 from ._core.compat import NeedsValues
 from ._core.jaxpr import evaluate, interpret
 from ._models.mutation import call_with_models, changes
-from ._models.split_model import owner_of, refuse_shared_state, to_parts
+from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
 _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905 (words read better)
@@ -81,7 +81,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
     check_count("derivative", "order", order, 0)
     if order == 0:
         return fun
-    owner, function = owner_of(fun)
+    owner, function = bound_model(fun)
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         if not args:
@@ -89,7 +89,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
         x, *rest = args
         _check_floating(argument_name(fun, args, 0), x)
         refuse_shared_state("derivative", fun, owner, args, kwargs)
-        owner_parts, rest_parts, kwarg_parts = to_parts((owner, rest, kwargs))
+        owner_parts, rest_parts, kwarg_parts = split_tree((owner, rest, kwargs))
 
         def of_first(x: Any) -> Any:
             arguments = (owner_parts, (x, *rest_parts), kwarg_parts)

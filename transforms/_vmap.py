@@ -22,16 +22,16 @@ from ._core.axes import (
 from ._core.memory import check_budget, chunk_within
 from ._models.mutation import call_with_models, changes
 from ._models.split_model import (
-    Parts,
-    from_parts,
+    SplitModel,
+    bound_model,
     is_members,
     is_model,
-    is_parts,
+    is_split,
+    merge_tree,
     models_of,
-    owner_of,
-    parts_of,
     refuse_shared_state,
     split,
+    splits_of,
 )
 
 
@@ -133,7 +133,7 @@ def vmap_of(
             f"{api}: {'chunk_size' if budget is None else 'memory_budget'} and axis_name exclude each other, since a "
             "collective would see the slices of one chunk only; leave one of them out."
         )
-    owner, function = owner_of(fun)
+    owner, function = bound_model(fun)
     if is_members(fun) and axis_size not in (None, len(owner)):
         raise ValueError(
             f"{api}: axis_size={axis_size}, but the ensemble has {len(owner)} members; leave axis_size out."
@@ -176,7 +176,7 @@ def vmap_of(
                 return map_parts_in_chunks(over_lanes, arrays, axes, out_axes, size, parts, chunk)
             return map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk)
 
-        return from_parts(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
+        return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
 
     def again(fun: Callable[..., Any]) -> Callable[..., Any]:
         limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
@@ -186,7 +186,7 @@ def vmap_of(
 
 
 def _is_stacked(x: Any) -> bool:
-    return is_parts(x) or is_members(x)
+    return is_split(x) or is_members(x)
 
 
 def _take_apart(tree: Any) -> Any:
@@ -217,7 +217,7 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
 
 def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
     """`function` on one slice: models are put together for it, and what it returns is taken apart again."""
-    ensembles: list[tuple[Any, Parts]] = []
+    ensembles: list[tuple[Any, SplitModel]] = []
 
     def take_members(axis: Any, subtree: Any) -> Any:
         def take_member(x: Any) -> Any:
@@ -240,7 +240,7 @@ def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: An
                 "be lost; return the model as well, or map its evaluation mode: nnx.view(model, "
                 "use_running_average=True) for BatchNorm, deterministic=True for dropout."
             )
-    befores = parts_of(arguments)
+    befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 
     def take_apart(x: Any) -> Any:

@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr
 
 from ...transforms._core.machine import cores, processor
 from ...transforms._core.memory import in_words
-from ...transforms._runs.atomic_write import write_whole
+from ...transforms._runs.atomic_write import write_atomically
 from .._members.strategy import Execution
 
 # A program with a copy of the operations for each member is not compiled if that is likely to take longer: seconds.
@@ -45,7 +45,7 @@ _remembered: dict[str, Tuning] = {}
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateExecution:
     """One way to execute the members.
 
     Attributes:
@@ -76,7 +76,7 @@ class Tuning:
     """
 
     chosen: Execution
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CandidateExecution, ...]
     where: str
     seconds: float
     allowed: float
@@ -195,7 +195,7 @@ class _Search:
     def __init__(
         self, trial: Callable[[Execution], Trial], seconds: float, budget: int | None, tell: Callable[[str], None]
     ) -> None:
-        self.found: dict[Execution, Candidate] = {}
+        self.found: dict[Execution, CandidateExecution] = {}
         self.spent = 0.0
         self._trial, self._seconds, self._budget, self._tell = trial, seconds, budget, tell
         self._runs: dict[Execution, Callable[[int, int], list[float]]] = {}
@@ -213,7 +213,7 @@ class _Search:
             trial = self._trial(execution)
             temporaries = trial.compile()
             compile_s = time.perf_counter() - start
-            one = Candidate(execution, None, temporaries, compile_s)
+            one = CandidateExecution(execution, None, temporaries, compile_s)
             if self._budget is not None and temporaries > self._budget:
                 self.found[execution] = replace(one, note="over the memory budget")
                 return
@@ -232,7 +232,7 @@ class _Search:
         self.found[execution] = replace(one, ms=_typical(times) * 1e3)
 
     def skip(self, execution: Execution, why: str) -> None:
-        self.found[execution] = Candidate(execution, note=why)
+        self.found[execution] = CandidateExecution(execution, note=why)
 
     def repeat(self) -> None:
         """Measure those within reach of the best again, in turns."""
@@ -245,14 +245,14 @@ class _Search:
                     times += self._turn(self._runs[execution], min(times))
                     self.found[execution] = replace(self.found[execution], ms=_typical(times) * 1e3)
 
-    def measured(self) -> list[Candidate]:
+    def measured(self) -> list[CandidateExecution]:
         return [one for one in self.found.values() if one.ms is not None]
 
     def time(self, execution: Execution) -> float:
         one = self.found.get(execution)
         return float("inf") if one is None or one.ms is None else one.ms
 
-    def best(self, strategy: str | None = None) -> Candidate:
+    def best(self, strategy: str | None = None) -> CandidateExecution:
         found = [one for one in self.measured() if strategy in (None, one.execution.strategy)] or self.measured()
         over = [one for one in self.found.values() if one.ms is None and one.temporaries is not None]
         if not found and self._budget is not None and over:
@@ -314,7 +314,7 @@ def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
     if directory is None:
         return
     try:
-        write_whole(directory / f"{key}.json", [json.dumps(asdict(tuning)).encode()])
+        write_atomically(directory / f"{key}.json", [json.dumps(asdict(tuning)).encode()])
     except OSError as error:
         warnings.warn(f"Trainer: tune_cache={str(directory)!r} cannot be written: {error}.", stacklevel=2)
 
@@ -324,7 +324,7 @@ def _read(path: Path) -> Tuning | None:
     try:
         found = json.loads(path.read_text())
         candidates = tuple(
-            Candidate(**{**one, "execution": Execution(*one["execution"])}) for one in found["candidates"]
+            CandidateExecution(**{**one, "execution": Execution(*one["execution"])}) for one in found["candidates"]
         )
         return Tuning(Execution(*found["chosen"]), candidates, found["where"], found["seconds"], found["allowed"])
     except (OSError, ValueError, TypeError, KeyError):

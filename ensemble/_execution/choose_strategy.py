@@ -1,4 +1,4 @@
-"""`Choice`: how a step is executed, as the trainer was told, else as an earlier one was, else as is quickest."""
+"""`StrategyChoice`: how a step is executed: as the trainer was told, as an earlier one was, or as is quickest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
 from ...transforms._core.memory import largest_chunk
-from ...transforms._models.hashable import Static
+from ...transforms._models.hashable import HashablePytree
 from .._members.sharding import Layout
 from .._members.strategy import Execution, in_turn
 from .._step.state import Apart, TrainState, kind_of
@@ -26,7 +26,7 @@ from .executor import Executor
 _MOST_COPIES = 16
 
 
-class Choice:
+class StrategyChoice:
     """How the steps of a trainer are executed.
 
     Args:
@@ -110,7 +110,7 @@ class Choice:
     ) -> Execution:
         """What "auto" stands for, found once for each kind of model and batch."""
         structure, size = state._structure_and_size()
-        kind = donate, state._kind, Static.of(axes), kind_of(arguments)
+        kind = donate, state._kind, HashablePytree.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             jaxpr = self._executor.member_program(state, arguments, axes)
             # In a trace there is no time. Several processes would measure different times, and part ways. Side effects
@@ -166,7 +166,7 @@ class Choice:
         """Whether a step that is executed so stays within the budget."""
         if self._budget is None:
             return True
-        kind = execution, state._kind, Static.of(axes), kind_of(arguments)
+        kind = execution, state._kind, HashablePytree.of(axes), kind_of(arguments)
         if kind not in self._fitting:
             need = self._executor.trial(state, arguments, axes, False, execution).compile()
             self._fitting[kind] = need <= self._budget
@@ -179,7 +179,7 @@ class Choice:
 
     def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
         """The largest chunk for "vmap" whose temporaries fit into the budget."""
-        kind = "chunk", state._kind, Static.of(axes), kind_of(arguments)
+        kind = "chunk", state._kind, HashablePytree.of(axes), kind_of(arguments)
         if kind not in self._chosen:
             here = self._here(state)
 

@@ -16,7 +16,7 @@ from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
 from ...transforms._core.jaxpr import CALLS, aval, bodies, called, evaluate, interpret
 from ...transforms._core.prng import is_key
-from ...transforms._models.hashable import Static
+from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import dotted
 from ...transforms._models.split_model import split as split_model
 from .._members.sharding import DATA, Layout, everywhere
@@ -78,7 +78,7 @@ def _check_mean(
     """
     structure, _ = state._structure_and_size()
     with layout.context():
-        first = _first((state._spread(layout), *layout.place_batch(arguments, axes)), Static.of((0, *axes)))
+        first = _first((state._spread(layout), *layout.place_batch(arguments, axes)), HashablePytree.of((0, *axes)))
         (trainable, rest, _, standing), *batch = jax.tree.map(layout.place_shared, everywhere(first))
     leaves, treedef = jax.tree.flatten(batch)
     split = [DATA in spec for spec in specs]
@@ -150,7 +150,7 @@ def _asks(eqn: JaxprEqn) -> bool:
 
 
 @partial(jax.jit, static_argnums=(1,))
-def _first(args: Any, axes: Static) -> Any:
+def _first(args: Any, axes: HashablePytree) -> Any:
     return take_member(args, axes.value, 0)
 
 

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr
 from ...transforms._convolutions.as_products import convolutions_as_products
 from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
-from ...transforms._models.hashable import Static
+from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import Structure
 from ...transforms._models.stacking import stack
 from .._members.rows import cut
@@ -56,13 +56,15 @@ class Executor:
             layout = self._layout_of(execution)
             with self._context(execution):
                 inputs = self._inputs(execution, state, arguments, axes)
-                arrays, step, metrics = self._programs[donate](structure, execution, size, Static.of(axes), *inputs)
+                arrays, step, metrics = self._programs[donate](
+                    structure, execution, size, HashablePytree.of(axes), *inputs
+                )
                 metrics = metrics if layout is None or layout.padded(size) == size else cut(metrics, size)
             return TrainState._of_padded(structure, arrays, size, step), metrics
         arguments = _on_device(arguments)
         # No index where there is nothing to take by it.
         shared = not jax.tree.leaves(axes)
-        program, static = self._member_programs[donate], Static.of(axes)
+        program, static = self._member_programs[donate], HashablePytree.of(axes)
         results = [
             program(structure, execution, static, arrays, None if shared else np.uint32(i), arguments)
             for i, arrays in enumerate(state._members())
@@ -116,7 +118,7 @@ class Executor:
     ) -> Trial:
         """What measures a step that is executed in a given way."""
         structure, size = state._structure_and_size()
-        static, batch = Static.of(axes), _on_device(arguments)
+        static, batch = HashablePytree.of(axes), _on_device(arguments)
         shared = not jax.tree.leaves(axes)
 
         def compile_step() -> int:
@@ -152,7 +154,7 @@ class Executor:
         structure: Structure,
         execution: Execution,
         size: int,
-        axes: Static,
+        axes: HashablePytree,
         arrays: Arrays,
         step: jax.Array,
         batch: Any,
@@ -168,7 +170,7 @@ class Executor:
         return arrays, step + 1, metrics
 
     def _step_of_member(
-        self, structure: Structure, execution: Execution, axes: Static, arrays: Arrays, i: jax.Array, batch: Any
+        self, structure: Structure, execution: Execution, axes: HashablePytree, arrays: Arrays, i: jax.Array, batch: Any
     ) -> Any:
         step = partial(self._step, structure)
         return (convolutions_as_products(step) if execution.products else step)(

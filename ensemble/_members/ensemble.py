@@ -21,10 +21,10 @@ from ...transforms._core.arguments import check_count, describe, is_int
 from ...transforms._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
-from ...transforms._models.hashable import Static
-from ...transforms._models.split_model import Parts, Structure, is_model, is_module, split
+from ...transforms._models.hashable import HashablePytree
+from ...transforms._models.split_model import SplitModel, Structure, is_model, is_module, split
 from ...transforms._models.stacking import Stacking, check_leaves, strong
-from .functional_model import Applied, Rule
+from .functional_model import FunctionalModel, Rule
 from .prediction import Prediction, check_kind, predict
 from .sharding import Layout
 from .strategy import in_turn
@@ -226,7 +226,7 @@ class Ensemble:
             raise ValueError(
                 "Ensemble.from_apply: the list of variables is empty; an ensemble has at least one member."
             )
-        members = [Applied(apply, value, trainable) for value in variables]
+        members = [FunctionalModel(apply, value, trainable) for value in variables]
         return _stacked("Ensemble.from_apply", members)
 
     def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
@@ -248,12 +248,12 @@ class Ensemble:
         """
         check_in_axes("Ensemble", in_axes)
         self._check_whole()
-        arrays, static = Static.separate((args, kwargs))
+        arrays, static = HashablePytree.separate((args, kwargs))
         layout = Layout.around(self)
         if layout is None:
-            return _call(self, arrays, static, Static.of(in_axes), None)
+            return _call(self, arrays, static, HashablePytree.of(in_axes), None)
         with layout.context():
-            return _call(self, list(map(layout.place_shared, arrays)), static, Static.of(in_axes), layout)
+            return _call(self, list(map(layout.place_shared, arrays)), static, HashablePytree.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode, and say how sure they are.
@@ -427,12 +427,16 @@ class _StackedStructure:
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static, layout: Layout | None) -> Any:
+def _call(
+    ens: Ensemble, arrays: list[Any], static: HashablePytree, in_axes: HashablePytree, layout: Layout | None
+) -> Any:
     if in_axes.value is not None:
         args, kwargs = static.join(arrays)
         axes = axes_per_argument("Ensemble", in_axes.value, args)
         # Configuration has no axis to map; only arrays do.
-        mapped = {name: x for name, x in kwargs.items() if any(Static.is_array(leaf) for leaf in jax.tree.leaves(x))}
+        mapped = {
+            name: x for name, x in kwargs.items() if any(HashablePytree.is_array(leaf) for leaf in jax.tree.leaves(x))
+        }
 
         def call_member(member: Any, /, *args: Any, **mapped: Any) -> Any:
             return member(*args, **{**kwargs, **mapped})
@@ -447,7 +451,7 @@ def _call(ens: Ensemble, arrays: list[Any], static: Static, in_axes: Static, lay
             leaf_axes = [*broadcast_axes(tuple(axes), args), *[0] * len(jax.tree.leaves(kwargs))]
         found = zip(jax.tree.leaves((args, kwargs)), leaf_axes, strict=True)
         on_one = partial(_call, static=static, in_axes=in_axes, layout=None)
-        counted = [None if axis is None else axis % jnp.ndim(x) for x, axis in found if Static.is_array(x)]
+        counted = [None if axis is None else axis % jnp.ndim(x) for x, axis in found if HashablePytree.is_array(x)]
         return layout.over_arrays(on_one, counted)(ens, arrays)
 
     def call(ens: Ensemble, arrays: list[Any], chunk_size: int | None) -> Any:
@@ -480,7 +484,7 @@ def _stacked(api: str, members: Sequence[Any]) -> Ensemble:
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
 
 
-def _check_any_arrays(api: str, parts: Parts) -> None:
+def _check_any_arrays(api: str, parts: SplitModel) -> None:
     if not jax.tree.leaves(parts):
         raise ValueError(f"{api}: the models hold no arrays, so there is nothing to stack.")
 

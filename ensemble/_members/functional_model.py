@@ -1,4 +1,4 @@
-"""`Applied`: a pytree with an apply function, as a model."""
+"""`FunctionalModel`: a pytree with an apply function, as a model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...transforms._models.hashable import Placeholder, Static
+from ...transforms._models.hashable import HashablePytree, Placeholder
 from ...transforms._models.split_model import dotted
 
 Rule = Callable[[str, Any], bool]
 
 
-class Applied:
+class FunctionalModel:
     """A model made of variables and a pure function of them.
 
     This is what indexing an ensemble of `Ensemble.from_apply` gives, and what its loss receives. Assigning `variables`
@@ -37,12 +37,12 @@ class Applied:
     def __repr__(self) -> str:
         return f"Applied({_name(self.apply)}, {self.variables!r})"
 
-    def __plurax_split__(self) -> tuple[AppliedStructure, Any, Any]:
+    def __plurax_split__(self) -> tuple[FunctionalStructure, Any, Any]:
         named, treedef = jax.tree.flatten_with_path(self.variables)
         rule = self._rule or (_trains_params if _is_linen(self.variables) else _trains_floats)
 
         def kind_of(path: Any, leaf: Any) -> Any:
-            if not Static.is_array(leaf):
+            if not HashablePytree.is_array(leaf):
                 return leaf
             return Placeholder.TRAINABLE if rule(dotted(path), leaf) else Placeholder.REST
 
@@ -52,7 +52,7 @@ class Applied:
             leaves = [leaf if kind is wanted else None for kind, (_, leaf) in zip(kinds, named, strict=True)]
             return jax.tree.unflatten(treedef, leaves)
 
-        structure = AppliedStructure(self.apply, self._rule, Static(kinds, treedef))
+        structure = FunctionalStructure(self.apply, self._rule, HashablePytree(kinds, treedef))
         return structure, part(Placeholder.TRAINABLE), part(Placeholder.REST)
 
     def __plurax_update__(self, rest: Any) -> None:
@@ -60,24 +60,24 @@ class Applied:
         self.variables = structure.merge(trainable, rest).variables
 
 
-class AppliedStructure:
+class FunctionalStructure:
     """What members of one `from_apply` ensemble share: the function, and the variables without their arrays."""
 
     __slots__ = ("_static", "apply", "rule")
 
-    def __init__(self, apply: Callable[..., Any], rule: Rule | None, static: Static) -> None:
+    def __init__(self, apply: Callable[..., Any], rule: Rule | None, static: HashablePytree) -> None:
         self.apply = apply
         self.rule = rule
         self._static = static
 
-    def merge(self, trainable: Any, rest: Any) -> Applied:
+    def merge(self, trainable: Any, rest: Any) -> FunctionalModel:
         """The model with these arrays; each tree has None where the other has an array."""
         arrays = {
             Placeholder.TRAINABLE: iter(jax.tree.leaves(trainable)),
             Placeholder.REST: iter(jax.tree.leaves(rest)),
         }
         variables = self._static.map(lambda kind: next(arrays[kind]) if isinstance(kind, Placeholder) else kind)
-        return Applied(self.apply, variables, self.rule)
+        return FunctionalModel(self.apply, variables, self.rule)
 
     def gradient(self, trainable: Any, _: Any) -> Any:
         """The variables with gradients in place of what trains, and None elsewhere."""
@@ -86,21 +86,21 @@ class AppliedStructure:
     def __repr__(self) -> str:
         return _name(self.apply)
 
-    def __deepcopy__(self, _: Any) -> AppliedStructure:
+    def __deepcopy__(self, _: Any) -> FunctionalStructure:
         return self  # it never changes, and a copied function would no longer be equal
 
     def _key(self) -> tuple[Any, ...]:
         return self.apply, self.rule, self._static
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, AppliedStructure) and self._key() == other._key())
+        return self is other or (isinstance(other, FunctionalStructure) and self._key() == other._key())
 
     def __hash__(self) -> int:
         return hash(self._key())
 
 
 jax.tree_util.register_pytree_node(
-    Applied,
+    FunctionalModel,
     lambda model: ((parts := model.__plurax_split__())[1:], parts[0]),
     lambda structure, children: structure.merge(*children),
 )

@@ -37,7 +37,7 @@ def put(rows: Any, places: np.ndarray, new: Any) -> Any:
     return _put(rows, padded(places, len(jax.tree.leaves(new)[0])), new, Layout.around(rows))
 
 
-def alike(rows: Any, others: Any, size: int) -> Any:
+def match_sharding(rows: Any, others: Any, size: int) -> Any:
     """Stacked arrays of `size` members, held where others are: on their devices, and padded as they are."""
     mine, its = jax.tree.leaves(rows)[0], jax.tree.leaves(others)[0]
     layout = Layout.around(others)
@@ -54,7 +54,7 @@ def cut(rows: Any, size: int) -> Any:
 
 
 @jax.jit
-def chosen(mask: jax.Array, new: Any, old: Any) -> Any:
+def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
     """The new rows where the mask says so, else the old ones."""
     return jax.tree.map(lambda x, y: jnp.where(by_row(mask, x), x, y), new, old)
 

@@ -13,7 +13,7 @@ from jax import lax
 from ...transforms import value_and_grad
 from ...transforms._core.arguments import describe
 from ...transforms._models.mutation import check_structure
-from ...transforms._models.split_model import Parts, Structure, named_arrays, to_pure
+from ...transforms._models.split_model import SplitModel, Structure, named_arrays, to_pure
 from ...transforms._models.split_model import split as split_model
 from .._members.sharding import DATA, own_keys
 from .loss import MemberLoss
@@ -76,7 +76,7 @@ class MemberStep:
 
     def loss_and_gradients(
         self, structure: Structure, arrays: Arrays, batch: Any, split: bool
-    ) -> tuple[dict[str, Any], Any, Parts]:
+    ) -> tuple[dict[str, Any], Any, SplitModel]:
         """The metrics, the gradients and what the loss leaves of the model."""
         trainable, rest, _, standing = arrays
         gradients_of = self._gradients or self._make_gradients(self.loss.of(standing.hyperparams))
@@ -89,11 +89,11 @@ class MemberStep:
                 raise ValueError(_taken(name))
         gradients = _checked_gradients(gradients, trainable)
         after = split_model(model)
-        _check_left(Parts(structure, trainable, rest), after)
+        _check_left(SplitModel(structure, trainable, rest), after)
         if split:
             # A key that is as it was is put back; one for each part of the batch it was for this step only.
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
-            after = Parts(after.structure, after.trainable, kept)
+            after = SplitModel(after.structure, after.trainable, kept)
         return metrics, gradients, after
 
 
@@ -156,7 +156,7 @@ def _checked_gradients(gradients: Any, trainable: Any) -> Any:
     return gradients
 
 
-def _check_left(before: Parts, after: Parts) -> None:
+def _check_left(before: SplitModel, after: SplitModel) -> None:
     """Refuse what a loss leaves of a model, where that is no value for each of its variables."""
     check_structure("Trainer: loss", "the model", before, after)
     then, now = before.arrays(), after.arrays()

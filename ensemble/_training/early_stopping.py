@@ -16,7 +16,7 @@ import numpy as np
 
 from ...transforms._core.arguments import check_count, describe, is_real
 from .._members.ensemble import Ensemble
-from .._members.rows import alike, chosen, padded, put, take
+from .._members.rows import match_sharding, padded, put, take, where_rows
 from .._members.sharding import everywhere
 from .._step.member_status import Stop, still_finite, with_other_keys
 from .._step.state import TrainState
@@ -131,17 +131,17 @@ class Watch:
     restarts: Restarts | None
     size: int
     start: int
-    lineup: np.ndarray = field(init=False)
-    everyone: TrainState | None = None
+    active: np.ndarray = field(init=False)
+    full_state: TrainState | None = None
     best: Any = None
     snapshot: Any = None
-    behind: bool = False
+    stale: bool = False
     values: np.ndarray = field(init=False)
     waits: np.ndarray = field(init=False)
     finished: bool = False
 
     def __post_init__(self) -> None:
-        self.lineup = np.arange(self.size)
+        self.active = np.arange(self.size)
         self.values = np.full(self.size, np.nan, np.float32)
         self.waits = np.zeros(self.size, np.int32)
 
@@ -152,7 +152,7 @@ class Watch:
             if "watch" in saved:
                 self.values, self.waits = (np.array(saved["watch"][name]) for name in ("values", "waits"))
         if self.restarts is not None:
-            self.snapshot, self.behind = saved.get("snapshot", state._rows()), "snapshot" in saved
+            self.snapshot, self.stale = saved.get("snapshot", state._rows()), "snapshot" in saved
         if "watch" in saved:
             going = np.flatnonzero(saved["watch"]["in_the_run"])
             if 0 < len(going) < self.size:
@@ -165,11 +165,13 @@ class Watch:
         """What a checkpoint holds beside the state of all members, which this is; likewise for all of them."""
         parts: dict[str, Any] = {}
         if self.early is not None:
-            in_the_run = np.isin(np.arange(self.size), self.lineup)
+            in_the_run = np.isin(np.arange(self.size), self.active)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
-            parts["best"] = self._of_all(state._rows()[:2], alike(self.best, state._rows(), len(self.lineup)))
-        if self.restarts is not None and (self.behind or step % self.restarts.every):  # else it is the state
-            parts["snapshot"] = self._of_all(state._rows(), alike(self.snapshot, state._rows(), len(self.lineup)))
+            parts["best"] = self._of_all(state._rows()[:2], match_sharding(self.best, state._rows(), len(self.active)))
+        if self.restarts is not None and (self.stale or step % self.restarts.every):  # else it is the state
+            parts["snapshot"] = self._of_all(
+                state._rows(), match_sharding(self.snapshot, state._rows(), len(self.active))
+            )
         return parts
 
     def likes(self, state: TrainState) -> dict[str, Any]:
@@ -185,14 +187,14 @@ class Watch:
         said: list[str] = []
         acts = [x.every for x in (self.early, self.restarts) if x is not None and step % x.every == 0]
         if acts:  # steps may have put the members on other devices
-            rows, size = state._rows(), len(self.lineup)
-            self.best = None if self.best is None else alike(self.best, rows, size)
-            self.snapshot = None if self.snapshot is None else alike(self.snapshot, rows, size)
+            rows, size = state._rows(), len(self.active)
+            self.best = None if self.best is None else match_sharding(self.best, rows, size)
+            self.snapshot = None if self.snapshot is None else match_sharding(self.snapshot, rows, size)
         if self.restarts is not None and step % self.restarts.every == 0:
             state = self._put_back(self.restarts, step, state, said)
         if self.early is None or step % self.early.every:
             return state, {}, said
-        values = _checked(self.early.evaluate(state.ensemble), len(self.lineup))
+        values = _checked(self.early.evaluate(state.ensemble), len(self.active))
         return self._judge(self.early, step, state, values, said), {"validation": values}, said
 
     def notice(self, stopped: np.ndarray) -> None:
@@ -202,9 +204,9 @@ class Watch:
 
     def whole(self, state: TrainState) -> TrainState:
         """The state of all members, for that of those in the run; where nobody goes on, that of the last step."""
-        if self.everyone is not None:
-            rows = self.everyone._rows()
-            arrays = self._of_all(rows, alike(state._rows(), rows, len(self.lineup)))
+        if self.full_state is not None:
+            rows = self.full_state._rows()
+            arrays = self._of_all(rows, match_sharding(state._rows(), rows, len(self.active)))
             state = TrainState._of_padded(state._structure_and_size()[0], arrays, self.size, state.step)
         # A look, or a step that is computed, tells later than the state.
         self.finished = self.finished or not self._going(*_known(state)).any()
@@ -218,17 +220,17 @@ class Watch:
         steps = np.asarray(everywhere(state._rows()[3].step))[: self.size]
         return max(int(steps.max()), self.start)
 
-    def spoiled(self, given: TrainState, last: TrainState) -> np.ndarray:
+    def nonfinite(self, given: TrainState, last: TrainState) -> np.ndarray:
         """Which of all members have parameters that are not finite, and were so when the run began."""
         rows = last._rows()[0]
-        sound = _sound(rows, alike(given._rows()[0], rows, self.size))
+        sound = _sound(rows, match_sharding(given._rows()[0], rows, self.size))
         return np.flatnonzero(~np.asarray(everywhere(sound))[: self.size])
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
         """Of a batch, of which some arrays have a part for each member, those of the members in the run."""
         leaves, treedef = jax.tree.flatten(arguments)
         taken = [
-            x if axis is None else (jnp if isinstance(x, jax.Array) else np).take(x, self.lineup, axis)
+            x if axis is None else (jnp if isinstance(x, jax.Array) else np).take(x, self.active, axis)
             for x, axis in zip(leaves, axes, strict=True)
         ]
         return jax.tree.unflatten(treedef, taken)
@@ -239,12 +241,12 @@ class Watch:
         if again.any():
             arrays = _restarted(_along(again, state), state._rows(), self.snapshot, np.int32(step))
             state = _state_of(state, arrays)
-            named = members_in_words(self.lineup[again])
+            named = members_in_words(self.active[again])
             said.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
         self.finished = not self._going(*_known(state)).any()
         sound = _sound(state._rows()[:3], self.snapshot[:3])
-        self.behind = not np.asarray(everywhere(sound)).all()
-        self.snapshot = chosen(sound, state._rows(), self.snapshot)
+        self.stale = not np.asarray(everywhere(sound)).all()
+        self.snapshot = where_rows(sound, state._rows(), self.snapshot)
         return state
 
     def _judge(
@@ -252,24 +254,24 @@ class Watch:
     ) -> TrainState:
         stopped, restarts = _known(state)
         trains = stopped == Stop.TRAINS
-        best, sign = self.values[self.lineup], 1 if early.mode == "min" else -1
+        best, sign = self.values[self.active], 1 if early.mode == "min" else -1
         better = trains & np.isfinite(values) & ~(sign * values >= sign * best - early.min_delta)
-        waits = np.where(better, 0, self.waits[self.lineup] + trains)
-        self.values[self.lineup], self.waits[self.lineup] = np.where(better, values, best), waits
+        waits = np.where(better, 0, self.waits[self.active] + trains)
+        self.values[self.active], self.waits[self.active] = np.where(better, values, best), waits
         if better.any():
-            self.best = chosen(_along(better, state), state._rows()[:2], self.best)
+            self.best = where_rows(_along(better, state), state._rows()[:2], self.best)
         stops = trains & (waits >= early.patience)
         if stops.any():
             # Of one whose values were never finite there is no best.
-            back = stops & ~np.isnan(self.values[self.lineup]) & early.restore_best
+            back = stops & ~np.isnan(self.values[self.active]) & early.restore_best
             arrays = _ended(_along(stops, state), _along(back, state), state._rows(), self.best)
             state = _state_of(state, arrays)
-            named = members_in_words(self.lineup[stops])
+            named = members_in_words(self.active[stops])
             said.append(f"Step {step}: {named} stopped, not better for {early.patience} evaluations.")
         going = self._going(np.where(stops, Stop.EARLY, stopped), restarts)
         self.finished = not going.any()
         if 0 < going.sum() <= _FEW * len(going):
-            state = self._leave(self.whole(state), self.lineup[going])
+            state = self._leave(self.whole(state), self.active[going])
         return state
 
     def _going(self, stopped: np.ndarray, restarts: np.ndarray) -> np.ndarray:
@@ -279,18 +281,18 @@ class Watch:
 
     def _leave(self, state: TrainState, going: np.ndarray) -> TrainState:
         """The state of those who go on, of that of all members."""
-        places = np.flatnonzero(np.isin(self.lineup, going))
-        self.everyone, self.lineup = state, going
+        places = np.flatnonzero(np.isin(self.active, going))
+        self.full_state, self.active = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
         return TrainState._of_padded(
             state._structure_and_size()[0], take(state._rows(), going), len(going), jnp.copy(state.step)
         )
 
-    def _of_all(self, everyone: Any, mine: Any) -> Any:
+    def _of_all(self, full_state: Any, mine: Any) -> Any:
         """Arrays of all members, those in the run having these."""
-        if len(self.lineup) == self.size:
+        if len(self.active) == self.size:
             return mine
-        return put(everyone, self.lineup, mine)
+        return put(full_state, self.active, mine)
 
 
 def _checked(values: Any, size: int) -> np.ndarray:
@@ -335,7 +337,7 @@ def _sound(new: Any, old: Any) -> jax.Array:
 @jax.jit
 def _ended(stops: jax.Array, back: jax.Array, rows: Any, best: Any) -> Any:
     """The arrays with some members stopped, and some of those put back to their best."""
-    trainable, rest = chosen(back, best, rows[:2])
+    trainable, rest = where_rows(back, best, rows[:2])
     standing = rows[3]._replace(stopped=jnp.where(stops, jnp.int32(Stop.EARLY), rows[3].stopped))
     return trainable, rest, rows[2], standing
 
@@ -349,4 +351,4 @@ def _restarted(again: jax.Array, rows: Any, snapshot: Any, step: jax.Array) -> A
     )
 
     before = snapshot[0], with_other_keys(snapshot[1], times), with_other_keys(snapshot[2], times)
-    return *chosen(again, before, rows[:3]), standing
+    return *where_rows(again, before, rows[:3]), standing

@@ -18,7 +18,7 @@ from ...transforms._runs.checkpoint import Checkpoint
 from ...transforms._runs.history import History, Recorder, is_recorded, numbers
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
 from ...transforms._runs.processes import Group
-from ...transforms._runs.run_directory import Store
+from ...transforms._runs.run_directory import RunDirectory
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
 from .._step.member_status import Stop
@@ -106,7 +106,7 @@ def fit(
     group = Group.of(state._contents())
     watch = Watch(early_stopping, restarts, state._structure_and_size()[1], start)
     given = state
-    store = None if checkpoint_dir is None else Store.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
+    store = None if checkpoint_dir is None else RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
     resumed = None if store is None else store.newest(partial(_resume, state, trainer._settings(), watch))
     if resumed is not None and int(resumed.state.step) < start:
         resumed = None
@@ -146,9 +146,9 @@ def fit(
     last = watch.whole(last)
     if watch.finished:
         step = int(last.step)
-    if trainer._freezes and step > start and (spoiled := watch.spoiled(given, last)).size:
+    if trainer._freezes and step > start and (nonfinite := watch.nonfinite(given, last)).size:
         warnings.warn(
-            f"Trainer.fit: the parameters of {members_in_words(spoiled)} are no longer finite, though the gradients "
+            f"Trainer.fit: the parameters of {members_in_words(nonfinite)} are no longer finite, though the gradients "
             "that made them were; the learning rate may be too large, or not finite.",
             stacklevel=3,
         )
@@ -168,7 +168,7 @@ class Reported:
     """What there is of a step: of the members in the run, and which those are."""
 
     metrics: dict[str, Any]
-    lineup: np.ndarray
+    active: np.ndarray
     evaluated: bool
 
 
@@ -179,7 +179,7 @@ class _Run:
     trainer: Trainer
     watch: Watch
     recorder: Recorder
-    store: Store | None
+    store: RunDirectory | None
     callbacks: Sequence[Callback]
     execution: Execution | None
     aloud: bool
@@ -189,37 +189,37 @@ class _Run:
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Reported]:
         """A step, and what is done with members after it."""
         watch = self.watch
-        if len(watch.lineup) < watch.size:
+        if len(watch.active) < watch.size:
             arguments, axes = self.trainer._arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments))
         tell = _tell if self.aloud else _be_silent
         after, metrics, self.execution = self.trainer._advance(state, batch, self.execution, donate=True, tell=tell)
         self.taken += 1
-        lineup = watch.lineup
+        active = watch.active
         after, found, said = watch.after(self.taken, after)
         for line in said if self.aloud else ():
             tqdm.write(line, file=sys.stderr)
-        return after, Reported({**everywhere(metrics), **found}, lineup, bool(found))
+        return after, Reported({**everywhere(metrics), **found}, active, bool(found))
 
     def record(self, step: int, reported: Reported) -> None:
         """Record a step that is computed."""
-        lineup, size = reported.lineup, self.watch.size
+        active, size = reported.active, self.watch.size
         metrics = {name: x for name, x in reported.metrics.items() if is_recorded(x)}
         stopped = np.asarray(metrics.pop("stopped"))
         self.watch.notice(stopped)
         if (stopped > 0).all():  # nobody has trained
             return
         if (stopped < 0).any():
-            named = members_in_words(lineup[stopped < 0])
+            named = members_in_words(active[stopped < 0])
             warnings.warn(
                 f"Trainer.fit: {named} stopped at step {step}, since the loss or the gradients were not finite; "
                 "everything of it stays as it was before.",
                 stacklevel=6,  # where fit was called: this is in it, in the loop, in what waits for a step
             )
         trained = np.zeros(size, bool)
-        trained[lineup] = stopped <= 0
-        if len(lineup) < size:
-            metrics = {name: _spread(numbers(x), lineup, size) for name, x in metrics.items()}
+        trained[active] = stopped <= 0
+        if len(active) < size:
+            metrics = {name: _spread(numbers(x), active, size) for name, x in metrics.items()}
         if self.recorder.add(step, metrics, trained, always=reported.evaluated) and self.callbacks:
             told = {name: _or_nan(numbers(x), trained) for name, x in metrics.items()}
             for callback in self.callbacks:

@@ -15,7 +15,7 @@ from ...transforms._core.arguments import check_count, describe, is_real
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import check_key
 from .._members.ensemble import Ensemble
-from .._members.rows import by_row, chosen, take
+from .._members.rows import by_row, take, where_rows
 from .._members.sharding import Layout
 from .._scoring.classification import nll
 from .._step.member_status import with_other_keys
@@ -144,7 +144,7 @@ def exploit(
     trainable, rest, opt_state, standing = jax.tree.map(lambda x: x[source], state._arrays())
     numbers = jax.random.bits(to_renew, (size,))
 
-    rest, opt_state = chosen(copied, with_other_keys((rest, opt_state), numbers), (rest, opt_state))
+    rest, opt_state = where_rows(copied, with_other_keys((rest, opt_state), numbers), (rest, opt_state))
     of_optimizer = dict(getattr(opt_state, "hyperparams", {}))
     of_loss = dict(standing.hyperparams)
     for name, own in zip(perturb or {}, to_perturb, strict=True):

@@ -15,9 +15,9 @@ import numpy as np
 from ...transforms._core.arguments import check_count, describe, is_real
 from ...transforms._core.axes import Axes, axes_per_argument, check_in_axes, mapped_size
 from ...transforms._core.memory import check_budget
-from ...transforms._models.hashable import Static
+from ...transforms._models.hashable import HashablePytree
 from .._execution.autotune import Tuning
-from .._execution.choose_strategy import Choice
+from .._execution.choose_strategy import StrategyChoice
 from .._execution.data_parallel import check_split
 from .._execution.executor import Executor
 from .._members.ensemble import Ensemble
@@ -148,7 +148,7 @@ class Trainer:
         self._executor = Executor(self._step, self._layout)
         cache = None if tune_cache is None else Path(tune_cache).resolve()
         chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
-        self._choice = Choice(self._executor, strategy, chunk_size, budget, float(tune_seconds), cache)
+        self._choice = StrategyChoice(self._executor, strategy, chunk_size, budget, float(tune_seconds), cache)
         self._split: set[Any] = set()
 
     def init(self, ensemble: Ensemble) -> TrainState:
@@ -300,7 +300,7 @@ class Trainer:
         """
         arguments, axes = self._arguments(batch, state._structure_and_size()[1])
         if self._layout is not None and self._layout.shards > 1:
-            kind = state._kind, Static.of(axes), kind_of(arguments)
+            kind = state._kind, HashablePytree.of(axes), kind_of(arguments)
             if kind not in self._split and check_split(self._step, self._executor, state, arguments, axes):
                 self._split.add(kind)
         execution = self._choice.choose(state, arguments, axes, execution, donate, tell)

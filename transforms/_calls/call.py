@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
 from .._models.mutation import call_with_models, changes, check_structure, passing_through, update
 from .._models.split_model import (
-    Parts,
+    SplitModel,
+    bound_model,
     is_module,
     models_of,
     named_arrays,
-    owner_of,
-    parts_of,
     refuse_shared_state,
     split,
-    to_parts,
+    split_tree,
+    splits_of,
 )
 from .decisions import remembered
 from .primals import Primals, dtype_of, trainable_of, with_trainable
@@ -67,13 +67,13 @@ class Call:
     ) -> None:
         self._api, self.fun, self._has_aux, self._args = api, fun, has_aux, args
         self.holomorphic = holomorphic
-        self._owner, self._function = owner_of(fun)
+        self._owner, self._function = bound_model(fun)
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
         split_by = dict(zip(self.selected, map((filters or {}).get, argnums), strict=True))
-        self._owner_parts, self._kwarg_parts = to_parts((self._owner, kwargs))
-        self._parts = tuple(to_parts(arg, split_by.get(i)) for i, arg in enumerate(args))
+        self._owner_parts, self._kwarg_parts = split_tree((self._owner, kwargs))
+        self._parts = tuple(split_tree(arg, split_by.get(i)) for i, arg in enumerate(args))
         for i in split_by:
             if split_by[i] is not None and not any(map(is_module, models_of(args[i]))):
                 raise TypeError(
@@ -136,15 +136,15 @@ class Call:
         before = (self._owner_parts, tuple(filled), self._kwarg_parts)
         out, left = call_with_models(self._function, before)
         after = [
-            split(model, getattr(x.structure, "trains", None)) for model, x in zip(left, parts_of(before), strict=True)
+            split(model, getattr(x.structure, "trains", None)) for model, x in zip(left, splits_of(before), strict=True)
         ]
-        for i, (then, now) in enumerate(zip(parts_of(before), after, strict=True)):
+        for i, (then, now) in enumerate(zip(splits_of(before), after, strict=True)):
             check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
             if assigned:
                 self._refuse_assigned(assigned - passing_through(self._function, before)[i])
         out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
-        arrays, self._join_aux = arrays_apart(aux)
+        arrays, self._join_aux = separate_arrays(aux)
         return out, (arrays, after)
 
     def evaluate(self, primals: Sequence[Any], replaced: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -175,9 +175,9 @@ class Call:
         """Write what `fun` changed into the models; returns the auxiliary output."""
         arrays, after = rest
         call = self._owner_parts, self._parts, self._kwarg_parts
-        before = parts_of(call)
+        before = splits_of(call)
         # What trains stays: it passes through the transform, and is another object behind that.
-        left = [Parts(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
+        left = [SplitModel(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
         update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, call))
         return self._join_aux(arrays)
 
@@ -228,7 +228,7 @@ def pair_of(api: str, out: Any) -> tuple[Any, Any]:
     return tuple(out)
 
 
-def arrays_apart(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
+def separate_arrays(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
     """The arrays of `tree`, which alone pass through a transform, and a function that puts such back among the rest."""
     leaves, treedef = jax.tree.flatten(tree)
     which = [isinstance(leaf, jax.Array) for leaf in leaves]

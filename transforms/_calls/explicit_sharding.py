@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.compat import Tracer
-from .._models.split_model import from_parts, to_parts
-from .call import arrays_apart
+from .._models.split_model import merge_tree, split_tree
+from .call import separate_arrays
 
 
 def explicit_spec(x: Any) -> PartitionSpec:
@@ -98,13 +98,13 @@ def with_automatic(
       axes: the axes of the mesh. An array that `function` closes over must not know them.
       place: from the result to partition specs over these axes, one for each of its arrays.
     """
-    leaves, join = arrays_apart(jax.tree.map(_as_array, to_parts(arguments)))
+    leaves, join = separate_arrays(jax.tree.map(_as_array, split_tree(arguments)))
     mesh = next(jax.typeof(x).sharding.mesh for x in leaves if set(axes) & set(axis_names(explicit_spec(x))))
     found: list[Any] = []
 
     def run(leaves: list[Any]) -> list[jax.Array]:
-        out = function(*from_parts(join(leaves)))
-        arrays, join_result = arrays_apart(out)
+        out = function(*merge_tree(join(leaves)))
+        arrays, join_result = separate_arrays(out)
         found[:] = [join_result, [_merged(jax.typeof(x), spec) for x, spec in zip(arrays, place(out), strict=True)]]
         return arrays
 

@@ -12,8 +12,8 @@ from jax.tree_util import register_pytree_node
 from .._core.arguments import describe, leaf_name
 from .._core.weak_types import weak_like
 from .._models.equinox import differentiated
-from .._models.hashable import Static
-from .._models.split_model import Parts, is_parts, to_pure
+from .._models.hashable import HashablePytree
+from .._models.split_model import SplitModel, is_split, to_pure
 
 
 class Primals:
@@ -46,9 +46,9 @@ class Primals:
         """Return `values` for the `i`-th primal in the form that its models ask for: `nnx.State` for a module."""
 
         def shape(x: Any, value: Any) -> Any:
-            return x.structure.gradient(value, x.rest) if isinstance(x, Parts) else value
+            return x.structure.gradient(value, x.rest) if isinstance(x, SplitModel) else value
 
-        return jax.tree.map(shape, self._trees[i], values, is_leaf=is_parts)
+        return jax.tree.map(shape, self._trees[i], values, is_leaf=is_split)
 
     def tangents(self, values: Any) -> tuple[Any, ...]:
         """Return `values`, one for each primal, as tangents: checked, and models' as what they train."""
@@ -73,7 +73,9 @@ class Primals:
     def _matched(self, i: int, value: Any, one: str) -> Any:
         name, tree, primal = self._name(i), self._trees[i], self.values[i]
         try:
-            value = jax.tree.map(lambda x, v: to_pure(v) if isinstance(x, Parts) else v, tree, value, is_leaf=is_parts)
+            value = jax.tree.map(
+                lambda x, v: to_pure(v) if isinstance(x, SplitModel) else v, tree, value, is_leaf=is_split
+            )
             structure: Any = jax.tree.structure(primal)
             same = structure == jax.tree.structure(value)
         except (ValueError, TypeError, KeyError):
@@ -110,7 +112,7 @@ class Primals:
 
 
 def _flatten(primals: Primals) -> tuple[list[Any], Any]:
-    arrays, rest = Static.separate(primals._trees)
+    arrays, rest = HashablePytree.separate(primals._trees)
     names = tuple(primals._name(i) for i in range(len(primals._trees)))
     return arrays, (primals._api, names, primals._integers, rest)
 
@@ -133,15 +135,15 @@ def dtype_of(x: Any) -> Any:
 
 def trainable_of(tree: Any) -> Any:
     """What of an argument is differentiated: a model's trainable arrays, everything else whole."""
-    return jax.tree.map(lambda x: x.trainable if isinstance(x, Parts) else x, tree, is_leaf=is_parts)
+    return jax.tree.map(lambda x: x.trainable if isinstance(x, SplitModel) else x, tree, is_leaf=is_split)
 
 
 def with_trainable(tree: Any, values: Any) -> Any:
     """The inverse of `trainable_of`: `tree` with `values` in their places, but for those that are None."""
 
     def put(x: Any, value: Any) -> Any:
-        if isinstance(x, Parts):
-            return Parts(x.structure, jax.tree.map(put, x.trainable, value), x.rest)
+        if isinstance(x, SplitModel):
+            return SplitModel(x.structure, jax.tree.map(put, x.trainable, value), x.rest)
         return x if value is None else value
 
-    return jax.tree.map(put, tree, values, is_leaf=is_parts)
+    return jax.tree.map(put, tree, values, is_leaf=is_split)

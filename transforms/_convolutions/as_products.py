@@ -55,7 +55,7 @@ def has_convolution(jaxpr: Jaxpr) -> bool:
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _Permuted:
     """An array whose axes are held in another order: axis i of `array` is axis `order[i]` of what it stands for."""
 
     array: jax.Array
@@ -79,15 +79,15 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:
             return [out]
-    laid = next((x for x in values if isinstance(x, _Laid)), None)
-    if laid is not None and name in ELEMENTWISE:
-        arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, laid.order) for x in values]
-        return [_Laid(x, laid.order) for x in evaluate(eqn, *arrays)]
-    if laid is not None and name in _REDUCTIONS:
-        return [_reduce(eqn, laid)]
-    if laid is not None and name == "transpose":
-        order = tuple(eqn.params["permutation"].index(i) for i in laid.order)
-        return [_laid(laid.array, order)]
+    permuted = next((x for x in values if isinstance(x, _Permuted)), None)
+    if permuted is not None and name in ELEMENTWISE:
+        arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, permuted.order) for x in values]
+        return [_Permuted(x, permuted.order) for x in evaluate(eqn, *arrays)]
+    if permuted is not None and name in _REDUCTIONS:
+        return [_reduce(eqn, permuted)]
+    if permuted is not None and name == "transpose":
+        order = tuple(eqn.params["permutation"].index(i) for i in permuted.order)
+        return [_permuted(permuted.array, order)]
     return evaluate(eqn, *map(plain, values))
 
 
@@ -109,31 +109,31 @@ def _traced_again(value: Any, run: Callable[..., list[Any]]) -> Any:
     return value if again.consts else again.jaxpr
 
 
-def _reduce(eqn: JaxprEqn, laid: _Laid) -> Any:
+def _reduce(eqn: JaxprEqn, permuted: _Permuted) -> Any:
     axes = eqn.params["axes"]
-    kept = [axis for axis in laid.order if axis not in axes]
-    params = {**eqn.params, "axes": tuple(i for i, axis in enumerate(laid.order) if axis in axes)}
-    (out,) = evaluate(eqn.replace(params=params), laid.array)
-    return _laid(out, tuple(sorted(kept).index(axis) for axis in kept))
+    kept = [axis for axis in permuted.order if axis not in axes]
+    params = {**eqn.params, "axes": tuple(i for i, axis in enumerate(permuted.order) if axis in axes)}
+    (out,) = evaluate(eqn.replace(params=params), permuted.array)
+    return _permuted(out, tuple(sorted(kept).index(axis) for axis in kept))
 
 
-def _laid(array: jax.Array, order: tuple[int, ...]) -> Any:
-    return array if order == tuple(range(len(order))) else _Laid(array, order)
+def _permuted(array: jax.Array, order: tuple[int, ...]) -> Any:
+    return array if order == tuple(range(len(order))) else _Permuted(array, order)
 
 
 def _array(x: Any) -> Any:
-    return x.array if isinstance(x, _Laid) else x
+    return x.array if isinstance(x, _Permuted) else x
 
 
 def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
     """The array that stands for `x` with its axes in the given order."""
-    held = x.order if isinstance(x, _Laid) else tuple(range(len(order)))
+    held = x.order if isinstance(x, _Permuted) else tuple(range(len(order)))
     turn = tuple(held.index(axis) for axis in order)
     return _array(x) if turn == tuple(range(len(turn))) else lax.transpose(_array(x), turn)
 
 
 def plain(x: Any) -> Any:
-    return _in_order(x, range(len(x.order))) if isinstance(x, _Laid) else x
+    return _in_order(x, range(len(x.order))) if isinstance(x, _Permuted) else x
 
 
 # Convolutions.
@@ -195,10 +195,10 @@ def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
         out = _by_parts(of, lhs, rhs)
     else:
         out = _by_patches(of, lhs, rhs)
-    return _Laid(out.array.astype(aval(eqn.outvars[0]).dtype), out.order)
+    return _Permuted(out.array.astype(aval(eqn.outvars[0]).dtype), out.order)
 
 
-def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     """One product of the weights with the patches, of shape (positions, channels, places, batch)."""
     x = of.padded(_in_order(lhs, (of.channels, *of.places, of.batch)))
     w = _in_order(rhs, (*of.window, of.inputs, of.features))
@@ -214,10 +214,10 @@ def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
         out = of.product(w, patches, ((0, 1), (0, 2)), ((2,), (1,)))
     else:
         out = of.product(w, patches.squeeze(1), ((0, 1), (0, 1)), ((2,), (3,)))
-    return _Laid(out.reshape(-1, *of.sizes, of.number), (of.out_features, *of.out_places, of.out_batch))
+    return _Permuted(out.reshape(-1, *of.sizes, of.number), (of.out_features, *of.out_places, of.out_batch))
 
 
-def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     """One product of the weights with the input, whose parts, one for each position, are added up where they belong."""
     x = _in_order(lhs, (of.channels, *of.places, of.batch))
     w = _in_order(rhs, (*of.window, of.inputs, of.features))
@@ -238,10 +238,10 @@ def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
             for position in range(count)
         ]
         parts = reduce(jnp.add, shifted)
-    return _Laid(parts, (of.out_features, *of.out_places, of.out_batch))
+    return _Permuted(parts, (of.out_features, *of.out_places, of.out_batch))
 
 
-def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
+def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     """For a window larger than the result, as in the gradient of weights: one slice for each place of the result."""
     x = of.padded(_in_order(lhs, (of.batch, *of.places, of.channels)))
     w = _in_order(rhs, (of.features, *of.window, of.inputs))
@@ -256,7 +256,7 @@ def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Laid:
         out = of.product(slices.squeeze(1), w, ((2, 4), (2, 3)), ((3,), (0,))).transpose(1, 2, 0, 3)
     else:
         out = of.product(slices.squeeze(4), w, ((3, 4), (2, 3)), ((1,), (0,))).transpose(1, 2, 0, 3)
-    return _Laid(out.reshape(*of.sizes, of.number, -1), (*of.out_places, of.out_batch, of.out_features))
+    return _Permuted(out.reshape(*of.sizes, of.number, -1), (*of.out_places, of.out_batch, of.out_features))
 
 
 def _slices(
@@ -286,7 +286,7 @@ def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, str
 
 def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: Any) -> Any:
     """The slices of a window, one for each of its positions, combined element by element."""
-    order = x.order if isinstance(x, _Laid) else tuple(range(len(x.shape)))
+    order = x.order if isinstance(x, _Permuted) else tuple(range(len(x.shape)))
     x = _array(x)
     window, strides, padding, base, dilation = (
         [eqn.params[name][i] for i in order]
@@ -298,7 +298,7 @@ def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], ja
     if any(map(any, config)):
         x = lax.pad(x, jnp.asarray(empty(x.dtype), x.dtype), config)
     sizes = [aval(eqn.outvars[0]).shape[i] for i in order]
-    return _Laid(reduce(combine, _window_slices(x, window, strides, dilation, sizes)), order)
+    return _Permuted(reduce(combine, _window_slices(x, window, strides, dilation, sizes)), order)
 
 
 def _window_slices(
@@ -316,7 +316,7 @@ def _window_slices(
 def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
     """The gradient of a maximum (or minimum) over windows: each goes to the first element that is it."""
     params = eqn.params
-    given = next((x for x in (operand, source) if isinstance(x, _Laid)), None)
+    given = next((x for x in (operand, source) if isinstance(x, _Permuted)), None)
     order = given.order if given else tuple(range(len(operand.shape)))
     source, operand = _in_order(source, order), _in_order(operand, order)
     window, strides, padding = (
@@ -337,7 +337,7 @@ def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
             _interleaved(parts[i : i + window[axis]], axis, strides[axis], operand.shape[axis])
             for i in range(0, len(parts), window[axis])
         ]
-    return _Laid(parts[0], order)
+    return _Permuted(parts[0], order)
 
 
 def _interleaved(parts: list[jax.Array], axis: int, stride: int, length: int) -> jax.Array:

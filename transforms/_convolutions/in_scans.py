@@ -1,4 +1,4 @@
-"""Convolutions whose derivatives are quick inside a loop on a CPU: `with_loopable_gradients`.
+"""Convolutions whose derivatives are quick inside a loop on a CPU: `with_scannable_gradients`.
 
 XLA's CPU backend computes a convolution inside a loop well if its axes are in one order, channels last. Its gradients
 are convolutions of other orders, many times slower than outside of the loop.
@@ -19,7 +19,7 @@ from .._core.jaxpr import at_source, bodies, evaluate, interpret
 from .as_products import WITH_BODIES, convolved, has_convolution, plain, with_bodies
 
 
-def with_loopable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
+def with_scannable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` with convolutions whose derivatives are products; the same to rounding, and for a loop on a CPU.
 
     Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.

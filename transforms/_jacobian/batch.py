@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._calls.call import Call, arrays_apart, pair_of
+from .._calls.call import Call, pair_of, separate_arrays
 from .._core.arguments import (
     Argnums,
     argument_name,
@@ -25,8 +25,8 @@ from .._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes,
 from .._core.compat import Tracer
 from .._core.memory import check_budget
 from .._core.weak_types import weak_like
-from .._models.hashable import Static
-from .._models.split_model import is_model, owner_of
+from .._models.hashable import HashablePytree
+from .._models.split_model import bound_model, is_model
 from .._vmap import vmap, vmap_of
 from .jacobian import jacobian_of
 from .mode import output_shapes
@@ -95,9 +95,9 @@ def batch_jacobian(
         raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
     check_count("batch_jacobian", "chunk_size", chunk_size, optional=True)
     check_budget("batch_jacobian", memory_budget, chunk_size)
-    owner, function = owner_of(fun)
+    owner, function = bound_model(fun)
     of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
-    origin = fun, Static.of(in_axes)
+    origin = fun, HashablePytree.of(in_axes)
     by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, holomorphic=holomorphic, origin=origin)
 
     def of_batch(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def batch_jacobian(
             joins = []
 
             def of_sample(owner: Any, kwargs: Any, *args: Any) -> list[jax.Array]:
-                arrays, join = arrays_apart(by_sample(*args, owner=owner, kwargs=kwargs))
+                arrays, join = separate_arrays(by_sample(*args, owner=owner, kwargs=kwargs))
                 joins.append(join)
                 return arrays
 
@@ -232,8 +232,8 @@ def _summed(
             sum(math.prod(x.shape[skip:]) for x in jax.tree.leaves(tree)) for tree, skip in ((one, 0), (out, 1))
         )
         forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
-        way, fun, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
-        rows = jacobian_of("batch_jacobian", fun, 0, has_aux, way, row_axis=1, **options)
+        evaluator, fun, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
+        rows = jacobian_of("batch_jacobian", fun, 0, has_aux, evaluator, row_axis=1, **options)
         result = rows(shifts, owner, args, kwargs)
         result, aux = result if has_aux else (result, None)
         if not isinstance(argnums, (tuple, list)):

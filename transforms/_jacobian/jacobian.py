@@ -11,10 +11,10 @@ import jax
 from .._calls.call import Call
 from .._core.arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
 from .._core.memory import check_budget, chunk_within
-from ._sparse.compressed import sparse_way
+from ._sparse.compressed import sparse_evaluator
 from ._sparse.pattern import check_sparsity, has_symmetric_hessian
 from .dense import mesh_of
-from .mode import Choice, Way, choose_mode, dense_way, in_cheaper_mode
+from .mode import Evaluator, ModeChoice, choose_mode, dense_evaluator, in_cheaper_mode
 
 
 class Jacobian(Protocol):
@@ -23,7 +23,7 @@ class Jacobian(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Jacobian at these arguments."""
 
-    def explain(self, *args: Any, **kwargs: Any) -> Choice:
+    def explain(self, *args: Any, **kwargs: Any) -> ModeChoice:
         """Which way is taken for these arguments, and why."""
 
 
@@ -169,7 +169,7 @@ def jacobian(
     Returns:
       As for `jacfwd`; with `sparsity`, a `jax.experimental.sparse.BCOO` in place of each array, its entries in order.
       The returned function has a method `.explain(*args, **kwargs)`, which says what "auto" takes for these arguments
-      and why, as a `Choice`.
+      and why, as a `ModeChoice`.
 
     Raises:
       TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode; a pattern of another type or shape; with
@@ -271,28 +271,28 @@ def jacobian_of(
 
         return jax.tree.unflatten(jax.tree.structure(out), [of_output(row) for row in blocks])
 
-    def sparse_of(call: Call, args: Any, kwargs: Any) -> tuple[Way, Choice]:
+    def sparse_of(call: Call, args: Any, kwargs: Any) -> tuple[Evaluator, ModeChoice]:
         symmetric = inner is not None and has_symmetric_hessian(prepare(args, kwargs, None))
-        return sparse_way(api, call, partial(nest, call), sparsity, check, mode, symmetric)
+        return sparse_evaluator(api, call, partial(nest, call), sparsity, check, mode, symmetric)
 
-    def computed(call: Call, way: Way, args: Any, kwargs: Any) -> tuple[Call, Any, list[list[Any]], Any]:
+    def computed(call: Call, evaluator: Evaluator, args: Any, kwargs: Any) -> tuple[Call, Any, list[list[Any]], Any]:
         chunk = chunk_size
         if budget is not None:
-            inner_size = 1 if inner is None else dense_way(api, prepare(args, kwargs, None), inner).slices()
+            inner_size = 1 if inner is None else dense_evaluator(api, prepare(args, kwargs, None), inner).slices()
 
             def cut(k: int) -> tuple[Call, int]:
                 """The inner Jacobian whole for some slices of the outer one, or in chunks for one of them."""
                 return (whole, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
 
-            whole, size = call, way.slices() * inner_size
-            call, chunk = cut(chunk_within(api, lambda k: way.compute(api, *cut(k)), size, budget))
-        return call, *way.compute(api, call, chunk)
+            whole, size = call, evaluator.slices() * inner_size
+            call, chunk = cut(chunk_within(api, lambda k: evaluator.compute(api, *cut(k)), size, budget))
+        return call, *evaluator.compute(api, call, chunk)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         whole = prepare(args, kwargs)
 
         def dense(mode: str) -> Any:
-            return computed(whole, dense_way(api, whole, mode, row_axis), args, kwargs)
+            return computed(whole, dense_evaluator(api, whole, mode, row_axis), args, kwargs)
 
         with mesh_of((args, kwargs)):
             if sparsity is not None:
@@ -312,7 +312,7 @@ def jacobian_of(
     wrapped: Any = wrap_like(fun, api, of_arguments, again)
     if api in ("jacobian", "hessian"):
 
-        def explain(*args: Any, **kwargs: Any) -> Choice:
+        def explain(*args: Any, **kwargs: Any) -> ModeChoice:
             call = prepare(args, kwargs)
             with mesh_of((args, kwargs)):
                 if sparsity is not None:

@@ -23,7 +23,7 @@ DECISIVE = 4
 _NO_DERIVATIVE = (TypeError, ValueError, NotImplementedError)
 
 
-class Choice(NamedTuple):
+class ModeChoice(NamedTuple):
     """Which way `jacobian` takes, and why.
 
     Attributes:
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     colors: tuple[int, int] | None = None
 
 
-class Way(NamedTuple):
+class Evaluator(NamedTuple):
     """How to compute a Jacobian.
 
     Attributes:
@@ -94,7 +94,7 @@ def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def choose_mode(api: str, call: Call, *, anew: bool = False) -> Choice:
+def choose_mode(api: str, call: Call, *, anew: bool = False) -> ModeChoice:
     """The cheaper mode for a dense Jacobian, decided once for each function and kind of arguments, or anew."""
     choices = _choices(call, None)
     if anew or not choices:
@@ -130,16 +130,16 @@ def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin:
     return compute(choices[0].mode)
 
 
-def _choices(call: Call, origin: tuple[Any, Any] | None) -> list[Choice]:
+def _choices(call: Call, origin: tuple[Any, Any] | None) -> list[ModeChoice]:
     """Return the list that is remembered for such calls: of the choice that was made, or of none yet."""
     fun, made = origin or (call.fun, None)
     return call.remembered(fun, ("mode", made), list)
 
 
-def _decide(api: str, call: Call) -> Choice:
+def _decide(api: str, call: Call) -> ModeChoice:
     out = output_shapes(api, call)
     inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
-    choice = partial(Choice, inputs=inputs, outputs=outputs)
+    choice = partial(ModeChoice, inputs=inputs, outputs=outputs)
     if not call.holomorphic:
         real = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(call.primals))
         if not real:
@@ -201,7 +201,7 @@ def output_shapes(api: str, call: Call) -> Any:
     return out
 
 
-def dense_way(api: str, call: Call, mode: str, row_axis: int = 0) -> Way:
+def dense_evaluator(api: str, call: Call, mode: str, row_axis: int = 0) -> Evaluator:
     """How to compute a dense Jacobian.
 
     Args:
@@ -211,5 +211,5 @@ def dense_way(api: str, call: Call, mode: str, row_axis: int = 0) -> Way:
       row_axis: as for `by_rows`.
     """
     if mode == "forward":
-        return Way(by_columns, lambda: max([1, *sizes_of(call.primals)]))
-    return Way(partial(by_rows, axis=row_axis), lambda: max([1, *sizes_of(output_shapes(api, call))]))
+        return Evaluator(by_columns, lambda: max([1, *sizes_of(call.primals)]))
+    return Evaluator(partial(by_rows, axis=row_axis), lambda: max([1, *sizes_of(output_shapes(api, call))]))

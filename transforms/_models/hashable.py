@@ -20,7 +20,7 @@ class Placeholder(Enum):
     REST = "rest"
 
 
-class Static:
+class HashablePytree:
     """A pytree without its arrays: hashable, and equal only for leaves of one type and value."""
 
     __slots__ = ("_key", "_leaves", "_treedef")
@@ -32,14 +32,14 @@ class Static:
         self._key = treedef, by_value(leaves), tuple(map(type, leaves))
 
     @classmethod
-    def separate(cls, tree: Any) -> tuple[list[Any], Static]:
+    def separate(cls, tree: Any) -> tuple[list[Any], HashablePytree]:
         """The arrays of `tree`, and the rest of it."""
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [leaf for leaf in leaves if cls.is_array(leaf)]
         return arrays, cls(tuple(Placeholder.ARRAY if cls.is_array(leaf) else leaf for leaf in leaves), treedef)
 
     @classmethod
-    def of(cls, tree: Any) -> Static:
+    def of(cls, tree: Any) -> HashablePytree:
         """`tree` as it is, with None as a leaf."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
         return cls(tuple(leaves), treedef)
@@ -64,10 +64,10 @@ class Static:
         return self.map(lambda leaf: leaf)
 
     def __reduce__(self) -> Any:
-        return Static, (self._leaves, self._treedef)  # the types in the key may have no name to be pickled by
+        return HashablePytree, (self._leaves, self._treedef)  # the types in the key may have no name to be pickled by
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Static) and self._key == other._key)
+        return self is other or (isinstance(other, HashablePytree) and self._key == other._key)
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -9,12 +9,22 @@ import jax
 
 from .._core.compat import scan_counts
 from .._core.jaxpr import CALLS, IDENTITIES, aval, called
-from .split_model import Parts, dotted, from_parts, is_module, models_of, named_arrays, parts_of, split, with_parts
+from .split_model import (
+    SplitModel,
+    dotted,
+    is_module,
+    merge_tree,
+    models_of,
+    named_arrays,
+    split,
+    splits_of,
+    with_splits,
+)
 
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
     """`function(owner, *args, **kwargs)`, and the models that were put together for it, in the order of their parts."""
-    owner, args, kwargs = together = from_parts(arguments)
+    owner, args, kwargs = together = merge_tree(arguments)
     out = function(owner, *args, **kwargs)
     return out, models_of(together)
 
@@ -27,7 +37,7 @@ def call_purely(
     Raises:
       ValueError: the call changes the structure of a model, or assigns what trains (which it `may_assign` in modules).
     """
-    for parts_before in parts_of(arguments):
+    for parts_before in splits_of(arguments):
         names = [dotted(path[1:]) for path, _ in jax.tree.leaves_with_path((parts_before.trainable, parts_before.rest))]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -37,7 +47,7 @@ def call_purely(
     out, models = call_with_models(function, arguments)
     changed = []
     parts = [split(model) for model in models]
-    for model, before, after in zip(models, parts_of(arguments), parts, strict=True):
+    for model, before, after in zip(models, splits_of(arguments), parts, strict=True):
         check_structure(f"{api}: fun", type(model).__name__, before, after)
     for model, after, paths in zip(models, parts, changes(function, arguments, models), strict=True):
         assigned = set(paths) & set(named_arrays(after.trainable))
@@ -50,7 +60,7 @@ def call_purely(
     return out, changed
 
 
-def check_structure(who: str, whose: str, before: Parts, after: Parts) -> None:
+def check_structure(who: str, whose: str, before: SplitModel, after: SplitModel) -> None:
     """Refuse a call that adds or removes variables of a model, or changes its configuration."""
     if after.structure != before.structure:
         path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
@@ -60,14 +70,16 @@ def check_structure(who: str, whose: str, before: Parts, after: Parts) -> None:
         )
 
 
-def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> list[Parts]:
+def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]]) -> list[SplitModel]:
     """Models taken apart, with the arrays that `call_purely` says were changed."""
 
-    def put(before: Parts, new: dict[str, Any]) -> Parts:
+    def put(before: SplitModel, new: dict[str, Any]) -> SplitModel:
         if not new:
             return before
         halves = before.trainable, before.rest
-        return Parts(before.structure, *jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), halves))
+        return SplitModel(
+            before.structure, *jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), halves)
+        )
 
     return [put(before, new) for before, new in zip(parts, changed, strict=True)]
 
@@ -75,8 +87,8 @@ def with_changes(parts: Sequence[Parts], changed: Sequence[dict[str, Any]]) -> l
 def update(
     api: str,
     models: Sequence[Any],
-    before: Sequence[Parts],
-    after: Sequence[Parts],
+    before: Sequence[SplitModel],
+    after: Sequence[SplitModel],
     passing: Callable[[], list[set[str]]] | None = None,
 ) -> None:
     """Write into models what differs between their parts `before` and `after` a call.
@@ -142,7 +154,7 @@ def changes(
     """For each of the `models` that a call has left, but for those `returned`, the paths of what it changed."""
     found = [
         [] if any(x is model for x in returned) else before.changes(split(model))
-        for before, model in zip(parts_of(arguments), models, strict=True)
+        for before, model in zip(splits_of(arguments), models, strict=True)
     ]
     if any(found):
         kept = passing_through(function, arguments)
@@ -156,11 +168,11 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
     An inner transform of `nnx` hands back every array of a module as a new object, whether it has changed or not;
     so where objects differ, `function` is traced once more and each array is followed back.
     """
-    before = parts_of(arguments)
+    before = splits_of(arguments)
     outputs: list[tuple[int, str]] = []
 
-    def arrays_after(before: list[Parts]) -> list[dict[str, Any]]:
-        _, models = call_with_models(function, with_parts(arguments, before))
+    def arrays_after(before: list[SplitModel]) -> list[dict[str, Any]]:
+        _, models = call_with_models(function, with_splits(arguments, before))
         after = [split(model).arrays() for model in models]
         outputs.extend((i, path) for i, arrays in enumerate(after) for path in sorted(arrays))
         return after

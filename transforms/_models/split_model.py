@@ -1,6 +1,6 @@
 """What a model is, and how it comes apart into arrays and goes together again.
 
-A model is a Flax NNX module, or an object that follows the small protocol `Model`. JAX sees a model as `Parts`: a
+A model is a Flax NNX module, or an object that follows the small protocol `Model`. JAX sees a model as `SplitModel`: a
 static structure, the trainable arrays and the other arrays. Several models of one structure along axis 0 follow
 `Members`; `vmap` hands a function one of them as an ordinary model.
 
@@ -65,7 +65,7 @@ def is_module(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
-def filters_apart(argnums: Any) -> tuple[Any, dict[int, Any]]:
+def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
     """`argnums` without the `nnx.DiffState` in them, and the filters that these give to their positions."""
     nnx = sys.modules.get("flax.nnx")
     filters: dict[int, Any] = {}
@@ -173,7 +173,7 @@ def _attribute_by_value(attribute: Any) -> Any:
     return replace(attribute, value=by_value(value)) if isinstance(value, (tuple, partial)) else attribute
 
 
-class Parts:
+class SplitModel:
     """A model taken apart, as a pytree of its arrays."""
 
     __slots__ = ("rest", "structure", "trainable")
@@ -191,7 +191,7 @@ class Parts:
         """All arrays by their dotted paths, in the order of the leaves."""
         return named_arrays(self.trainable) | named_arrays(self.rest)
 
-    def changes(self, after: Parts) -> list[str]:
+    def changes(self, after: SplitModel) -> list[str]:
         """What differs between these parts and those `after` a call: dotted paths of arrays, by identity."""
         then, now = self.arrays(), after.arrays()
         paths = [path for path in now if path not in then or now[path] is not then[path]]
@@ -200,20 +200,20 @@ class Parts:
 
 
 register_pytree_with_keys(
-    Parts,
+    SplitModel,
     lambda parts: (
         ((GetAttrKey("trainable"), parts.trainable), (GetAttrKey("rest"), parts.rest)),
         parts.structure,
     ),
-    lambda structure, children: Parts(structure, *children),
+    lambda structure, children: SplitModel(structure, *children),
     lambda parts: ((parts.trainable, parts.rest), parts.structure),
 )
 
 
-def split(model: Any, trains: Any = None) -> Parts:
+def split(model: Any, trains: Any = None) -> SplitModel:
     """`model` taken apart: what `trains` of an NNX module is given by a filter, or is its `nnx.Param`."""
     if not is_module(model):
-        return Parts(*model.__plurax_split__())
+        return SplitModel(*model.__plurax_split__())
     from flax import nnx
 
     # Pure: a `State` would hold the module's own variables, and a copy made from it would change with the original.
@@ -222,7 +222,7 @@ def split(model: Any, trains: Any = None) -> Parts:
     paths = sorted(
         (path, trains) for state, trains in ((trainable, True), (rest, False)) for path, _ in nnx.to_flat_state(state)
     )
-    return Parts(
+    return SplitModel(
         ModuleStructure(graphdef, paths, trains), *(nnx.to_pure_dict(state, _held) for state in (trainable, rest))
     )
 
@@ -238,25 +238,25 @@ def to_pure(tree: Any) -> Any:
     return nnx.to_pure_dict(tree) if nnx is not None and isinstance(tree, nnx.State) else tree
 
 
-def is_parts(x: Any) -> bool:
+def is_split(x: Any) -> bool:
     """Whether `x` is a model taken apart."""
-    return isinstance(x, Parts)
+    return isinstance(x, SplitModel)
 
 
-def to_parts(tree: Any, trains: Any = None) -> Any:
+def split_tree(tree: Any, trains: Any = None) -> Any:
     """`tree` with every model in it taken apart, as by `split`."""
     return jax.tree.map(lambda x: split(x, trains) if is_model(x) else x, tree, is_leaf=is_model)
 
 
-def from_parts(tree: Any) -> Any:
-    """The inverse of `to_parts`."""
-    return jax.tree.map(lambda x: x.merge() if is_parts(x) else x, tree, is_leaf=is_parts)
+def merge_tree(tree: Any) -> Any:
+    """The inverse of `split_tree`."""
+    return jax.tree.map(lambda x: x.merge() if is_split(x) else x, tree, is_leaf=is_split)
 
 
-def with_parts(tree: Any, parts: Sequence[Parts]) -> Any:
+def with_splits(tree: Any, parts: Sequence[SplitModel]) -> Any:
     """`tree` with others in the place of the models taken apart in it."""
     given = iter(parts)
-    return jax.tree.map(lambda x: next(given) if is_parts(x) else x, tree, is_leaf=is_parts)
+    return jax.tree.map(lambda x: next(given) if is_split(x) else x, tree, is_leaf=is_split)
 
 
 def models_of(tree: Any) -> list[Any]:
@@ -264,12 +264,12 @@ def models_of(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
 
 
-def parts_of(tree: Any) -> list[Parts]:
+def splits_of(tree: Any) -> list[SplitModel]:
     """The models taken apart among the leaves of `tree`."""
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_parts) if is_parts(x)]
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_split) if is_split(x)]
 
 
-def owner_of(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
+def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
     """The model whose state `fun` uses (None where there is none), and `fun` as a function of that model first.
 
     `fun` may be a model, a method of one, or a transform or partial of either.
@@ -281,14 +281,14 @@ def owner_of(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
         function = fun.__func__
         return owner, function
     transform = transform_of(fun)
-    owner = owner_of(transform[0])[0] if transform else None
+    owner = bound_model(transform[0])[0] if transform else None
     if owner is not None:
         return owner, lambda owner, /, *args, **kwargs: _with_owner(fun, owner)(*args, **kwargs)
     return None, lambda _, /, *args, **kwargs: fun(*args, **kwargs)
 
 
 def _with_owner(fun: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """`fun`, of which `owner_of` finds a model, with `owner` in the place of that."""
+    """`fun`, of which `bound_model` finds a model, with `owner` in the place of that."""
     transform = transform_of(fun)
     if transform:
         inner, again = transform

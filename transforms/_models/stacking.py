@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from .._core.arguments import describe, short
-from .hashable import Static
-from .split_model import Parts, by_value, dotted, is_module, shared_variable, split
+from .hashable import HashablePytree
+from .split_model import SplitModel, by_value, dotted, is_module, shared_variable, split
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Stacking:
     noun: str
     remedy: tuple[str, str]
 
-    def __call__(self, models: Sequence[Any]) -> Parts:
+    def __call__(self, models: Sequence[Any]) -> SplitModel:
         """The models as one, with their axis in front of each array.
 
         Raises:
@@ -46,7 +46,7 @@ class Stacking:
         for i in range(1, len(parts)):
             self._check_same(i, (models[0], parts[0]), (models[i], parts[i]))
         together = stack([(part.trainable, part.rest) for part in parts])
-        return Parts(parts[0].structure, *strong(together))
+        return SplitModel(parts[0].structure, *strong(together))
 
     def _check_separate(self, models: Sequence[Any]) -> None:
         """Refuse NNX modules that share a variable, since stacking would give each its own."""
@@ -59,7 +59,7 @@ class Stacking:
                 f"nnx.clone({self.noun}) where equal copies are meant."
             )
 
-    def _check_same(self, index: int, first: tuple[Any, Parts], other: tuple[Any, Parts]) -> None:
+    def _check_same(self, index: int, first: tuple[Any, SplitModel], other: tuple[Any, SplitModel]) -> None:
         (model, parts), (other_model, other_parts) = first, other
         whose = f"{self.api}: {self.noun} {index}"
         if type(model) is not type(other_model):
@@ -81,7 +81,7 @@ class Stacking:
             )
 
 
-def check_leaves(api: str, whose: str, parts: Parts) -> None:
+def check_leaves(api: str, whose: str, parts: SplitModel) -> None:
     """Refuse a model with a variable that holds no array."""
     for path, leaf in parts.arrays().items():
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
@@ -141,7 +141,7 @@ def _of_variables(variables: Any, other: Any) -> tuple[str, bool]:
     if _same_structure(variables, other):
         both = zip(jax.tree.leaves_with_path(variables), jax.tree.leaves(other), strict=True)
         for (path, value), theirs in both:
-            if not Static.is_array(value) and Static.of(theirs) != Static.of(value):
+            if not HashablePytree.is_array(value) and HashablePytree.of(theirs) != HashablePytree.of(value):
                 return _difference(f"`{dotted(path)}`", theirs, value)
     return "their variables are in other containers, have other static fields, or train in other places", False
 

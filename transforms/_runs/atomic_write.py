@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 
-def write_whole(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
     """Write a file, or replace it in one step once the new one is on the disk; its folder is made where it is missing.
 
     Who may read and write it is `mode`, less what the umask of the process takes away.

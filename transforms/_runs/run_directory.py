@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Store:
+class RunDirectory:
     """The checkpoints of one run, `step_00000100` and so on, in a directory. What else is there stays as it is."""
 
     api: str
@@ -28,7 +28,7 @@ class Store:
     group: Group
 
     @classmethod
-    def open(cls, api: str, directory: Any, keep: int, group: Group) -> Store:
+    def open(cls, api: str, directory: Any, keep: int, group: Group) -> RunDirectory:
         """Make the directory where it is missing, and remove what a run that was killed had begun to write there."""
         directory = Path(directory).resolve()
         try:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .._runs.atomic_write import write_whole
+from .._runs.atomic_write import write_atomically
 from .._runs.processes import Damaged
 
 _DIGITS = b"00000000"
@@ -36,7 +36,7 @@ def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     match = _CHECKSUM.search(data)
     assert match is not None
     start, end = match.span(1)
-    write_whole(path, (data[:start], b"%08x" % zlib.crc32(data), data[end:]))
+    write_atomically(path, (data[:start], b"%08x" % zlib.crc32(data), data[end:]))
 
 
 @contextmanager

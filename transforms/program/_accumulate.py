@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from .._convolutions.in_scans import with_loopable_gradients
+from .._convolutions.in_scans import with_scannable_gradients
 from .._core.arguments import (
     argument_name,
     check_argnums,
@@ -26,14 +26,14 @@ from .._core.compat import varying, varying_axes
 from .._core.weak_types import weak_like
 from .._models.mutation import call_purely, update, with_changes
 from .._models.split_model import (
+    bound_model,
     is_model,
     models_of,
     named_arrays,
-    owner_of,
-    parts_of,
     refuse_shared_state,
-    to_parts,
-    with_parts,
+    split_tree,
+    splits_of,
+    with_splits,
 )
 
 
@@ -94,17 +94,17 @@ def accumulate(
     positions = check_argnums("accumulate", batch_argnums, "batch_argnums")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'accumulate: reduction must be "mean" or "sum", but got {reduction!r}.')
-    owner, function = owner_of(fun)
+    owner, function = bound_model(fun)
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         batch = _cut(fun, args, positions, micro_batches)
         refuse_shared_state("accumulate", fun, owner, args, kwargs)
-        everything = to_parts((owner, args, kwargs))
-        apart = parts_of(everything)
+        everything = split_tree((owner, args, kwargs))
+        apart = splits_of(everything)
         state = [named_arrays(parts.rest) for parts in apart]
 
         def of_part(state: Any, part: Any) -> Any:
-            owner, args, kwargs = with_parts(everything, with_changes(apart, state))
+            owner, args, kwargs = with_splits(everything, with_changes(apart, state))
             args = tuple(part.get(i, value) for i, value in enumerate(args))
             out, changed = call_purely("accumulate", function, (owner, args, kwargs))
             return _checked(out, reduction), changed
@@ -113,7 +113,7 @@ def accumulate(
         closed, outline = jax.make_jaxpr(of_part, return_shape=True)(state, one)
         run: Callable[..., Any] = jaxpr_as_fun(closed)
         if jax.default_backend() == "cpu":
-            run = with_loopable_gradients(run)
+            run = with_scannable_gradients(run)
 
         def turn(carry: Any, part: Any) -> tuple[Any, None]:
             totals, changed = carry

@@ -15,7 +15,7 @@ from .._core.arguments import argument_name, check_callable, check_count, descri
 from .._core.axes import Axes, broadcast_axes, check_axes, mapped_size
 from .._core.compat import Tracer
 from .._models.mutation import call_purely, update, with_changes
-from .._models.split_model import is_model, models_of, owner_of, parts_of, refuse_shared_state, to_parts
+from .._models.split_model import bound_model, is_model, models_of, refuse_shared_state, split_tree, splits_of
 
 _POWERS = "pow2"
 
@@ -90,7 +90,7 @@ class Bucketed:
     def __init__(self, fun: Callable[..., Any], axis: Axes, sizes: Sequence[int], out_axes: Axes) -> None:
         self.traces = 0
         self._fun, self._axis, self._sizes, self._out_axes = fun, axis, sizes, out_axes
-        self._owner, self._function = owner_of(fun)
+        self._owner, self._function = bound_model(fun)
         self._compiled = jax.jit(self._run, static_argnames="size")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,10 +102,10 @@ class Bucketed:
         length = mapped_size("bucketed", self._fun, args, {}, axes, None, None)
         size = self._size_for(length)
         filled = tuple(self._filled(i, value, axes[i], size) for i, value in enumerate(args))
-        apart = to_parts((self._owner, filled, kwargs))
+        apart = split_tree((self._owner, filled, kwargs))
         out, changed = self._compiled(apart, length, size=size)
         out = self._cut(out, length, size)
-        parts = parts_of(apart)
+        parts = splits_of(apart)
         update("bucketed", models_of((self._owner, args, kwargs)), parts, with_changes(parts, changed))
         return out
 

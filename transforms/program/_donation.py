@@ -11,7 +11,7 @@ import jax
 
 from .._core.arguments import check_callable, describe
 from .._core.compat import Jitted
-from ._ir.hlo import Program
+from ._ir.hlo import HloProgram
 from ._ir.traced_program import names_in_cache_key
 
 _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
@@ -61,7 +61,7 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
             "assert_donated: fun donates nothing; name what it may overwrite: jax.jit(fun, donate_argnums=...)."
         )
     text = compiled.as_text()
-    program = Program(text)
+    program = HloProgram(text)
     inputs = [x for x in program.computations[program.entry] if x.opcode == "parameter"]
     # What `fun` does not use is no input of the program; the others keep their names.
     reused = {int(number) for number in _ALIASED.findall(text.split("\n", 1)[0])}

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._convolutions.in_scans import with_loopable_gradients
+from .._convolutions.in_scans import with_scannable_gradients
 from .._core.arguments import check_count, describe, leaf_name
 from .._models.mutation import call_purely, update, with_changes
-from .._models.split_model import Parts, is_model, is_module, models_of
+from .._models.split_model import SplitModel, is_model, is_module, models_of
 from .._models.stacking import Stacking
 
 if TYPE_CHECKING:
@@ -161,14 +161,14 @@ def scan_layers(
         def call(layer: Any, carry: Any, *x: Any) -> Any:
             return layer(carry, *shared, *x)
 
-        arguments: Any = Parts(structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
+        arguments: Any = SplitModel(structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
         out, (changed,) = call_purely("scan_layers", call, arguments, may_assign=True)
         out, y = _carry_and_y(name, carry, out)
         return out, (y, changed)
 
     body: Any = turn
     if jax.default_backend() == "cpu" and unroll < len(stack):
-        body = with_loopable_gradients(turn)
+        body = with_scannable_gradients(turn)
     if remat:
         body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
     carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)

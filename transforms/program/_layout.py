@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ._ir.hlo import Instruction, Program
-from ._ir.traced_program import Prepared
+from ._ir.hlo import HloProgram, Instruction
+from ._ir.traced_program import TracedProgram
 
 
 def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
@@ -40,7 +40,7 @@ def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
       >>> count_layout_ops(lambda x: x.T + 1.0, jnp.ones((3, 5)))["transpose"]
       1
     """
-    program = Prepared("count_layout_ops", fun, args).compiled.program
+    program = TracedProgram("count_layout_ops", fun, args).compiled.program
     counts: Counter[str] = Counter()
     for instruction, times in program.runs():
         for x in program.inside(instruction) if instruction.opcode == "fusion" else (instruction,):
@@ -51,7 +51,7 @@ def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     return {name: counts[name] for name in ("transpose", "copy", "bytes")}
 
 
-def _kind(program: Program, instruction: Instruction) -> str:
+def _kind(program: HloProgram, instruction: Instruction) -> str:
     """What an instruction that moves numbers does with their order in memory; empty where it moves none.
 
     A `transpose` does nothing where its result names the axes in another order too, and a `copy` may change it.

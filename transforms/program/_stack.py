@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._models.split_model import Parts, split
+from .._models.split_model import SplitModel, split
 
 
 class Stack(nnx.Module):
@@ -45,7 +45,7 @@ class Stack(nnx.Module):
         parts = self.parts()
         return [jax.tree.map(itemgetter(i), parts).merge() for i in range(self._size)]
 
-    def parts(self) -> Parts:
+    def parts(self) -> SplitModel:
         """The layers taken apart; refuses arrays that are not those of all of them."""
         parts = split(self.layer)
         for path, leaf in parts.arrays().items():

@@ -286,7 +286,7 @@ class Test_a_trainer:
         self, tmp_path, convolutional, create, cross_entropy, make_batches, assert_same, monkeypatch
     ) -> None:
         choice = Execution("map", products=True)
-        chosen = autotune.Tuning(choice, (autotune.Candidate(choice, 1.0, 1, 1.0),), "here", 0.1, 5.0)
+        chosen = autotune.Tuning(choice, (autotune.CandidateExecution(choice, 1.0, 1, 1.0),), "here", 0.1, 5.0)
         monkeypatch.setattr("plurax.ensemble._execution.choose_strategy.tune", lambda *_, **__: chosen)
         batches, ens = make_batches(5, features=20), create(convolutional, 3)
         auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=1.0)

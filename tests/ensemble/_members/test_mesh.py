@@ -26,7 +26,7 @@ from jax.sharding import AxisType
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
 from plurax.ensemble._execution.data_parallel import differs
 from plurax.transforms import vmap
-from plurax.transforms._models.hashable import Static
+from plurax.transforms._models.hashable import HashablePytree
 
 # All in one worker: what they ask is found once.
 pytestmark = pytest.mark.xdist_group("eight devices")
@@ -155,7 +155,7 @@ def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]
     structure, size = state._structure_and_size()
     with trainer._executor._context(execution):  # as the step was compiled, so that it is not compiled again
         inputs = trainer._executor._inputs(execution, state, batch, axes)
-        lowered = trainer._executor._programs[0].lower(structure, execution, size, Static.of(axes), *inputs)
+        lowered = trainer._executor._programs[0].lower(structure, execution, size, HashablePytree.of(axes), *inputs)
         text = lowered.compile().as_text()
     found: dict[str, set[str]] = {}
     for line in text.splitlines():

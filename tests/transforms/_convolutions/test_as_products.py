@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from plurax.transforms._convolutions.as_products import convolutions_as_products, has_convolution
-from plurax.transforms._convolutions.in_scans import with_loopable_gradients
+from plurax.transforms._convolutions.in_scans import with_scannable_gradients
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
@@ -115,10 +115,10 @@ def test_every_convolution_with_loopable_gradients(case: Any) -> None:
     except (TypeError, ValueError):
         return
     if size:
-        assert_equal(with_gradients(with_loopable_gradients(fun)), with_gradients(padded), x, w)
+        assert_equal(with_gradients(with_scannable_gradients(fun)), with_gradients(padded), x, w)
 
 
-@pytest.mark.parametrize("rewrite", [convolutions_as_products, with_loopable_gradients])
+@pytest.mark.parametrize("rewrite", [convolutions_as_products, with_scannable_gradients])
 @pytest.mark.parametrize(("window", "channels", "features", "strides"), [(3, 32, 32, 1), (5, 32, 2, 1), (7, 4, 9, 2)])
 def test_half_precision_is_rounded_as_by_xla(
     rewrite: Any, window: int, channels: int, features: int, strides: int
@@ -148,7 +148,7 @@ def test_half_precision_is_rounded_as_by_xla(
         assert distance(found, expected) < 1.1 * distance(theirs, expected)
 
 
-@pytest.mark.parametrize("rewrite", [convolutions_as_products, with_loopable_gradients])
+@pytest.mark.parametrize("rewrite", [convolutions_as_products, with_scannable_gradients])
 def test_named_scopes_reach_into_calls(rewrite: Any) -> None:
     w = normal(1, (3, 2, 3))
 
@@ -281,7 +281,7 @@ class Test_loopable_gradients:
             return (jnp.tanh(y) ** 2).sum()
 
         x = normal(0, (2, 5, 4, 2))
-        ours = with_loopable_gradients(fun)
+        ours = with_scannable_gradients(fun)
         for derive in (jax.grad, jax.jacfwd, jax.hessian):
             np.testing.assert_allclose(jax.jit(derive(ours))(x), jax.jit(derive(fun))(x), rtol=1e-4, atol=1e-5)
         found, expected = (jax.jit(jax.vmap(jax.grad(f)))(x[:, None]) for f in (ours, fun))
@@ -293,7 +293,7 @@ class Test_loopable_gradients:
         def fun(x: jax.Array) -> jax.Array:
             return jax.nn.relu(lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")))
 
-        ours, x = with_loopable_gradients(fun), jnp.zeros((2, 5, 2))
+        ours, x = with_scannable_gradients(fun), jnp.zeros((2, 5, 2))
         assert not jax.vjp(ours, x)[1](jnp.ones((2, 5, 3)))[0].any()  # by its own rule relu is flat at zero
         assert "conv_general_dilated" in names(jax.make_jaxpr(ours)(x).jaxpr)
         backward = jax.make_jaxpr(jax.grad(lambda x: ours(x).sum()))(x)
@@ -309,7 +309,7 @@ class Test_loopable_gradients:
             x = lax.scan(lambda x, _: (jax.checkpoint(conv)(x), None), x, None, length=3)[0]
             return (lax.cond(x.sum() > 0, conv, lambda x: x, x) ** 2).sum()
 
-        ours, x = with_loopable_gradients(fun), normal(0, (2, 5, 2))
+        ours, x = with_scannable_gradients(fun), normal(0, (2, 5, 2))
         np.testing.assert_allclose(jax.jit(jax.grad(ours))(x), jax.jit(jax.grad(fun))(x), rtol=1e-4, atol=1e-6)
         assert str(jax.make_jaxpr(jax.grad(ours))(x)).count("conv_general_dilated") < str(
             jax.make_jaxpr(jax.grad(fun))(x)
@@ -317,7 +317,7 @@ class Test_loopable_gradients:
 
     def test_an_operand_that_is_not_differentiated_costs_nothing(self) -> None:
         x, w = normal(0, (2, 5, 2)), normal(1, (3, 2, 3))
-        fun = with_loopable_gradients(
+        fun = with_scannable_gradients(
             lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")).sum()
         )
         products = [

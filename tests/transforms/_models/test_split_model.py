@@ -18,7 +18,7 @@ from flax import nnx
 
 from plurax.transforms import grad, vmap
 from plurax.transforms._models.mutation import passing_through
-from plurax.transforms._models.split_model import by_value, is_model, is_module, named_arrays, split, to_parts
+from plurax.transforms._models.split_model import by_value, is_model, is_module, named_arrays, split, split_tree
 
 WITHOUT_FLAX = """
 import sys, jax.numpy as jnp
@@ -92,7 +92,7 @@ def test_what_is_no_model() -> None:
 
 def test_arrays_have_the_names_that_code_gives_them() -> None:
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
-    parts = to_parts({"a": [model]})["a"][0]
+    parts = split_tree({"a": [model]})["a"][0]
     assert sorted(named_arrays(parts.trainable)) == [
         f"layers.{name}" for name in ("0.bias", "0.kernel", "1.bias", "1.scale")
     ]
@@ -180,14 +180,14 @@ def repeat(two: Any) -> None:
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, nnx.remat, lambda f: nnx.remat(nnx.jit(f))])
 @pytest.mark.parametrize(("fun", "kept"), [(swap, "c"), (leave, "abc"), (add, "ab"), (repeat, "ab")])
 def test_an_array_passes_through_if_the_program_hands_it_on(wrap: Any, fun: Any, kept: str) -> None:
-    arguments = to_parts((None, ({"two": Two()}, "text", 3), {"other": Two()}))
+    arguments = split_tree((None, ({"two": Two()}, "text", 3), {"other": Two()}))
     unchanged = passing_through(lambda _, tree, text, number, other: wrap(fun)(tree["two"]), arguments)
     assert unchanged == [set(kept), set("abc")]
 
 
 def test_structures_are_equal_for_one_architecture() -> None:
-    first, second = (to_parts(nnx.Linear(2, 3, rngs=nnx.Rngs(seed))).structure for seed in (0, 1))
-    other = to_parts(nnx.Linear(2, 4, rngs=nnx.Rngs(0))).structure
+    first, second = (split_tree(nnx.Linear(2, 3, rngs=nnx.Rngs(seed))).structure for seed in (0, 1))
+    other = split_tree(nnx.Linear(2, 4, rngs=nnx.Rngs(0))).structure
     assert first == second
     assert hash(first) == hash(second)
     assert first != other

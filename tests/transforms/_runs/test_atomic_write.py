@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from plurax.transforms._runs.atomic_write import write_whole
+from plurax.transforms._runs.atomic_write import write_atomically
 
 
 def test_pieces_follow_one_another_in_a_folder_that_is_made(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     for pieces in ([b"first"], (b"", memoryview(b"second")[:3], b"!")):
-        write_whole(path, pieces)
+        write_atomically(path, pieces)
         assert path.read_bytes() == b"".join(pieces)
         assert [*path.parent.iterdir()] == [path]
 
@@ -24,6 +24,6 @@ def test_what_fails_halfway_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(OSError, match="the disk is full"):
-        write_whole(path, pieces())
+        write_atomically(path, pieces())
     assert path.read_bytes() == b"old"
     assert [*tmp_path.iterdir()] == [path]

@@ -16,7 +16,7 @@ from ..._calls.call import Call, check_output
 from ..._core.compat import NeedsValues
 from ..._core.memory import lower_apart
 from ..dense import check_real, cut_as, map_slices, sizes_of, whole
-from ..mode import DECISIVE, Choice, Way, choose_mode, dense_way, output_shapes, possible_modes
+from ..mode import DECISIVE, Evaluator, ModeChoice, choose_mode, dense_evaluator, output_shapes, possible_modes
 from .coloring import Coloring, coloring_of, cost, symmetric_coloring_of
 from .pattern import (
     Entries,
@@ -36,9 +36,9 @@ from .verify import probe
 _CONSTANT, _FOLDED = 2**24, 2**18
 
 
-def sparse_way(
+def sparse_evaluator(
     api: str, call: Call, nest: Callable[[Any, Any], Any], sparsity: Any, check: bool, mode: str, symmetric: bool
-) -> tuple[Way, Choice]:
+) -> tuple[Evaluator, ModeChoice]:
     """How to compute a Jacobian as `BCOO`, with the entries of a pattern, and why so.
 
     Args:
@@ -55,13 +55,13 @@ def sparse_way(
     shape = sum(sizes_of(outputs)), sum(sizes_of(inputs))
     modes = possible_modes(call, out) if mode == "auto" else (mode,)
     checked = partial(probe, modes[0]) if check else None
-    choice = partial(Choice, inputs=shape[1], outputs=shape[0], flops=None)
+    choice = partial(ModeChoice, inputs=shape[1], outputs=shape[0], flops=None)
 
-    def dense(pattern: Pattern, why: str) -> tuple[Way, Choice]:
+    def dense(pattern: Pattern, why: str) -> tuple[Evaluator, ModeChoice]:
         chosen = choose_mode(api, call).mode if len(modes) == 2 else modes[0]
-        way = dense_way(api, call, chosen)
-        compute = partial(_sparse, pattern, partial(_of_dense, pattern, way.compute), checked)
-        return Way(compute, way.slices), choice(chosen, why=why)
+        evaluator = dense_evaluator(api, call, chosen)
+        compute = partial(_sparse, pattern, partial(_of_dense, pattern, evaluator.compute), checked)
+        return Evaluator(compute, evaluator.slices), choice(chosen, why=why)
 
     try:
         if isinstance(sparsity, str):
@@ -85,20 +85,20 @@ def sparse_way(
     count = coloring.counts
     found = "both" if all(count) else "reverse" if count[1] else "forward"
     why = f"{count[0]} products in forward and {count[1]} in reverse mode give all {len(pattern.rows)} entries"
-    way = Way(compute, lambda: max(1, *count)), choice(found, why=why, colors=count)
+    evaluator = Evaluator(compute, lambda: max(1, *count)), choice(found, why=why, colors=count)
     alone = {"forward": cost(shape[1], 0), "reverse": cost(0, shape[0])}
     if DECISIVE * coloring.cost <= min(alone[mode] for mode in modes):
-        return way
+        return evaluator
     other = dense(pattern, f"XLA counts fewer operations and bytes than for {sum(count)} products")
     try:
-        return min(other, way, key=lambda way: _work(api, call, way[0]))
+        return min(other, evaluator, key=lambda evaluator: _work(api, call, evaluator[0]))
     except NeedsValues:
-        return way
+        return evaluator
 
 
-def _work(api: str, call: Call, way: Way) -> float:
+def _work(api: str, call: Call, evaluator: Evaluator) -> float:
     """The operations of a program and the bytes that it reads and writes, as XLA counts both."""
-    analysis = lower_apart(partial(way.compute, api, call, None)).cost_analysis() or {}
+    analysis = lower_apart(partial(evaluator.compute, api, call, None)).cost_analysis() or {}
     return analysis.get("flops", 0.0) + analysis.get("bytes accessed", 0.0)
 
 

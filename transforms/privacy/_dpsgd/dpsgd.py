@@ -19,14 +19,14 @@ from ..._core.arguments import check_callable, check_count, check_number, descri
 from ..._core.compat import Tracer
 from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held, is_array
-from ..._models.split_model import is_members, models_of, shared_variable, to_parts
+from ..._models.split_model import is_members, models_of, shared_variable, split_tree
 from .._per_example.method_choice import check_method
 from .accounting import ACCOUNTANTS, Ledger, calibrate
 from .noise import privatizer
-from .sampling import Batch, Batches
+from .sampling import Batch, SampledBatches
 from .settings import check_extra, check_optimizer, checked_strategy
 from .state import DPState
-from .step import Step, update
+from .step import PrivateStep, update
 
 if TYPE_CHECKING:
     from ..._runs.history import History
@@ -171,7 +171,7 @@ class DPSGD:
         self.ledger = Ledger(noise_multiplier, probability, l2_clip_norm, expected_batch_size, strategy)
         self.target_delta, self.accountant = target_delta, accountant
         self.num_examples, self.num_steps = int(num_examples), int(num_steps)
-        self._step = Step(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
+        self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [jax.jit(self._step, donate_argnums=donated) for donated in ((), (0,))]
 
@@ -196,7 +196,7 @@ class DPSGD:
         """
         check_key("DPSGD.init", key)
         members = len(model_or_params) if is_members(model_or_params) else None
-        tree = held(to_parts(model_or_params))
+        tree = held(split_tree(model_or_params))
         trainable = differentiated(trainable_of(tree), integers=True)
         _check_trainable(tree, trainable, models_of(model_or_params))
 
@@ -216,7 +216,7 @@ class DPSGD:
         # Strongly typed, or a second program would be compiled for the second step.
         return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
 
-    def batches(self, data: Any, state: DPState | None = None, *, sizes: Sequence[int] | None = None) -> Batches:
+    def batches(self, data: Any, state: DPState | None = None, *, sizes: Sequence[int] | None = None) -> SampledBatches:
         """Poisson-sampled batches of the data, for the steps that are left: an iterator.
 
         Each example takes part in each step independently of all others. Batches are padded to a few sizes, so that a
@@ -248,7 +248,7 @@ class DPSGD:
             self._check_state("DPSGD.batches", state)
             seed, start = np.asarray(state.seed).tolist(), int(state.step)
         run = (self.ledger, self.num_examples, self.num_steps, seed, start)
-        return Batches(data, *run, sizes, self._step.microbatch_size or 1)
+        return SampledBatches(data, *run, sizes, self._step.microbatch_size or 1)
 
     def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """One step: the clipped sum of the batch, noise, and the optimizer's update.

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..._runs.history import History, Recorder
 from ..._runs.loop import check_options, run
 from ..._runs.processes import Group
-from ..._runs.run_directory import Store
+from ..._runs.run_directory import RunDirectory
 from .checkpoint import read_state, write_state
 from .state import DPState
 
@@ -61,7 +61,9 @@ def fit(
                 "one."
             )
     store = (
-        None if checkpoint_dir is None else Store.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
+        None
+        if checkpoint_dir is None
+        else RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
     )
     resumed = None if store is None else store.newest(partial(_resume, state))
     history = None
@@ -133,7 +135,7 @@ class _Spent:
         return self._text
 
 
-def _save(store: Store, recorder: Recorder, state: DPState) -> None:
+def _save(store: RunDirectory, recorder: Recorder, state: DPState) -> None:
     store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
 
 

@@ -13,7 +13,7 @@ from ..._core.prng import is_key
 from ..._grad import scalar_seed
 from ..._models.equinox import released
 from ..._models.mutation import call_with_models, changes, with_changes
-from ..._models.split_model import Parts, dotted, is_module, is_parts, parts_of, split, with_parts
+from ..._models.split_model import SplitModel, dotted, is_module, is_split, split, splits_of, with_splits
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:
@@ -46,9 +46,9 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: 
       batch: an example of zeros, so that what is left depends on no data, whatever the loss does.
       has_aux: as for `DPSGD`.
     """
-    if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in parts_of(tree)):
+    if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in splits_of(tree)):
         return tree
-    return with_parts(tree, with_changes(parts_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
+    return with_splits(tree, with_changes(splits_of(tree), _call(loss, tree, None, batch, has_aux)[1]))
 
 
 def _call(
@@ -56,7 +56,7 @@ def _call(
 ) -> tuple[Any, list[dict[str, Any]]]:
     """What the loss returns, and for each model the random state that it changed; refuses what changes any other."""
     if key is not None:
-        tree = jax.tree.map(lambda x: _with_keys(x, key) if is_parts(x) else x, tree, is_leaf=is_parts)
+        tree = jax.tree.map(lambda x: _with_keys(x, key) if is_split(x) else x, tree, is_leaf=is_split)
 
     def function(_: None, model: Any, /, *batch: Any) -> Any:
         return loss(model, *batch)
@@ -81,7 +81,7 @@ def _call(
     return out, found
 
 
-def _with_keys(parts: Parts, key: jax.Array) -> Parts:
+def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
     """A model whose random state is drawn from `key`."""
     random = _random_state(parts.merge())
 
@@ -93,10 +93,10 @@ def _with_keys(parts: Parts, key: jax.Array) -> Parts:
         bits = jax.random.bits(jax.random.fold_in(key, number), words.shape, words.dtype)
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
 
-    return Parts(parts.structure, parts.trainable, jax.tree.map_with_path(draw, parts.rest))
+    return SplitModel(parts.structure, parts.trainable, jax.tree.map_with_path(draw, parts.rest))
 
 
-def _kept_keys(parts: Parts) -> set[str]:
+def _kept_keys(parts: SplitModel) -> set[str]:
     """The paths of keys that a model keeps, in variables of whatever kind."""
     return {dotted(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
 

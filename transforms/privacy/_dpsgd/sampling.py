@@ -51,7 +51,7 @@ class Batch:
     sampling: tuple[float, int] | None = None
 
 
-class Batches:
+class SampledBatches:
     """The batches of a run, once each: an iterator.
 
     Args:

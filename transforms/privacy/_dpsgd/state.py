@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ..._models.equinox import released
-from ..._models.split_model import from_parts
+from ..._models.split_model import merge_tree
 from .accounting import Ledger
 
 
@@ -54,4 +54,4 @@ class DPState:
     @property
     def model(self) -> Any:
         """The model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
-        return from_parts(released(self.tree))
+        return merge_tree(released(self.tree))

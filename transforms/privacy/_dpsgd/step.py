@@ -14,7 +14,7 @@ from ..._calls.explicit_sharding import along, explicit_axes, with_automatic
 from ..._calls.primals import trainable_of, with_trainable
 from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import differentiated
-from ..._models.split_model import Parts, split
+from ..._models.split_model import SplitModel, split
 from .._per_example.clipped import clipped_grad
 from .accounting import Ledger
 from .model_loss import of_example, with_random_state
@@ -24,7 +24,7 @@ from .state import DPState
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PrivateStep:
     """A step of `DPSGD` as a function that can be compiled; its attributes are arguments of that."""
 
     loss: Callable[..., Any]
@@ -51,13 +51,13 @@ class Step:
             after, metrics = self._one(arrays, state.step, batch)
         else:
 
-            def of_member(parts: Parts, *arrays: Any) -> Any:
+            def of_member(parts: SplitModel, *arrays: Any) -> Any:
                 member = split(parts.merge().__plurax_member__())
                 (tree, *rest), metrics = self._one((member, *arrays), state.step, batch)
                 return (tree.trainable, tree.rest, *rest), metrics
 
             (trainable, rest, *others), metrics = jax.vmap(of_member)(*arrays)
-            after = (Parts(state.tree.structure, trainable, rest), *others)
+            after = (SplitModel(state.tree.structure, trainable, rest), *others)
         tree, opt_state, noise_state = after
         return replace(state, tree=tree, opt_state=opt_state, noise_state=noise_state, step=state.step + 1), metrics
 

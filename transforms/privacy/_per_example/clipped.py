@@ -14,7 +14,7 @@ from ..._core.arguments import Argnums, check_count, check_number, describe, is_
 from ..._core.compat import Tracer, varying, varying_axes
 from .gradient_forms import wide
 from .loss import PerExample, on_any_mesh, per_example
-from .method_choice import Choice, check_method, choose
+from .method_choice import MethodChoice, check_method, choose
 from .methods import Backward, first_that_traces, routes
 from .norms import ExampleGradients, Use, held_uses
 
@@ -210,17 +210,17 @@ def clipped_grad(
             return None
         return lambda leaves: pre_clipping_transform(of.gradients(leaves, bare))
 
-    def chosen(of: PerExample) -> list[Choice]:
+    def chosen(of: PerExample) -> list[MethodChoice]:
         most = _group_size(microbatch_size, of.size)
         if pre_clipping_transform is not None:
-            return routes(of, Choice("vmap", most, "pre_clipping_transform needs each gradient"))
+            return routes(of, MethodChoice("vmap", most, "pre_clipping_transform needs each gradient"))
         if of.size == 0:
-            return [Choice("vmap", 0, "there are no examples")]
+            return [MethodChoice("vmap", 0, "there are no examples")]
         if method == "auto":
             return routes(of, choose(of.program, of.size, most, spmd_axis_name))
-        return routes(of, Choice(method, most, f'it was asked for by method="{method}"'))
+        return routes(of, MethodChoice(method, most, f'it was asked for by method="{method}"'))
 
-    def compute(of: PerExample, padding: jax.Array, choice: Choice) -> tuple[Any, Any]:
+    def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
         """The sum, divided, and what there is of each example: its loss, its norm and what the loss returns beside."""
         transform = transformed(of)
 

@@ -12,13 +12,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._convolutions.as_products import has_convolution
 from ..._core.compat import one_of
 from ..._core.jaxpr import aval, bodies, holds_refs
-from .parameter_uses import find_sites
+from .parameter_uses import find_uses
 
 # Operations that name an axis of devices, where each does its own.
 _ALONE = frozenset(["axis_index", "pcast", "pvary"])
 
 
-class Program:
+class ExampleProgram:
     """A loss, traced once.
 
     Args:
@@ -34,7 +34,7 @@ class Program:
       draws_inside: an operation on parameters and data whose bodies draw random numbers that differ with the transforms
         around (those of "rbg" keys do); empty if there is none.
       plan: what to do with each of its operations.
-      sites: where parameters meet data.
+      uses: where parameters meet data.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Program:
         self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
         self.treedef = jax.tree.structure(shapes)
         self.has_refs = _has_refs(self.closed.jaxpr)
-        self.plan, self.sites = find_sites(self.closed, len(self.parameters))
-        self.draws_inside = next((site.eqn.primitive.name for site in self.sites if _draws_as_mapped(site.eqn)), "")
+        self.plan, self.uses = find_uses(self.closed, len(self.parameters))
+        self.draws_inside = next((use.eqn.primitive.name for use in self.uses if _draws_as_mapped(use.eqn)), "")
 
     def exchanged_over(self, axes: Iterable[str]) -> str:
         """An operation over the devices of some of these axes; empty if there is none."""
@@ -66,11 +66,11 @@ class Program:
 
         XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
         """
-        return any(site.eqn.primitive.name == "conv_general_dilated" and site.operand == 1 for site in self.sites)
+        return any(use.eqn.primitive.name == "conv_general_dilated" and use.operand == 1 for use in self.uses)
 
     def wrong_inside(self) -> str:
         """An operation with parameters for which there is no other way, since it has such a convolution in a body."""
-        found = (site.eqn for site in self.sites if any(map(has_convolution, bodies(site.eqn))))
+        found = (use.eqn for use in self.uses if any(map(has_convolution, bodies(use.eqn))))
         return next((eqn.primitive.name for eqn in found), "")
 
 

@@ -1,8 +1,9 @@
-"""Each example's gradient at a site, in the smallest form that gives its norm and the weighted sum over examples.
+"""Each example's gradient at a use, in the smallest form that gives its norm and the weighted sum over examples.
 
-`Factors` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations A and
-cotangents G, with T positions, of which the gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d)
-instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `Direct` keeps the gradient of each example.
+`OuterProduct` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations
+A and cotangents G, with T positions, of which the gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs
+T² (p + d) instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `Dense` keeps the gradient of each
+example.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.jaxpr import aval
-from .parameter_uses import Site
+from .parameter_uses import ParameterUse
 
 
 class Norms(NamedTuple):
-    """Of each example's gradient at a site, in float32 or wider.
+    """Of each example's gradient at a use, in float32 or wider.
 
     Attributes:
       squared: the squared norm, shape (batch,).
@@ -30,7 +31,7 @@ class Norms(NamedTuple):
     terms: jax.Array
 
 
-class Factors(NamedTuple):
+class OuterProduct(NamedTuple):
     """Each example's gradient of a matrix as a product of two factors.
 
     Attributes:
@@ -86,7 +87,7 @@ class Factors(NamedTuple):
         dtype = jnp.result_type(self.left, self.right)
         return dtype if dtype == jnp.bfloat16 else wide(dtype)
 
-    def times(self, factor: jax.Array) -> Factors:
+    def times(self, factor: jax.Array) -> OuterProduct:
         """These gradients times a number."""
         return self._replace(right=_times(self.right, factor))
 
@@ -112,7 +113,7 @@ class Factors(NamedTuple):
         return (jnp.einsum("bstp,spd->bstd", widened(self.left), along) * widened(self.right)).sum((1, 2, 3))
 
 
-class Rows(NamedTuple):
+class RowSparse(NamedTuple):
     """Each example's gradient of a table from which rows were taken.
 
     Attributes:
@@ -142,7 +143,7 @@ class Rows(NamedTuple):
         """The rounding of a term that is summed."""
         return float(jnp.finfo(wide(self.right.dtype)).eps)
 
-    def cross(self, factors: Factors) -> jax.Array:
+    def cross(self, factors: OuterProduct) -> jax.Array:
         """Twice the inner product with the gradient that `factors` has of the same table: p or d are its rows."""
         along_rows, along = factors.left, factors.right
         if factors.axes is not None and factors.axes[2] == (0,):
@@ -150,7 +151,7 @@ class Rows(NamedTuple):
         at_rows = jnp.take_along_axis(widened(along_rows), self.taken[:, :, None, :], axis=3)
         return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
 
-    def times(self, factor: jax.Array) -> Rows:
+    def times(self, factor: jax.Array) -> RowSparse:
         """These gradients times a number."""
         return self._replace(right=_times(self.right, factor))
 
@@ -176,7 +177,7 @@ class Rows(NamedTuple):
         return (along[stack, self.taken] * widened(self.right)).sum((1, 2, 3))
 
 
-class Direct(NamedTuple):
+class Dense(NamedTuple):
     """Each example's gradient of an operand.
 
     Attributes:
@@ -201,7 +202,7 @@ class Direct(NamedTuple):
         """The rounding of a term that is summed."""
         return float(jnp.finfo(self.gradients.dtype).eps)
 
-    def times(self, factor: jax.Array) -> Direct:
+    def times(self, factor: jax.Array) -> Dense:
         """These gradients times a number."""
         return self._replace(gradients=_times(self.gradients, factor))
 
@@ -222,34 +223,35 @@ class Direct(NamedTuple):
         return jnp.tensordot(widened(self.gradients), widened(direction), direction.ndim)
 
 
-Piece = Factors | Rows | Direct
+GradientForm = OuterProduct | RowSparse | Dense
+FORM_NAMES = {OuterProduct: "outer product", RowSparse: "row-sparse", Dense: "dense"}
 
 
-def dtype_of(piece: Piece) -> Any:
-    """The dtype in which the gradients of a piece were computed."""
-    return (piece.gradients if isinstance(piece, Direct) else piece.right).dtype
+def dtype_of(form: GradientForm) -> Any:
+    """The dtype in which the gradients of a form were computed."""
+    return (form.gradients if isinstance(form, Dense) else form.right).dtype
 
 
-def merged(pieces: list[tuple[int, Site, Piece]]) -> dict[int, Piece] | None:
-    """Pieces of one parameter, each kind put together to one, at one of their sites; None where they cannot be.
+def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, GradientForm] | None:
+    """Pieces of one parameter, each kind put together to one, at one of their uses; None where they cannot be.
 
     Two products over positions are one over the positions of both. What is transposed in one of them is turned back.
     """
-    factors: dict[int, Factors] = {}
-    rows: dict[int, Rows] = {}
-    base = _without_transposes(pieces[0][1])[0]
-    for n, site, piece in pieces:
-        layout, order = _without_transposes(site)
-        if layout != base or layout is None or len(site.value.leaves) != 1:
+    factors: dict[int, OuterProduct] = {}
+    rows: dict[int, RowSparse] = {}
+    base = _without_transposes(forms[0][1])[0]
+    for n, use, form in forms:
+        layout, order = _without_transposes(use)
+        if layout != base or layout is None or len(use.value.leaves) != 1:
             return None
-        if isinstance(piece, Factors) and piece.axes is not None:
-            stack, p, d = (tuple(order[axis] for axis in axes) for axes in piece.axes)
-            factors[n] = piece._replace(axes=(stack, p, d))
-        elif isinstance(piece, Rows) and order == tuple(range(len(order))):
-            rows[n] = piece
+        if isinstance(form, OuterProduct) and form.axes is not None:
+            stack, p, d = (tuple(order[axis] for axis in axes) for axes in form.axes)
+            factors[n] = form._replace(axes=(stack, p, d))
+        elif isinstance(form, RowSparse) and order == tuple(range(len(order))):
+            rows[n] = form
         else:
             return None
-    result: dict[int, Piece] = {}
+    result: dict[int, GradientForm] = {}
     if factors:
         n, first = next(iter(factors.items()))
         turned = [_like(factor, first.axes) for factor in factors.values()]
@@ -263,14 +265,14 @@ def merged(pieces: list[tuple[int, Site, Piece]]) -> dict[int, Piece] | None:
         n, row = next(iter(rows.items()))
         taken = jnp.concatenate([row.taken for row in rows.values()], axis=2)
         result[n] = row._replace(taken=taken, right=jnp.concatenate([row.right for row in rows.values()], axis=2))
-    if factors and rows:  # of which `Rows.cross` wants the rows at one side, and the rest as it is at the other
+    if factors and rows:  # of which `RowSparse.cross` wants the rows at one side, and the rest as it is at the other
         stack, *sides = first.axes or ((), ())
         if stack or set(sides) != {(0,), tuple(range(1, sum(map(len, sides))))}:
             return None
     return result
 
 
-def _like(factors: Factors, axes: Any) -> Factors | None:
+def _like(factors: OuterProduct, axes: Any) -> OuterProduct | None:
     """`factors` with p and d as in `axes`."""
     if factors.axes == axes:
         return factors
@@ -278,10 +280,10 @@ def _like(factors: Factors, axes: Any) -> Factors | None:
     return factors._replace(left=factors.right, right=factors.left) if (stack, d, p) == axes else None
 
 
-def _without_transposes(site: Site) -> tuple[Any, tuple[int, ...]]:
-    """The layout of a site's operand before its last transposes, and which axis of that each axis of the operand is."""
-    layout = site.value.layout
-    order = tuple(range(len(aval(site.eqn.invars[site.operand]).shape)))
+def _without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
+    """The layout of a use's operand before its last transposes, and which axis of that each axis of the operand is."""
+    layout = use.value.layout
+    order = tuple(range(len(aval(use.eqn.invars[use.operand]).shape)))
     while layout and layout[-1][0] == "transpose":
         order = tuple(layout[-1][1][axis] for axis in order)
         layout = layout[:-1]

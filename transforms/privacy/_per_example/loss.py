@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..._calls.call import Call, arrays_apart
+from ..._calls.call import Call, separate_arrays
 from ..._calls.explicit_sharding import along, explicit_axes, with_automatic
 from ..._core.arguments import (
     argument_name,
@@ -24,14 +24,14 @@ from ..._core.arguments import (
 )
 from ..._core.compat import varying, varying_axes
 from ..._grad import scalar_seed
-from ..._models.split_model import filters_apart
-from .example_program import Program
+from ..._models.split_model import separate_filters
+from .example_program import ExampleProgram
 
 
 def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
     """Refuse positions that say nothing; from the rest and the arguments of a call to the loss of an example."""
     check_callable(api, fun)
-    plain, filters = filters_apart(argnums)
+    plain, filters = separate_filters(argnums)
     positions = check_argnums(api, plain)
     batched = check_argnums(api, batch_argnums, "batch_argnums")
     if min(*positions, *batched) < 0:
@@ -80,7 +80,7 @@ def on_any_mesh(
             return compute(*args, **kwargs)
         parameters: Any = ()
         if argnums is not None:
-            plain, filters = filters_apart(argnums if isinstance(argnums, (tuple, list)) else (argnums,))
+            plain, filters = separate_filters(argnums if isinstance(argnums, (tuple, list)) else (argnums,))
             call = Call(api, fun, plain, False, args, {}, integers=True, filters=filters)
             parameters = [call.gradient(i, primal) for i, primal in enumerate(call.primals)]
 
@@ -177,13 +177,15 @@ class PerExample:
         value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
         scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
         numbers = (bool, int, float, complex, np.ndarray, np.generic)
-        arrays, self._join = arrays_apart(jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux))
+        arrays, self._join = separate_arrays(
+            jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
+        )
         return value, arrays
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> ExampleProgram:
         """The loss, traced. What it closes over belongs to the trace in which this is first asked for."""
-        return Program(self.loss, self.parameters, self.examples)
+        return ExampleProgram(self.loss, self.parameters, self.examples)
 
     def aux(self, arrays: list[Any]) -> Any:
         """What `fun` returned beside the loss, for each example; without the axis of size 1 that `fun` got."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from ..._core.jaxpr import aval, bodies
-from .example_program import Program
+from .example_program import ExampleProgram
 from .rules import norm_cost
 
 _METHODS = ("auto", "vmap", "ghost", "book_keeping")
@@ -32,7 +32,7 @@ def check_method(api: str, method: Any) -> None:
         raise ValueError(f"{api}: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
 
 
-class Choice(NamedTuple):
+class MethodChoice(NamedTuple):
     """Which way is taken, and why.
 
     Attributes:
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(program: Program, batch: int, most: int, spmd_axis_name: Any) -> Choice:
+def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> MethodChoice:
     """The quickest way.
 
     Args:
@@ -56,10 +56,12 @@ def choose(program: Program, batch: int, most: int, spmd_axis_name: Any) -> Choi
       spmd_axis_name: as for `jax.vmap`.
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1 or spmd_axis_name is not None:
-        return Choice("book_keeping", most, "a loop over examples leaves an accelerator, or several devices, idle")
-    used = frozenset[int]().union(*(site.value.leaves for site in program.sites))
+        return MethodChoice(
+            "book_keeping", most, "a loop over examples leaves an accelerator, or several devices, idle"
+        )
+    used = frozenset[int]().union(*(use.value.leaves for use in program.uses))
     held = sum(program.parameters[i].nbytes for i in used)
-    norms = sum(map(_bytes, program.sites))
+    norms = sum(map(_bytes, program.uses))
     found = []
     for size in (size for size in range(1, most + 1) if most % size == 0):
         starts, between = _starts_and_results(program.closed.jaxpr, size)
@@ -72,12 +74,12 @@ def choose(program: Program, batch: int, most: int, spmd_axis_name: Any) -> Choi
     other = min(cost for cost, other, _ in found if other != method)
     instead = "held" if method == "book_keeping" else "not held"
     why = f"counted as {cost / 2**20:.1f} MiB to read, and {other / 2**20:.1f} MiB if gradients were {instead}"
-    return Choice(method, size, why)
+    return MethodChoice(method, size, why)
 
 
-def _bytes(site: Any) -> float:
-    operations, numbers = norm_cost(site)
-    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * aval(site.eqn.invars[site.operand]).dtype.itemsize
+def _bytes(use: Any) -> float:
+    operations, numbers = norm_cost(use)
+    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * aval(use.eqn.invars[use.operand]).dtype.itemsize
 
 
 def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:

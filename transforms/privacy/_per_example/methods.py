@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.prng import is_key
-from .gradient_forms import Direct
+from .gradient_forms import Dense
 from .loss import PerExample
-from .method_choice import Choice
+from .method_choice import MethodChoice
 from .norms import ExampleGradients
 
 # Under a user's own setting of "strict", which was for the tracing of the loss, what is computed here would be refused.
 _PROMOTES = partial(jax.numpy_dtype_promotion, "standard")
 
 
-def routes(of: PerExample, choice: Choice) -> list[Choice]:
+def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:
     """A choice, and what always works: an ordinary gradient of one example after another."""
-    one = Choice("vmap", min(choice.examples, 1), "one example at a time")
+    one = MethodChoice("vmap", min(choice.examples, 1), "one example at a time")
     if choice[:2] == one[:2]:
         return [choice]
     if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -34,7 +34,9 @@ def routes(of: PerExample, choice: Choice) -> list[Choice]:
     return [choice, one]
 
 
-def first_that_traces(api: str, routes: Sequence[Choice], compute: Callable[[Choice], Any]) -> tuple[Choice, Any]:
+def first_that_traces(
+    api: str, routes: Sequence[MethodChoice], compute: Callable[[MethodChoice], Any]
+) -> tuple[MethodChoice, Any]:
     """The first of some ways to compute something that JAX can trace, and what it gave.
 
     A refusal of ours, which begins with `api`, is raised. What an operation can do is known only by asking it: it may
@@ -105,7 +107,7 @@ class Backward:
         Examples of weight zero are left out, whatever they hold.
         """
         if self._found is None:
-            return jax.tree.map(lambda x: Direct(x).weighted(weights, dtype), self._each)
+            return jax.tree.map(lambda x: Dense(x).weighted(weights, dtype), self._each)
         found = self._found
         with _PROMOTES():
             if self._method == "ghost":
@@ -147,5 +149,5 @@ def _mapped(transform: Callable[[list[Any]], Any], each: list[jax.Array]) -> Any
 
 
 def _squares(gradients: Any) -> jax.Array:
-    total: Any = sum(Direct(x).squared_norm() for x in jax.tree.leaves(gradients))
+    total: Any = sum(Dense(x).squared_norm() for x in jax.tree.leaves(gradients))
     return total

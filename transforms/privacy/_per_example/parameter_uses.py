@@ -1,8 +1,8 @@
 """Where the parameters of a program meet its data.
 
 The program is that of one example. A value comes from constants, from the parameters alone, from the data, or from
-both. A site is an operation on a value that comes from parameters alone and one that does not: the gradient of every
-parameter goes through sites, and through nothing else.
+both. A use is an operation on a value that comes from parameters alone and one that does not: the gradient of every
+parameter goes through uses, and through nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Parameters(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A `lax.scan` around a site.
+    """A `lax.scan` around a use.
 
     Attributes:
       number: which one.
@@ -56,7 +56,7 @@ class Loop(NamedTuple):
     length: int
 
 
-class Site(NamedTuple):
+class ParameterUse(NamedTuple):
     """An operation in which parameters meet data.
 
     Attributes:
@@ -64,7 +64,7 @@ class Site(NamedTuple):
       operand: which of its operands comes from parameters alone.
       value: that operand.
       loops: the loops around it, outermost first.
-      tap: the number of the first site of the operation.
+      first: the number of the first use of the operation.
       within: the operations whose bodies it stands in, outermost first.
     """
 
@@ -72,35 +72,35 @@ class Site(NamedTuple):
     operand: int
     value: Parameters
     loops: tuple[Loop, ...]
-    tap: int
+    first: int
     within: tuple[JaxprEqn, ...]
 
 
-class Plan(NamedTuple):
+class UsePlan(NamedTuple):
     """What to do with each operation of a program.
 
     Attributes:
-      steps: for each operation the sites in it (their numbers), the plan of its body, or None to evaluate it as it is.
+      steps: for each operation the uses in it (their numbers), the plan of its body, or None to evaluate it as it is.
       outputs: where each output comes from.
       loop: the number of the loop whose body this is; None for another program.
     """
 
-    steps: list[list[int] | Plan | None]
+    steps: list[list[int] | UsePlan | None]
     outputs: list[Any]
     loop: int | None = None
 
     def numbers(self) -> list[int]:
-        """The sites in it, inner programs included."""
+        """The uses in it, inner programs included."""
         found: list[int] = []
         for step in self.steps:
-            found += step.numbers() if isinstance(step, Plan) else step or []
+            found += step.numbers() if isinstance(step, UsePlan) else step or []
         return found
 
-    def taps(self) -> list[int]:
-        """The first site of each operation that has any, inner programs included."""
+    def firsts(self) -> list[int]:
+        """The first use of each operation that has any, inner programs included."""
         found: list[int] = []
         for step in self.steps:
-            found += step.taps() if isinstance(step, Plan) else (step or [])[:1]
+            found += step.firsts() if isinstance(step, UsePlan) else (step or [])[:1]
         return found
 
 
@@ -109,14 +109,14 @@ class Plan(NamedTuple):
 _REARRANGING = frozenset(["copy", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"])
 
 
-def find_sites(closed: ClosedJaxpr, parameters: int) -> tuple[Plan, list[Site]]:
-    """The sites of a program whose first `parameters` arguments are the parameters, and all others the data."""
+def find_uses(closed: ClosedJaxpr, parameters: int) -> tuple[UsePlan, list[ParameterUse]]:
+    """The uses of a program whose first `parameters` arguments are the parameters, and all others the data."""
     finder = _Finder()
     args: list[Any] = []
     for i, var in enumerate(closed.jaxpr.invars[:parameters]):
         args.append(Parameters(frozenset([i]), () if is_real(var) else None, frozenset(), is_real(var)))
     args += [Origin.DATA] * (len(closed.jaxpr.invars) - parameters)
-    return finder.plan(closed.jaxpr, args, ()), finder.sites
+    return finder.plan(closed.jaxpr, args, ()), finder.uses
 
 
 def is_real(variable: Any) -> bool:
@@ -130,12 +130,12 @@ class _RuleInLoop(Exception):
 
 class _Finder:
     def __init__(self) -> None:
-        self.sites: list[Site] = []
+        self.uses: list[ParameterUse] = []
         self.loops = 0
         self.within: list[JaxprEqn] = []
 
-    def plan(self, jaxpr: Jaxpr, args: Sequence[Any], loops: tuple[Loop, ...]) -> Plan:
-        steps: list[list[int] | Plan | None] = []
+    def plan(self, jaxpr: Jaxpr, args: Sequence[Any], loops: tuple[Loop, ...]) -> UsePlan:
+        steps: list[list[int] | UsePlan | None] = []
 
         def visit(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             step, outputs = self.step(eqn, operands, loops)
@@ -146,7 +146,7 @@ class _Finder:
             ]
 
         outputs = interpret(jaxpr, [None] * len(jaxpr.constvars), args, visit, lambda _: Origin.CONSTANT)
-        return Plan(steps, outputs)
+        return UsePlan(steps, outputs)
 
     def step(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> tuple[Any, list[Any]]:
         """What to do with an operation, and where its results come from."""
@@ -167,18 +167,18 @@ class _Finder:
                 return inner, known
         if not any(jnp.issubdtype(aval(var).dtype, jnp.inexact) for var in eqn.outvars):
             return None, [_known(operands)] * count
-        sites = [
-            Site(eqn, k, operands[k], loops, len(self.sites), tuple(self.within))
+        uses = [
+            ParameterUse(eqn, k, operands[k], loops, len(self.uses), tuple(self.within))
             for k in places
             if jnp.issubdtype(aval(eqn.invars[k]).dtype, jnp.inexact)
         ]
-        numbers = list(range(len(self.sites), len(self.sites) + len(sites)))
-        self.sites += sites
+        numbers = list(range(len(self.uses), len(self.uses) + len(uses)))
+        self.uses += uses
         return numbers, [Origin.BOTH] * count
 
-    def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> Plan | None:
+    def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
         """The plan of a body; None where parameters come out of it alone, so that it must be taken as a whole."""
-        before = len(self.sites), self.loops
+        before = len(self.uses), self.loops
         self.within.append(eqn)
         found = None
         try:
@@ -193,11 +193,11 @@ class _Finder:
         finally:
             self.within.pop()
         if found is None:
-            del self.sites[before[0] :]
+            del self.uses[before[0] :]
             self.loops = before[1]
         return found
 
-    def scan(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> Plan | None:
+    def scan(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
         consts, carry = scan_counts(eqn.params)
         shared, state, slices = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
         if any(isinstance(x, Parameters) for x in state):
@@ -208,9 +208,9 @@ class _Finder:
         state = [_known([x, Origin.DATA]) for x in state]
         slices = [_slice_of(x, loop) if isinstance(x, Parameters) else _known([x, Origin.DATA]) for x in slices]
         body = eqn.params["jaxpr"].jaxpr
-        before = len(self.sites), self.loops
+        before = len(self.uses), self.loops
         while True:  # until what is carried no longer comes from more than before
-            del self.sites[before[0] :]
+            del self.uses[before[0] :]
             self.loops = before[1]
             found = self.plan(body, [*shared, *state, *slices], (*loops, loop))
             if any(isinstance(x, Parameters) for x in found.outputs):
@@ -227,7 +227,7 @@ def _slice_of(value: Parameters, loop: Loop) -> Parameters:
 
 
 def _known(operands: Sequence[Any]) -> Origin:
-    """Where a value comes from through which no gradient of a parameter goes, or only that of earlier sites."""
+    """Where a value comes from through which no gradient of a parameter goes, or only that of earlier uses."""
     if Origin.BOTH in operands:
         return Origin.BOTH
     # What comes from another slice of the parameters in each turn of a loop is no constant in its body.
@@ -327,7 +327,7 @@ def is_scaled(layout: tuple[Any, ...]) -> bool:
     return any(step[0] == "scaled" for step in layout)
 
 
-def apart(one: Parameters, other: Parameters) -> bool:
+def disjoint(one: Parameters, other: Parameters) -> bool:
     """Whether two values have no number of the parameters in common."""
     if not one.leaves & other.leaves:
         return True

@@ -13,7 +13,7 @@ from ..._core.arguments import Argnums, check_count, wrap_like
 from ..._core.memory import check_budget
 from ..._vmap import vmap_of
 from .loss import on_any_mesh, per_example
-from .method_choice import Choice, check_method
+from .method_choice import MethodChoice, check_method
 from .methods import Backward, each_gradient, first_that_traces, routes
 
 
@@ -70,7 +70,7 @@ def per_sample_grad(
         of = check(has_aux, keep_batch_dim, None, args, kwargs)
         in_chunks = chunk_size is not None or memory_budget is not None
 
-        def each(route: Choice) -> tuple[Any, Any]:
+        def each(route: MethodChoice) -> tuple[Any, Any]:
             if route.examples < of.size:
                 return lax.map(lambda one: jax.grad(of.loss, has_aux=True)(of.parameters, one), of.examples)
             if not in_chunks:
@@ -80,7 +80,7 @@ def per_sample_grad(
             some = vmap_of("per_sample_grad", jax.grad(of.loss, has_aux=True), (None, 0), **limits)
             return some(of.parameters, of.examples)
 
-        ways = routes(of, Choice("vmap", of.size, ""))
+        ways = routes(of, MethodChoice("vmap", of.size, ""))
         if in_chunks and jax.device_count() > 1 and of.program.mapped_wrongly():
             ways = ways[-1:]
         leaves, aux = first_that_traces("per_sample_grad", ways, each)[1]
@@ -138,11 +138,11 @@ def per_sample_norm(
         if of.size == 0:
             return jnp.sqrt(Backward(of, of.examples, "vmap").squares)
 
-        def squares(route: Choice) -> jax.Array:
+        def squares(route: MethodChoice) -> jax.Array:
             if route.examples == of.size:
                 return Backward(of, of.examples, route.method).squares
             return lax.map(lambda one: Backward(of, [x[None] for x in one], route.method).squares[0], of.examples)
 
-        return jnp.sqrt(first_that_traces("per_sample_norm", routes(of, Choice(method, of.size, "")), squares)[1])
+        return jnp.sqrt(first_that_traces("per_sample_norm", routes(of, MethodChoice(method, of.size, "")), squares)[1])
 
     return wrap_like(fun, "per_sample_norm", on_any_mesh("per_sample_norm", fun, batch_argnums, norms))

@@ -1,4 +1,4 @@
-"""What each example's gradient is at a site: a rule for an operation, or the operation's own derivative."""
+"""What each example's gradient is at a use: a rule for an operation, or the operation's own derivative."""
 
 from __future__ import annotations
 
@@ -12,92 +12,92 @@ import numpy as np
 from jax import lax
 
 from ..._core.jaxpr import aval, evaluate
-from .gradient_forms import Direct, Factors, Piece, Rows
-from .parameter_uses import Site, has_nonlinear_backward
+from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse
+from .parameter_uses import ParameterUse, has_nonlinear_backward
 
 
-def pieces_at(
-    sites: list[Site],
+def forms_at(
+    uses: list[ParameterUse],
     operands: list[jax.Array],
     values: list[Any],
     cotangents: list[jax.Array],
     spmd_axis_name: str | None = None,
-) -> list[Piece]:
+) -> list[GradientForm]:
     """Each example's gradients of the operands of an operation that come from parameters alone.
 
     Args:
-      sites: all sites of the operation.
+      uses: all uses of the operation.
       operands: their operands, with axes for stacked loops in front.
-      values: the other operands, with axes for the examples and for all loops in front; None for those of the sites.
+      values: the other operands, with axes for the examples and for all loops in front; None for those of the uses.
       cotangents: of each of its outputs, likewise.
       spmd_axis_name: as for `jax.vmap`.
     """
-    if len(sites) == 1:
-        rule = _RULES.get((sites[0].eqn.primitive.name, sites[0].operand))
-        found = rule(sites[0], operands[0], values, cotangents) if rule else None
+    if len(uses) == 1:
+        rule = _RULES.get((uses[0].eqn.primitive.name, uses[0].operand))
+        found = rule(uses[0], operands[0], values, cotangents) if rule else None
         if found is not None:
             return [found]
-    return _by_derivative(sites, operands, values, cotangents, spmd_axis_name)
+    return _by_derivative(uses, operands, values, cotangents, spmd_axis_name)
 
 
 def _by_derivative(
-    sites: list[Site],
+    uses: list[ParameterUse],
     operands: list[jax.Array],
     values: list[Any],
     cotangents: list[jax.Array],
     spmd_axis_name: str | None,
-) -> list[Piece]:
+) -> list[GradientForm]:
     """For any operation: its own derivative, for each example.
 
     Where its backward pass is not linear it must see the cotangents of each turn of a loop by themselves: then each
     turn has an operand of its own, and the gradients are summed.
     """
-    apart = has_nonlinear_backward(sites[0].eqn)
+    per_iteration = has_nonlinear_backward(uses[0].eqn)
 
     def outputs(operands: list[Any], values: list[Any]) -> list[Any]:
         filled = list(values)
-        for site, operand in zip(sites, operands, strict=True):
-            filled[site.operand] = operand
-        return [out for out in evaluate(sites[0].eqn, *filled) if jnp.issubdtype(out.dtype, jnp.inexact)]
+        for use, operand in zip(uses, operands, strict=True):
+            filled[use.operand] = operand
+        return [out for out in evaluate(uses[0].eqn, *filled) if jnp.issubdtype(out.dtype, jnp.inexact)]
 
     mapped: Callable[..., Any] = outputs
-    for loop in reversed(sites[0].loops):
-        mapped = jax.vmap(mapped, ([0 if apart or loop.number in site.value.stacked else None for site in sites], 0))
+    for loop in reversed(uses[0].loops):
+        mapped = jax.vmap(
+            mapped, ([0 if per_iteration or loop.number in use.value.stacked else None for use in uses], 0)
+        )
 
-    def in_each_turn(site: Site, operand: jax.Array) -> jax.Array:
-        shape = aval(site.eqn.invars[site.operand]).shape
-        sizes = [loop.length if loop.number in site.value.stacked else 1 for loop in site.loops]
-        return jnp.broadcast_to(operand.reshape(*sizes, *shape), (*(loop.length for loop in site.loops), *shape))
+    def in_each_iteration(use: ParameterUse, operand: jax.Array) -> jax.Array:
+        shape = aval(use.eqn.invars[use.operand]).shape
+        sizes = [loop.length if loop.number in use.value.stacked else 1 for loop in use.loops]
+        return jnp.broadcast_to(operand.reshape(*sizes, *shape), (*(loop.length for loop in use.loops), *shape))
 
     def of_example(values: list[Any], cotangents: list[Any]) -> Any:
-        given = list(map(in_each_turn, sites, operands)) if apart else operands
+        given = list(map(in_each_iteration, uses, operands)) if per_iteration else operands
         found = jax.vjp(lambda operands: mapped(operands, values), given)[1](cotangents)[0]
-        if not apart:
+        if not per_iteration:
             return found
-        axes = [[i for i, loop in enumerate(site.loops) if loop.number not in site.value.stacked] for site in sites]
+        axes = [[i for i, loop in enumerate(use.loops) if loop.number not in use.value.stacked] for use in uses]
         return [x.sum(over) for x, over in zip(found, map(tuple, axes), strict=True)]
 
-    return [Direct(x) for x in jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(values, cotangents)]
+    return [Dense(x) for x in jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(values, cotangents)]
 
 
-def _product(site: Site, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Factors:
+def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> OuterProduct:
     """`dot_general`: the gradient is a product over the positions, which are the free axes of the other operand."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = site.eqn.params["dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = use.eqn.params["dimension_numbers"]
     mine, other = (lhs_contract, lhs_batch), (rhs_contract, rhs_batch)
-    if site.operand == 1:
+    if use.operand == 1:
         mine, other = other, mine
-    shape = aval(site.eqn.invars[site.operand]).shape
+    shape = aval(use.eqn.invars[use.operand]).shape
     (value,) = (x for x in values if x is not None)
     (cotangent,) = cotangents
     if jnp.dtype(value.dtype).itemsize == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
         value = value.astype(cotangent.dtype)  # integers, say, which JAX multiplies with floats
-    value, cotangent = _loops_in_order(site, value), _loops_in_order(site, cotangent)
+    value, cotangent = _loops_in_order(use, value), _loops_in_order(use, cotangent)
     my_free, free = _rest(len(shape), *mine), _rest(value.ndim - 3, *other)
     count = len(mine[1])
     # The axes of the output: those of the batch, the free ones of the left operand, those of the right one.
-    positions = (
-        range(count, count + len(free)) if site.operand == 1 else range(count + len(my_free), cotangent.ndim - 3)
-    )
+    positions = range(count, count + len(free)) if use.operand == 1 else range(count + len(my_free), cotangent.ndim - 3)
     columns = [axis for axis in range(count, cotangent.ndim - 3) if axis not in positions]
     sizes = [shape[axis] for axis in (*mine[1], *mine[0], *my_free)]
     stack = value.shape[1]
@@ -113,23 +113,25 @@ def _product(site: Site, operand: jax.Array, values: list[Any], cotangents: list
         arranged = gradient.reshape(stack, *sizes).transpose(0, *(axis + 1 for axis in back))
         return arranged.reshape(operand.shape)
 
-    return Factors(left, right, restore, (tuple(mine[1]), tuple(mine[0]), tuple(my_free)))
+    return OuterProduct(left, right, restore, (tuple(mine[1]), tuple(mine[0]), tuple(my_free)))
 
 
-def _convolution(site: Site, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Piece | None:
+def _convolution(
+    use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]
+) -> GradientForm | None:
     """`conv_general_dilated`, of its kernel: a product over the positions of the output, for each place in the kernel.
 
     The input at the place in the kernel is a slice of it, with the strides of the convolution. Where positions are few,
     all slices side by side are one factor; elsewhere each gives its part of the gradient by itself.
     """
-    params = site.eqn.params
+    params = use.eqn.params
     if params["batch_group_count"] != 1:
         return None
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    shape = aval(site.eqn.invars[1]).shape
+    shape = aval(use.eqn.invars[1]).shape
     places = [shape[axis] for axis in numbers.rhs_spec[2:]]
     outputs, inputs = shape[numbers.rhs_spec[0]] // groups, shape[numbers.rhs_spec[1]]
-    value, cotangent = _loops_in_order(site, values[0]), _loops_in_order(site, cotangents[0])
+    value, cotangent = _loops_in_order(use, values[0]), _loops_in_order(use, cotangents[0])
     # (batch, stack, turns, samples, *space, channels): the channels last, so that each is a matrix with positions.
     value = value.transpose(*range(3), *(axis + 3 for axis in (numbers.lhs_spec[0], *numbers.lhs_spec[2:])),
                             numbers.lhs_spec[1] + 3)  # fmt: skip
@@ -166,9 +168,9 @@ def _convolution(site: Site, operand: jax.Array, values: list[Any], cotangents: 
 
     positions, p = right.shape[2], len(slices) * inputs
     if positions * (p + outputs) < p * outputs:
-        return Factors(jnp.concatenate(slices, axis=-1), right, restore, None)
+        return OuterProduct(jnp.concatenate(slices, axis=-1), right, restore, None)
     parts = [_sum_over_positions(left, right) for left in slices]
-    return Direct(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))
+    return Dense(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))
 
 
 def _by_group(x: jax.Array, batch: int, stack: int, groups: int, channels: int) -> jax.Array:
@@ -183,14 +185,14 @@ def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum("bstp,bstd->bspd", left, right)
 
 
-def _gather(site: Site, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Rows | None:
+def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> RowSparse | None:
     """`gather` of whole rows of a table, such as of an embedding."""
-    params, shape = site.eqn.params, aval(site.eqn.invars[0]).shape
+    params, shape = use.eqn.params, aval(use.eqn.invars[0]).shape
     numbers = params["dimension_numbers"]
     rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.operand_batching_dims) == ((0,), (0,), ())
     if not rows or params["slice_sizes"] != (1, *shape[1:]):
         return None
-    index, cotangent = _loops_in_order(site, values[1]), _loops_in_order(site, cotangents[0])
+    index, cotangent = _loops_in_order(use, values[1]), _loops_in_order(use, cotangents[0])
     batch, stack, d = *index.shape[:2], math.prod(shape[1:])
     places = [axis for axis in range(cotangent.ndim - 3) if axis not in numbers.offset_dims]
     order = (0, 1, 2, *(axis + 3 for axis in places), *(axis + 3 for axis in numbers.offset_dims))
@@ -202,46 +204,46 @@ def _gather(site: Site, operand: jax.Array, values: list[Any], cotangents: list[
         right = jnp.where(inside[..., None], right, 0)
     index = jnp.clip(index, 0, last)
     index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index  # the height of the table is no uint8
-    return Rows(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
+    return RowSparse(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
 
 
-def _elementwise(site: Site, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Direct:
+def _elementwise(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Dense:
     """`add`, `sub` and `mul`, such as of biases and scales: the cotangent, summed where the operand is one for many."""
     (gradient,) = cotangents
-    if site.eqn.primitive.name == "mul":
-        other, before = values[1 - site.operand], 1 + len(site.loops)
+    if use.eqn.primitive.name == "mul":
+        other, before = values[1 - use.operand], 1 + len(use.loops)
         missing = gradient.ndim - other.ndim  # all or none: a scalar is alone with them
         gradient = gradient * other.reshape(*other.shape[:before], *[1] * missing, *other.shape[before:])
-    elif site.eqn.primitive.name == "sub" and site.operand == 1:
+    elif use.eqn.primitive.name == "sub" and use.operand == 1:
         gradient = -gradient
-    gradient = _loops_in_order(site, gradient)
-    shape = aval(site.eqn.invars[site.operand]).shape
+    gradient = _loops_in_order(use, gradient)
+    shape = aval(use.eqn.invars[use.operand]).shape
     shape = (*[1] * (gradient.ndim - 3 - len(shape)), *shape)
     axes = [axis + 3 for axis, size in enumerate(shape) if size == 1]
-    return Direct(gradient.sum((2, *axes)).reshape(len(gradient), *operand.shape))
+    return Dense(gradient.sum((2, *axes)).reshape(len(gradient), *operand.shape))
 
 
-def norm_cost(site: Site) -> tuple[float, int]:
+def norm_cost(use: ParameterUse) -> tuple[float, int]:
     """For the norm of one example's gradient there: floating-point operations, and how many numbers are kept for it.
 
     What an ordinary gradient costs too does not count.
     """
-    name, operand = site.eqn.primitive.name, aval(site.eqn.invars[site.operand])
-    shared = math.prod(loop.length for loop in site.loops if loop.number not in site.value.stacked)
-    stack = math.prod(loop.length for loop in site.loops if loop.number in site.value.stacked)
-    if not operand.size or not has_rule(site) or name in _ELEMENTWISE:
+    name, operand = use.eqn.primitive.name, aval(use.eqn.invars[use.operand])
+    shared = math.prod(loop.length for loop in use.loops if loop.number not in use.value.stacked)
+    stack = math.prod(loop.length for loop in use.loops if loop.number in use.value.stacked)
+    if not operand.size or not has_rule(use) or name in _ELEMENTWISE:
         return 0.0, stack * operand.size
-    out = aval(site.eqn.outvars[0])
+    out = aval(use.eqn.outvars[0])
     if name == "gather":
         positions, d = shared * out.size * operand.shape[0] // operand.size, operand.size // operand.shape[0]
         return 2.0 * stack * positions**2 * d, stack * positions * d
     if name == "dot_general":
-        (contract, batch), side = site.eqn.params["dimension_numbers"], site.operand
+        (contract, batch), side = use.eqn.params["dimension_numbers"], use.operand
         p, groups = (math.prod(operand.shape[axis] for axis in axes[side]) for axes in (contract, batch))
     else:
-        numbers, groups = site.eqn.params["dimension_numbers"], site.eqn.params["feature_group_count"]
+        numbers, groups = use.eqn.params["dimension_numbers"], use.eqn.params["feature_group_count"]
         p = operand.size // operand.shape[numbers.rhs_spec[0]]
-        groups = groups * site.eqn.params["batch_group_count"]
+        groups = groups * use.eqn.params["batch_group_count"]
     d = operand.size // (p * groups)
     positions = shared * out.size // (groups * d)
     if positions * (p + d) >= p * d:
@@ -250,14 +252,14 @@ def norm_cost(site: Site) -> tuple[float, int]:
     return 2.0 * kept * positions, kept
 
 
-def has_rule(site: Site) -> bool:
-    """Whether there is a rule for the operation of a site, rather than its derivative alone."""
-    return (site.eqn.primitive.name, site.operand) in _RULES
+def has_rule(use: ParameterUse) -> bool:
+    """Whether there is a rule for the operation of a use, rather than its derivative alone."""
+    return (use.eqn.primitive.name, use.operand) in _RULES
 
 
 _ELEMENTWISE = ("add", "sub", "mul")
 # By the primitive and its operand.
-_RULES: dict[tuple[str, int], Callable[..., Piece | None]] = {
+_RULES: dict[tuple[str, int], Callable[..., GradientForm | None]] = {
     ("dot_general", 0): _product,
     ("dot_general", 1): _product,
     ("conv_general_dilated", 1): _convolution,
@@ -266,10 +268,10 @@ _RULES: dict[tuple[str, int], Callable[..., Piece | None]] = {
 }
 
 
-def _loops_in_order(site: Site, x: jax.Array) -> jax.Array:
+def _loops_in_order(use: ParameterUse, x: jax.Array) -> jax.Array:
     """`x` with its loops as two axes behind the examples': those stacked, then those whose turns are positions."""
-    count = len(site.loops)
-    stacked = [i + 1 for i, loop in enumerate(site.loops) if loop.number in site.value.stacked]
+    count = len(use.loops)
+    stacked = [i + 1 for i, loop in enumerate(use.loops) if loop.number in use.value.stacked]
     shared = [i for i in range(1, count + 1) if i not in stacked]
     moved = x.transpose(0, *stacked, *shared, *range(count + 1, x.ndim))
     sizes = [math.prod(x.shape[i] for i in axes) for axes in (stacked, shared)]

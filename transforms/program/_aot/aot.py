@@ -15,12 +15,12 @@ import numpy as np
 from ..._core.arguments import argument_name, check_callable, describe, leaf_name, wrap_like
 from ..._core.compat import inside_a_transform
 from ..._models.mutation import update, with_changes
-from ..._models.split_model import from_parts, models_of, owner_of, parts_of, refuse_shared_state, to_parts
+from ..._models.split_model import bound_model, merge_tree, models_of, refuse_shared_state, split_tree, splits_of
 from .._compile_cache import checked_directory
 from . import unverified as waiting
 from .environment import current_mesh, names_of_settings
-from .program import Program, prepare
-from .signature import Call, abstract
+from .program import AotProgram, prepare
+from .signature import CallSignature, abstract
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -122,11 +122,11 @@ def aot(
         raise TypeError(f"aot: key must be a string, but got {describe(key)}.")
     if key == "":
         raise ValueError("aot: key is empty; name the program and its version, such as 'loss 1', or leave key out.")
-    owner, function = owner_of(fun)
+    owner, function = bound_model(fun)
     config: Any = jax.config
     names = names_of_settings()
     settings = attrgetter(*(name for name in names if hasattr(config, name)))
-    programs: dict[Any, Program] = {}
+    programs: dict[Any, AotProgram] = {}
     structures: dict[Any, Any] = {}
     without_models = set()
     alone = threading.RLock()  # so that no two threads have a first call
@@ -141,7 +141,7 @@ def aot(
             models = models_of((owner, args, kwargs))
             if models:
                 refuse_shared_state("aot", fun, owner, args, kwargs)
-                apart = to_parts((owner, args, kwargs))
+                apart = split_tree((owner, args, kwargs))
                 leaves, structure = jax.tree.flatten(apart)
             else:
                 without_models.add(structure)
@@ -155,7 +155,7 @@ def aot(
                     if known.line is not None and other[0] == around:  # that of the first call
                         waiting.settle(known)
                 if kind not in programs:
-                    wanted = Call(fun, function, key, verify, [abstract(x) for x in leaves], structure, names)
+                    wanted = CallSignature(fun, function, key, verify, [abstract(x) for x in leaves], structure, names)
                     programs[kind], said, stale = prepare(wanted, directory, structures)
                     for message in said:
                         warnings.warn(f"aot: {message}", stacklevel=2)
@@ -168,8 +168,8 @@ def aot(
             waiting.settle(program)
         out, changed = program.run(*leaves)
         if any(changed):
-            update("aot", models, parts_of(apart), with_changes(parts_of(apart), changed))
-        return from_parts(out) if program.returns_models else out
+            update("aot", models, splits_of(apart), with_changes(splits_of(apart), changed))
+        return merge_tree(out) if program.returns_models else out
 
     return wrap_like(fun, "aot", call, lambda fun: aot(fun, path, key=key, verify=verify))
 

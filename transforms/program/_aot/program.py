@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.compat import devices_of, loaded, serialized
-from ..._models.split_model import Parts
+from ..._models.split_model import SplitModel
 from . import program_file as file
 from . import unverified as waiting
 from .call_structure import nodes, read, written
 from .environment import installation, settings_of_a_process
-from .signature import Call, Lowered, digest
+from .signature import CallSignature, Lowered, digest
 
 _FORMAT = "2"
 # What a program may call outside of XLA, though nothing has been lowered in its process.
@@ -27,7 +27,7 @@ _READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShap
 _stale: set[Path] = set()
 
 
-class Program:
+class AotProgram:
     """A compiled program.
 
     Attributes:
@@ -38,13 +38,13 @@ class Program:
       returns_models: whether there are models in its result, taken apart.
     """
 
-    def __init__(self, call: Call, path: Path, run: Any, line: dict[str, Any] | None = None) -> None:
+    def __init__(self, call: CallSignature, path: Path, run: Any, line: dict[str, Any] | None = None) -> None:
         self.call, self.path, self.line = call, path, line
         self._set(run)
 
     def _set(self, run: Any) -> None:
         self.run = run
-        self.returns_models = any(x.node_data() and x.node_data()[0] is Parts for x in nodes(run.out_tree))
+        self.returns_models = any(x.node_data() and x.node_data()[0] is SplitModel for x in nodes(run.out_tree))
 
     def compare(self, lower: Callable[[], Lowered] | None = None, *, at_end: bool = False) -> str | None:
         """Compare what was loaded with what `fun` is; where they differ, take that, and replace the file.
@@ -86,7 +86,9 @@ class Program:
         )
 
 
-def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[Program, list[str], str | None]:
+def prepare(
+    call: CallSignature, directory: Path, structures: dict[Path, Any]
+) -> tuple[AotProgram, list[str], str | None]:
     """The compiled program for a call, and what there is to be said of its file.
 
     Args:
@@ -117,7 +119,7 @@ def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[P
         found = file.read(path, expected)
         if found:
             line, payload = found
-            program = Program(call, path, _load(call, lower, line, payload))
+            program = AotProgram(call, path, _load(call, lower, line, payload))
             if call.key is None or not call.verify:
                 return program, said, None
             program.line = line
@@ -127,10 +129,12 @@ def prepare(call: Call, directory: Path, structures: dict[Path, Any]) -> tuple[P
     except file.Unfit as unfit:
         said.append(f"{path} {unfit}; the program is compiled anew, and the file replaced.")
     run, failed = _compiled(call, lower, path, expected)
-    return Program(call, path, run), said + failed, None
+    return AotProgram(call, path, run), said + failed, None
 
 
-def _compiled(call: Call, lower: Callable[[], Lowered], path: Path, expected: dict[str, Any]) -> tuple[Any, list[str]]:
+def _compiled(
+    call: CallSignature, lower: Callable[[], Lowered], path: Path, expected: dict[str, Any]
+) -> tuple[Any, list[str]]:
     """The program compiled and written, and why that could not be."""
     compiled = lower().program.compile()
     try:
@@ -140,7 +144,7 @@ def _compiled(call: Call, lower: Callable[[], Lowered], path: Path, expected: di
     return compiled, []
 
 
-def _line(call: Call, lowered: Lowered, compiled: Any) -> dict[str, Any]:
+def _line(call: CallSignature, lowered: Lowered, compiled: Any) -> dict[str, Any]:
     """What the file has to say of a program."""
     if jax.process_count() > 1:
         raise RuntimeError("the run has several processes")
@@ -153,7 +157,7 @@ def _line(call: Call, lowered: Lowered, compiled: Any) -> dict[str, Any]:
     return line | {"identity": lowered.identity, "out": written(compiled.out_tree, nodes(call.structure))}
 
 
-def _load(call: Call, lower: Callable[[], Lowered], line: dict[str, Any], payload: bytes) -> Any:
+def _load(call: CallSignature, lower: Callable[[], Lowered], line: dict[str, Any], payload: bytes) -> Any:
     calls = line["calls"]
     if any(not name.startswith("lapack_") for name in calls):
         lower()

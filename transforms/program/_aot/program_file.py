@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._runs.atomic_write import write_whole
+from ..._runs.atomic_write import write_atomically
 
 _SIZE = hashlib.sha256().digest_size
 
@@ -82,4 +82,4 @@ def remove(file: Path) -> str:
 def write(file: Path, line: Mapping[str, Any], program: bytes) -> None:
     """Write a file, or replace it: in one step, so that nobody finds half of it."""
     rest = json.dumps(line).encode() + b"\n" + program
-    write_whole(file, (hashlib.sha256(rest).digest(), rest), mode=0o644)
+    write_atomically(file, (hashlib.sha256(rest).digest(), rest), mode=0o644)

@@ -16,18 +16,18 @@ from jax.sharding import Mesh
 
 from ..._core.compat import Jitted, lowered_for
 from ..._models.mutation import call_purely
-from ..._models.split_model import parts_of, to_parts
+from ..._models.split_model import split_tree, splits_of
 from .call_structure import described, nodes, without_addresses, written
 from .environment import current_mesh, default_device, settings_of_a_call
 
 
 @dataclass(frozen=True)
-class Call:
+class CallSignature:
     """A call that a program is wanted for. It holds no array of the arguments.
 
     Attributes:
       fun: the function, as the user gave it.
-      function: the same as a function of its owner first, see `owner_of`.
+      function: the same as a function of its owner first, see `bound_model`.
       key: what the program is found by, or None.
       verify: whether a program that was found by a key is to be compared with `fun`.
       leaves: the arguments, as `abstract` ones.
@@ -53,7 +53,7 @@ class Call:
         def program(*leaves: Any) -> Any:
             arguments = jax.tree.unflatten(self.structure, leaves)
             out, changed = call_purely("aot", self.function, arguments, may_assign=True)
-            return to_parts(out), changed
+            return split_tree(out), changed
 
         program.__name__ = f"{self.name}_{self.tag}"
         # All arguments are kept, since the text of a program does not say which of them were left out.
@@ -64,7 +64,7 @@ class Call:
 
     def _donated(self, jitted: Any) -> tuple[int, ...]:
         _, args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
-        if parts_of((args, kwargs)):
+        if splits_of((args, kwargs)):
             raise ValueError("aot: fun is under jax.jit and is given a module; pass the function without jax.jit.")
         infos = jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)
         if len(infos) != len(self.leaves):
@@ -121,7 +121,7 @@ class Lowered:
         """What tells it from others, for `json`; the text does not say for which devices it is."""
         return [digest(self.text), self.types, [device.id for device in lowered_for(self.program)]]
 
-    def is_of(self, call: Call, line: dict[str, Any]) -> bool:
+    def is_of(self, call: CallSignature, line: dict[str, Any]) -> bool:
         """Whether it is the program that the `line` of a file was written for."""
         try:
             out = written(self.program.out_tree, nodes(call.structure))
@@ -148,7 +148,7 @@ def _bound(fun: Any) -> list[str]:
     """What is bound by partials: types of arrays, and the rest as far as its `repr` tells."""
     if not isinstance(fun, functools.partial):
         return []
-    leaves, structure = jax.tree.flatten(to_parts((fun.args, fun.keywords)))
+    leaves, structure = jax.tree.flatten(split_tree((fun.args, fun.keywords)))
     texts = [f"{x.dtype}{x.shape}" if isinstance(x, (jax.Array, np.ndarray)) else repr(x) for x in leaves]
     return [described(structure), *map(without_addresses, texts), *_bound(fun.func)]
 

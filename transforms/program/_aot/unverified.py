@@ -23,7 +23,7 @@ from . import program_file as file
 from .environment import current_mesh
 
 if TYPE_CHECKING:
-    from .program import Program
+    from .program import AotProgram
 
 
 _NO_MESH = Mesh(np.empty((), object), ())
@@ -33,7 +33,7 @@ _NO_MESH = Mesh(np.empty((), object), ())
 class _Waiting:
     """A program, and where it was wanted: in which process, with which settings and which mesh around."""
 
-    program: Program
+    program: AotProgram
     process: int
     settings: dict[str, Any]
     mesh: Any
@@ -42,7 +42,7 @@ class _Waiting:
 _waiting: list[_Waiting] = []
 
 
-def add(program: Program) -> None:
+def add(program: AotProgram) -> None:
     """Have `program` compared, at the end of the process if not before."""
     values = jax.config.values
     settings = {name: values[name] for name in program.call.names}
@@ -59,7 +59,7 @@ def settle_those_of(path: Path) -> None:
             settle(found.program)
 
 
-def settle(program: Program) -> None:
+def settle(program: AotProgram) -> None:
     """Compare a program that waits.
 
     Raises:
@@ -75,7 +75,7 @@ def settle(program: Program) -> None:
         raise RuntimeError(f"aot: {said}")
 
 
-def _forget(program: Program) -> None:
+def _forget(program: AotProgram) -> None:
     _waiting[:] = [found for found in _waiting if found.program is not program]
 
 

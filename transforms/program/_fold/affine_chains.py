@@ -20,7 +20,7 @@ _ARITHMETIC = frozenset({"add", "add_any", "sub", "mul", "div", "neg"})
 Read = Callable[[Value], np.ndarray]
 
 
-class Step(NamedTuple):
+class ChannelStep(NamedTuple):
     """An operation of a chain.
 
     Attributes:
@@ -61,7 +61,7 @@ class Step(NamedTuple):
         return 0 if self.static is None else sum(size > 1 for size in self.static.sizes)
 
 
-def step_of(node: Node, value: Value | None = None) -> Step | None:
+def step_of(node: Node, value: Value | None = None) -> ChannelStep | None:
     """An operation as a step of a chain through `value`, or through its only operand that is not static."""
     moving = [i for i, x in enumerate(node.inputs) if not x.static]
     if len(moving) != 1 or len(node.outputs) != 1 or (value is not None and node.inputs[moving[0]] is not value):
@@ -71,10 +71,10 @@ def step_of(node: Node, value: Value | None = None) -> Step | None:
         return None
     if node.name not in _ARITHMETIC:
         pairs = correspondence(node.eqn)
-        return None if pairs is None else Step(node, 0, None, pairs)
+        return None if pairs is None else ChannelStep(node, 0, None, pairs)
     if before.shape != after.shape or (node.name == "div" and moving == [1]):
         return None
-    return Step(node, moving[0], node.inputs[1 - moving[0]] if len(node.inputs) > 1 else None, None)
+    return ChannelStep(node, moving[0], node.inputs[1 - moving[0]] if len(node.inputs) > 1 else None, None)
 
 
 def number_kind(dtype: Any) -> str:
@@ -88,7 +88,7 @@ class Chain(NamedTuple):
     """A chain: what goes in, and its operations."""
 
     base: Value
-    steps: tuple[Step, ...]
+    steps: tuple[ChannelStep, ...]
 
     @property
     def learned(self) -> bool:
@@ -139,7 +139,7 @@ class Chain(NamedTuple):
         return found
 
 
-def _applied(step: Step, factor: Any, shift: Any, operand: Any) -> tuple[Any, Any]:
+def _applied(step: ChannelStep, factor: Any, shift: Any, operand: Any) -> tuple[Any, Any]:
     match step.node.name, step.operand:
         case "mul", _:
             return factor * operand, shift * operand

@@ -92,10 +92,10 @@ def _summed(node: Node) -> tuple[Any, ...]:
 
 
 def _axes(node: Node, value: Value, axes: dict[Value, _Axes]) -> _Axes | None:
-    site = site_of(node)
-    if site is not None:
+    op = site_of(node)
+    if op is not None:
         batch = node.eqn.params["dimension_numbers"].out_spec[0] if node.name == "conv_general_dilated" else None
-        return _Axes(frozenset(site.outputs), batch)
+        return _Axes(frozenset(op.outputs), batch)
     known = axes.get(value)
     if known is None or node.name == "dot_general":
         return None

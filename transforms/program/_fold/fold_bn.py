@@ -12,11 +12,11 @@ from ..._core.arguments import check_callable, describe, wrap_like
 from ..._core.compat import Tracer
 from ..._core.source_lines import call_users, where
 from ..._models.mutation import call_with_models, changes
-from ..._models.split_model import dotted, is_model, split, to_parts
-from .._ir.flat_program import Flat, Value, insides, parameter
+from ..._models.split_model import dotted, is_model, split, split_tree
+from .._ir.flat_program import FlatProgram, Value, insides, parameter
 from .._ir.module_scopes import module_paths, modules_of, scoped_calls
 from .batch_statistics import batch_statistics
-from .plan import Answers, Plan
+from .plan import Answers, FoldPlan
 from .report import FoldReport
 
 _CURE = (
@@ -101,7 +101,7 @@ def fold_bn(
         flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
     _refuse_training(flat)
     answers = Answers()
-    plan = Plan(flat, names, leaves, answers)
+    plan = FoldPlan(flat, names, leaves, answers)
     folded, report, first = plan.parameters(), plan.report(), plan.fingerprint()
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
     recorded = tuple(answers.given)
@@ -109,7 +109,7 @@ def fold_bn(
     def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
         with scoped_calls(kinds):
             flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
-        plan = Plan(flat, names, (), Answers(recorded))
+        plan = FoldPlan(flat, names, (), Answers(recorded))
         if plan.fingerprint() != first:
             raise ValueError(
                 "fold_bn: for arguments of these shapes the function combines other parameters than for the example; "
@@ -129,7 +129,7 @@ def fold_bn(
 
 def _apart(tree: Any, *, numbers: bool = True) -> tuple[list[Any], Any]:
     """The arrays of a pytree (and numbers, if asked for), and all else, which can be compared."""
-    leaves, treedef = jax.tree.flatten(to_parts(tree))
+    leaves, treedef = jax.tree.flatten(split_tree(tree))
     kinds = (int, float, complex) if numbers else ()
     moves = [_is_array(x) or (isinstance(x, kinds) and not isinstance(x, bool)) for x in leaves]
     rest = tuple(None if moving else x for x, moving in zip(leaves, moves, strict=True))
@@ -161,7 +161,7 @@ def _types(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def _trace(
     fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, arguments: Sequence[Any], argument_structure: Any
-) -> tuple[Flat, Any]:
+) -> tuple[FlatProgram, Any]:
     """The program of `fun`, and the structure of what it returns."""
 
     def function(leaves: Sequence[Any], arguments: Sequence[Any]) -> Any:
@@ -175,10 +175,10 @@ def _trace(
     closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
     invars = [x.aval for x in closed.jaxpr.invars]
     values = [parameter(x, i) if i < len(leaves) else Value(x) for i, x in enumerate(invars)]
-    return Flat(closed.jaxpr, closed.consts, values), jax.tree.structure(out)
+    return FlatProgram(closed.jaxpr, closed.consts, values), jax.tree.structure(out)
 
 
-def _refuse_training(flat: Flat) -> None:
+def _refuse_training(flat: FlatProgram) -> None:
     node = batch_statistics(flat.nodes)
     if node is not None:
         raise ValueError(

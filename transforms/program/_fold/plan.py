@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.jaxpr import at_source, evaluate
-from .._ir.flat_program import Flat, Node, Rewrite, Value, needed, read, run
-from .affine_chains import Chain, Step, axes_of, sizes_only, step_of
+from .._ir.flat_program import FlatProgram, Node, Rewrite, Value, needed, read, run
+from .affine_chains import Chain, ChannelStep, axes_of, sizes_only, step_of
 from .report import FoldReport, candidate, kept
-from .weighted_ops import Site, site_of
+from .weighted_ops import WeightedOp, site_of
 
 
 class Answers:
@@ -45,33 +45,33 @@ class Fold:
       after: the chain that follows it.
     """
 
-    site: Site
+    op: WeightedOp
     before: Chain | None = None
     after: Chain | None = None
 
     @property
     def shifts(self) -> bool:
         """Whether a shift is left to add to the result; one that goes into a padded product is zero."""
-        before = self.before is not None and self.before.shifts and not self.site.dilutes
+        before = self.before is not None and self.before.shifts and not self.op.dilutes
         return before or (self.after is not None and self.after.shifts)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[ChannelStep, ...]:
         """The operations of its chains."""
         return tuple(step for chain in (self.before, self.after) if chain for step in chain.steps)
 
     @property
     def statics(self) -> list[Value]:
         """The weights and all that they are combined with."""
-        return [self.site.weights, *(step.static for step in self.steps if step.static is not None)]
+        return [self.op.weights, *(step.static for step in self.steps if step.static is not None)]
 
     @property
     def dtype(self) -> Any:
         """The widest dtype on the way, in which the shift is added."""
-        return jnp.result_type(*(x.aval.dtype for x in (self.site.out, *(step.after for step in self.steps))))
+        return jnp.result_type(*(x.aval.dtype for x in (self.op.out, *(step.after for step in self.steps))))
 
 
-class Plan:
+class FoldPlan:
     """What of a program is folded.
 
     Args:
@@ -81,27 +81,27 @@ class Plan:
       answer: the answer to a question about their values.
     """
 
-    def __init__(self, flat: Flat, names: Sequence[str], leaves: Sequence[Any], answer: Answers) -> None:
+    def __init__(self, flat: FlatProgram, names: Sequence[str], leaves: Sequence[Any], answer: Answers) -> None:
         self._flat, self._names, self._answer = flat, names, answer
         self._known = dict(zip(flat.arguments, leaves, strict=False))
         self._folds: dict[Node, Fold] = {}
-        self._chains: list[tuple[Chain, list[Site]]] = []
+        self._chains: list[tuple[Chain, list[WeightedOp]]] = []
         self._claimed: set[Node] = set()
         self._reasons: dict[Node, list[str]] = {}
-        sites = [site for site in map(site_of, flat.nodes) if site is not None]
-        for site in sites:
-            self._fold_after(site)
-        for data in dict.fromkeys(site.data for site in sites):
+        ops = [op for op in map(site_of, flat.nodes) if op is not None]
+        for op in ops:
+            self._fold_after(op)
+        for data in dict.fromkeys(op.data for op in ops):
             self._fold_before(data)
         self._leaves, self._entries = self._name()
 
     # ---- Which chains are folded
 
-    def _fold_after(self, site: Site) -> None:
+    def _fold_after(self, op: WeightedOp) -> None:
         """Fold the longest chain that follows a product and of which nothing else is used."""
-        chain = Chain(site.out, ())
+        chain = Chain(op.out, ())
         while True:
-            value = chain.steps[-1].after if chain.steps else site.out
+            value = chain.steps[-1].after if chain.steps else op.out
             if len(value.uses) != 1:
                 for i, user in enumerate(value.uses):
                     others = [*value.uses[:i], *value.uses[i + 1 :]]
@@ -110,21 +110,21 @@ class Plan:
             step = step_of(value.uses[0], value) if value.uses[0] else None
             if step is None:
                 break
-            longer = Chain(site.out, (*chain.steps, step))
+            longer = Chain(op.out, (*chain.steps, step))
             found = longer.affine(sizes_only)
-            if found is None or not axes_of(found) <= set(site.outputs):
+            if found is None or not axes_of(found) <= set(op.outputs):
                 self._because(step.node, "it differs between places of one channel of the product before it")
                 break
             chain = longer
         chain = chain.trimmed()
         if chain.learned:
-            self._try(chain, [Fold(site, after=chain)])
+            self._try(chain, [Fold(op, after=chain)])
 
     def _fold_before(self, data: Value) -> None:
         """Fold the chain that leads to the data of products, if such products are all that uses it."""
         users = [site_of(user) if user else None for user in data.uses]
-        sites = [site for site in users if site is not None]
-        steps: list[Step] = []
+        ops = [op for op in users if op is not None]
+        steps: list[ChannelStep] = []
         value = data
         while value.node is not None and value.node not in self._claimed and (value is data or len(value.uses) == 1):
             step = step_of(value.node)
@@ -134,30 +134,30 @@ class Plan:
             value = step.before
         while steps:
             found = Chain(steps[0].before, tuple(steps)).affine_at_end(sizes_only)
-            if found is not None and all(axes_of(found) <= set(site.inputs) for site in sites):
+            if found is not None and all(axes_of(found) <= set(op.inputs) for op in ops):
                 break
             self._because(steps.pop(0).node, "it differs along axes over which the product after it does not sum")
         chain = Chain(steps[0].before if steps else data, tuple(steps))
         if not chain.learned:
             return
-        others = [user for user, site in zip(data.uses, users, strict=True) if site is None]
+        others = [user for user, op in zip(data.uses, users, strict=True) if op is None]
         if others:
             self._because(steps[-1].node, f"what comes out of it is also used by {_users(others)}")
-        elif any(site.mixes_batch for site in sites):
+        elif any(op.mixes_batch for op in ops):
             self._because(steps[-1].node, "the convolution after it has a batch_group_count")
-        elif any(site.dilutes for site in sites) and not self._answer(lambda: self._keeps_zero(chain)):
+        elif any(op.dilutes for op in ops) and not self._answer(lambda: self._keeps_zero(chain)):
             self._because(steps[-1].node, "the convolution after it pads with zeros, which its shift would change")
         else:
-            self._try(chain, [replace(self._folds.get(site.node, Fold(site)), before=chain) for site in sites])
+            self._try(chain, [replace(self._folds.get(op.node, Fold(op)), before=chain) for op in ops])
 
     def _try(self, chain: Chain, folds: Sequence[Fold]) -> None:
         """Fold, if what comes out can be represented."""
         if self._answer(lambda: all(map(self._sound, folds))):
-            self._folds |= {fold.site.node: fold for fold in folds}
+            self._folds |= {fold.op.node: fold for fold in folds}
             self._claimed.update(step.node for step in chain.steps)
-            self._chains.append((chain, [fold.site for fold in folds]))
+            self._chains.append((chain, [fold.op for fold in folds]))
         else:
-            dtype = folds[0].site.weights.aval.dtype
+            dtype = folds[0].op.weights.aval.dtype
             self._because(chain.steps[-1].node, f"the folded weights would not be finite, or lost in {dtype}")
 
     def _because(self, node: Node | None, reason: str) -> None:
@@ -187,22 +187,22 @@ class Plan:
 
         With data s·x + t and a result that becomes u·y + v: u·(W(s·x + t)) + v = (u·W·s)x + (u·(Wt) + v).
         """
-        site, original = fold.site, self._value(fold.site.weights)
+        op, original = fold.op, self._value(fold.op.weights)
         weights, shift = np.asarray(original, np.float64), np.zeros(())
         with np.errstate(all="ignore"):
             if fold.before and (found := fold.before.affine_at_end(self._read)):
-                weights = weights * site.factor_before(found[0])
-                if fold.before.shifts and not site.dilutes:
-                    shift = site.of_shift(found[1], original)
+                weights = weights * op.factor_before(found[0])
+                if fold.before.shifts and not op.dilutes:
+                    shift = op.of_shift(found[1], original)
             if fold.after and (found := fold.after.affine(self._read)):
-                weights, shift = weights * site.factor_after(found[0]), shift * found[0] + found[1]
+                weights, shift = weights * op.factor_after(found[0]), shift * found[0] + found[1]
         return weights, shift
 
     def _sound(self, fold: Fold) -> bool:
         """Whether the folded weights are finite, and rounding does not lose small ones among those of their feature."""
         weights, shift = self._weights(fold)
-        dtype = fold.site.weights.aval.dtype
-        axes = tuple(i for i in range(weights.ndim) if i not in fold.site.outputs.values())
+        dtype = fold.op.weights.aval.dtype
+        axes = tuple(i for i in range(weights.ndim) if i not in fold.op.outputs.values())
         with np.errstate(all="ignore"):
             lost = np.abs(weights.astype(dtype).astype(np.float64) - weights)
             most = np.abs(weights).max(axes, keepdims=True)
@@ -229,7 +229,7 @@ class Plan:
 
         entries = {}
         for node, fold in self._folds.items():
-            kernel = self._only_name(fold.site.weights) or "kernel"
+            kernel = self._only_name(fold.op.weights) or "kernel"
             owner = kernel.rpartition(".")[0]
             added = [self._only_name(x.static) for x in fold.steps if x.node.name == "add" and x.static is not None]
             bias = next((name for name in added if name and name.rpartition(".")[0] == owner), "")
@@ -247,11 +247,11 @@ class Plan:
             for node, (kernel, bias) in self._entries.items():
                 fold = self._folds[node]
                 weights, shift = self._weights(fold)
-                devices = getattr(self._value(fold.site.weights), "sharding", None)
-                found[kernel] = jax.device_put(weights.astype(fold.site.weights.aval.dtype), devices)
+                devices = getattr(self._value(fold.op.weights), "sharding", None)
+                found[kernel] = jax.device_put(weights.astype(fold.op.weights.aval.dtype), devices)
                 if bias:
-                    channels = sorted(fold.site.outputs)
-                    sizes = [n if i in channels else 1 for i, n in enumerate(fold.site.out.aval.shape)]
+                    channels = sorted(fold.op.outputs)
+                    sizes = [n if i in channels else 1 for i, n in enumerate(fold.op.out.aval.shape)]
                     shift = np.broadcast_to(shift, sizes).reshape([sizes[i] for i in channels])
                     found[bias] = jnp.asarray(shift.astype(fold.dtype))
         return dict(sorted(found.items()))
@@ -279,19 +279,19 @@ class Plan:
                 end = fold.after.steps[-1]
                 dtype = end.after.aval.dtype
                 rewrites[end.node] = Rewrite([end.before], lambda x, dtype=dtype: [x.astype(dtype)])
-            rewrites[node] = Rewrite([fold.site.data], partial(self._product, fold, parameters))
+            rewrites[node] = Rewrite([fold.op.data], partial(self._product, fold, parameters))
         return rewrites
 
     def _product(self, fold: Fold, parameters: dict[str, Any], data: Any) -> list[Any]:
-        site = fold.site
-        kernel, bias = self._entries[site.node]
+        op = fold.op
+        kernel, bias = self._entries[op.node]
         weights = parameters[kernel]
-        (out,) = evaluate(site.node.eqn, *((weights, data) if site.kernel == 0 else (data, weights)))
-        with at_source(site.node.eqn):
+        (out,) = evaluate(op.node.eqn, *((weights, data) if op.kernel == 0 else (data, weights)))
+        with at_source(op.node.eqn):
             if bias:
-                sizes = [size if i in site.outputs else 1 for i, size in enumerate(out.shape)]
+                sizes = [size if i in op.outputs else 1 for i, size in enumerate(out.shape)]
                 out = out.astype(fold.dtype) + parameters[bias].reshape(sizes)
-            return [out if fold.after else out.astype(site.out.aval.dtype)]
+            return [out if fold.after else out.astype(op.out.aval.dtype)]
 
     def fingerprint(self) -> tuple[Any, ...]:
         """What two plans share that fold the same parameters in the same way, whatever the shapes of the data."""
@@ -320,7 +320,7 @@ class Plan:
 
     def report(self) -> FoldReport:
         """What was folded, and what was not."""
-        kernels = [", ".join(self._entries[site.node][0] for site in sites) for _, sites in self._chains]
+        kernels = [", ".join(self._entries[op.node][0] for op in ops) for _, ops in self._chains]
         folded = [
             candidate(chain.steps, self._names, kernel=kernel)
             for (chain, _), kernel in zip(self._chains, kernels, strict=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ..._core.source_lines import where
-from .._ir.flat_program import Flat, Node, insides
-from .affine_chains import Step, step_of
+from .._ir.flat_program import FlatProgram, Node, insides
+from .affine_chains import ChannelStep, step_of
 from .weighted_ops import PRODUCTS
 
 
@@ -69,7 +69,7 @@ class FoldReport:
         return "\n".join([f"folded {len(self.folded)}, kept {len(self.kept)}", *lines])
 
 
-def candidate(steps: Sequence[Step], names: Sequence[str], *, kernel: str = "", reason: str = "") -> Candidate:
+def candidate(steps: Sequence[ChannelStep], names: Sequence[str], *, kernel: str = "", reason: str = "") -> Candidate:
     """A chain, by the names of the parameters that it multiplies by."""
     factors = [step for step in steps if step.learned]
     statics = [step.static for step in factors if step.static is not None]
@@ -80,7 +80,11 @@ def candidate(steps: Sequence[Step], names: Sequence[str], *, kernel: str = "", 
 
 
 def kept(
-    flat: Flat, names: Sequence[str], claimed: Collection[Node], reasons: Mapping[Node, Sequence[str]], inside: str = ""
+    flat: FlatProgram,
+    names: Sequence[str],
+    claimed: Collection[Node],
+    reasons: Mapping[Node, Sequence[str]],
+    inside: str = "",
 ) -> Iterator[Candidate]:
     """The candidates of a program, and of those inside its operations, that are not folded.
 
@@ -91,7 +95,7 @@ def kept(
       reasons: why an operation is not, where that is known.
       inside: why none of them is.
     """
-    chains: dict[Node, list[Step]] = {}
+    chains: dict[Node, list[ChannelStep]] = {}
     for node in flat.nodes:
         for inner in insides(node):
             yield from kept(inner, names, (), {}, inside or f"it is inside a `{node.name}`")
@@ -107,12 +111,12 @@ def kept(
                 yield found
 
 
-def _scales(step: Step, beside: bool) -> bool:
+def _scales(step: ChannelStep, beside: bool) -> bool:
     """Whether it scales channels; a table of constants, such as that of rotary positions, does not."""
     return step.static is not None and step.learned and (step.differs < 2 or (beside and bool(step.static.leaves)))
 
 
-def _why_alone(step: Step) -> str:
+def _why_alone(step: ChannelStep) -> str:
     """Why a chain, of which `step` is the first, is at no product."""
     before = step.before.node
     if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):

@@ -19,7 +19,7 @@ PRODUCTS = ("conv_general_dilated", "dot_general")
 
 
 @dataclass(frozen=True)
-class Site:
+class WeightedOp:
     """A convolution or dense product of data with static weights.
 
     Attributes:
@@ -102,7 +102,7 @@ class Site:
         return np.asarray(found, np.float64)
 
 
-def site_of(node: Node) -> Site | None:
+def site_of(node: Node) -> WeightedOp | None:
     """An operation as a product of data with static weights; None if it is not one."""
     params = node.eqn.params
     if node.name not in PRODUCTS:
@@ -115,7 +115,7 @@ def site_of(node: Node) -> Site | None:
         numbers = params["dimension_numbers"]
         features, inputs, *_ = numbers.rhs_spec
         _, channels, *_ = numbers.lhs_spec
-        return Site(node, 1, {numbers.out_spec[1]: features}, {channels: inputs}) if static == [1] else None
+        return WeightedOp(node, 1, {numbers.out_spec[1]: features}, {channels: inputs}) if static == [1] else None
     if len(static) != 1:
         return None
     kernel = static[0]
@@ -129,7 +129,7 @@ def site_of(node: Node) -> Site | None:
         for pair in (summed, batch)
         for axis, other in zip(pair[1 - kernel], pair[kernel], strict=True)
     }
-    return Site(node, kernel, outputs, inputs)
+    return WeightedOp(node, kernel, outputs, inputs)
 
 
 def _along(x: np.ndarray, axes: Mapping[int, int], ndim: int) -> np.ndarray:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .cost import flops, weight
-from .hlo import Instruction, Program
-from .provenance import PRODUCTS, Place, around, is_product, place_of
+from .hlo import HloProgram, Instruction
+from .provenance import PRODUCTS, Provenance, around, is_product, place_of
 from .scopes import scope_of
 
 
 @dataclass(frozen=True)
-class Share:
+class Attribution:
     """The part that an operation is of one run of an instruction.
 
     Attributes:
@@ -22,12 +22,12 @@ class Share:
       flops: floating point operations.
     """
 
-    place: Place
+    place: Provenance
     part: float
     flops: int
 
 
-def shares(program: Program, instruction: Instruction, lost: Mapping[str, Place]) -> list[Share]:
+def shares(program: HloProgram, instruction: Instruction, lost: Mapping[str, Provenance]) -> list[Attribution]:
     """What an instruction stands for.
 
     The time of a fusion, that of its operations together, is divided by their flops: an estimate. What XLA has added of
@@ -38,8 +38,8 @@ def shares(program: Program, instruction: Instruction, lost: Mapping[str, Place]
       instruction: one that is run.
       lost: the places of some that have no name, such as products.
     """
-    parts: dict[Place, float] = defaultdict(float)
-    counts: dict[Place, int] = defaultdict(int)
+    parts: dict[Provenance, float] = defaultdict(float)
+    counts: dict[Provenance, int] = defaultdict(int)
     for x in program.inside(instruction) if instruction.opcode == "fusion" else ():
         if needed := weight(program, x):
             # What XLA has made of an operation may have no name; what waits for it has.
@@ -48,12 +48,12 @@ def shares(program: Program, instruction: Instruction, lost: Mapping[str, Place]
             counts[place] += flops(program, x)
     if not parts:
         place = lost.get(instruction.name) or place_of(program, instruction) or _nearest(program, instruction, lost)
-        return [Share(place, 1.0, flops(program, instruction))]
+        return [Attribution(place, 1.0, flops(program, instruction))]
     whole = sum(parts.values())
-    return [Share(place, part / whole, counts[place]) for place, part in parts.items()]
+    return [Attribution(place, part / whole, counts[place]) for place, part in parts.items()]
 
 
-def is_mixed(program: Program, instruction: Instruction) -> bool:
+def is_mixed(program: HloProgram, instruction: Instruction) -> bool:
     """Whether an instruction is a matrix product or a convolution together with something else than it."""
     if instruction.opcode != "fusion":
         return False
@@ -61,12 +61,12 @@ def is_mixed(program: Program, instruction: Instruction) -> bool:
     return any(map(is_product, working)) and len({scope_of(x.op_name) for x in working}) > 1
 
 
-def _nearest(program: Program, instruction: Instruction, lost: Mapping[str, Place]) -> Place:
+def _nearest(program: HloProgram, instruction: Instruction, lost: Mapping[str, Provenance]) -> Provenance:
     """Of an instruction without a name: what it does, where its nearest neighbour is."""
-    near = next(around(program, instruction, lost), Place("", "", ""))
+    near = next(around(program, instruction, lost), Provenance("", "", ""))
     parts = list(program.inside(instruction)) if instruction.opcode == "fusion" else []
     most = max(parts, key=lambda x: (weight(program, x), x.root), default=instruction)
     fusion = program.fusion_of(instruction)
     # Inside what is named after one operation it belongs to that.
     op = near.op if fusion is not None and fusion.op_name else PRODUCTS.get(most.opcode, most.opcode)
-    return Place(op, near.scope, near.source)
+    return Provenance(op, near.scope, near.source)

@@ -6,7 +6,7 @@ import math
 import re
 from itertools import product
 
-from .hlo import CONTAINERS, NAMES, Array, Instruction, Program
+from .hlo import CONTAINERS, NAMES, Array, HloProgram, Instruction
 
 _TRANSCENDENTAL = frozenset(
     """
@@ -23,7 +23,7 @@ _ELEMENTWISE = _TRANSCENDENTAL | frozenset(
 _AS_LONG_AS = 10
 
 
-def flops(program: Program, instruction: Instruction) -> int:
+def flops(program: HloProgram, instruction: Instruction) -> int:
     """Floating point operations of running an instruction once: two for each multiplication of a product, else one.
 
     Operations on integers and comparisons count too, and each function such as `tanh` counts as one, as in XLA's own
@@ -51,12 +51,12 @@ def flops(program: Program, instruction: Instruction) -> int:
     return _of_library(program, instruction) if opcode == "custom-call" else 0
 
 
-def weight(program: Program, instruction: Instruction) -> float:
+def weight(program: HloProgram, instruction: Instruction) -> float:
     """How long it may take beside others in one loop: its flops, more of them for functions such as `tanh`."""
     return flops(program, instruction) * (_AS_LONG_AS if instruction.opcode in _TRANSCENDENTAL else 1)
 
 
-def memory(program: Program, instruction: Instruction) -> int:
+def memory(program: HloProgram, instruction: Instruction) -> int:
     """Bytes that an instruction reads and writes when it is run once, each of its arrays once.
 
     Of an array that is only sliced, what is read of it; of one that is updated in place, what is written.
@@ -81,7 +81,7 @@ def memory(program: Program, instruction: Instruction) -> int:
 
 
 def _read(
-    program: Program, array: Instruction, users: list[Instruction], all_users: dict[str, list[Instruction]]
+    program: HloProgram, array: Instruction, users: list[Instruction], all_users: dict[str, list[Instruction]]
 ) -> int:
     whole = sum(x.bytes for x in array.results)
     found = 0
@@ -95,7 +95,7 @@ def _read(
     return min(found, whole)
 
 
-def _written(program: Program, root: Instruction, inside: dict[str, Instruction]) -> int:
+def _written(program: HloProgram, root: Instruction, inside: dict[str, Instruction]) -> int:
     if root.opcode == "tuple":
         return sum(_written(program, inside[name], inside) for name in root.operands if name in inside)
     if root.opcode == "bitcast" and root.operands[0] in inside:
@@ -105,11 +105,11 @@ def _written(program: Program, root: Instruction, inside: dict[str, Instruction]
     return sum(x.bytes for x in root.results)
 
 
-def _operand(program: Program, instruction: Instruction, i: int) -> Array:
+def _operand(program: HloProgram, instruction: Instruction, i: int) -> Array:
     return program.instructions[instruction.operands[i]].results[0]
 
 
-def _of_convolution(program: Program, instruction: Instruction) -> int:
+def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
     """Two for each pair of a number of the input and one of the kernel that meet; padding does not count."""
     left, kernel = (_operand(program, instruction, i) for i in range(2))
     names, kernel_names, out_names = instruction.attribute("dim_labels").replace("->", "_").split("_")
@@ -143,7 +143,7 @@ def _setting(instruction: Instruction, name: str) -> str:
     return settings.get(name, "")
 
 
-def _of_library(program: Program, instruction: Instruction) -> int:
+def _of_library(program: HloProgram, instruction: Instruction) -> int:
     """A product that is done by a library: `__cublas$gemm`, `__cudnn$convForward`, `__onednn$matmul`."""
     if instruction.attribute("dim_labels"):
         return _of_convolution(program, instruction)

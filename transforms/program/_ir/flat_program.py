@@ -70,7 +70,7 @@ class Rewrite(NamedTuple):
     function: Callable[..., Sequence[Any]]
 
 
-class Flat:
+class FlatProgram:
     """A program, flat.
 
     Args:
@@ -140,7 +140,7 @@ def _sizes(eqn: JaxprEqn, values: Sequence[Value], shape: tuple[int, ...]) -> tu
     return tuple(sizes)
 
 
-def insides(node: Node) -> Iterator[Flat]:
+def insides(node: Node) -> Iterator[FlatProgram]:
     """The programs that an operation repeats, chooses from, or brings with a derivative rule."""
     for closed in jax.tree.leaves(list(node.eqn.params.values())):
         jaxpr = getattr(closed, "jaxpr", closed)
@@ -158,7 +158,7 @@ def insides(node: Node) -> Iterator[Flat]:
         if len(operands) != len(jaxpr.invars):
             operands = [None] * len(jaxpr.invars)
         arguments = [_inner(aval(x), operand) for x, operand in zip(jaxpr.invars, operands, strict=True)]
-        yield Flat(jaxpr, getattr(closed, "consts", ()), arguments)
+        yield FlatProgram(jaxpr, getattr(closed, "consts", ()), arguments)
 
 
 def _inner(x: Any, operand: Value | None) -> Value:

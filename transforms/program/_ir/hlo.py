@@ -114,7 +114,7 @@ class Instruction:
         return tuple(int(x) for x in self.attribute(name).split(",") if x)
 
 
-class Program:
+class HloProgram:
     """A compiled program.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .hlo import Instruction, Program
+from .hlo import HloProgram, Instruction
 from .scopes import scope_of
 
 # What XLA calls a matrix product and a convolution, and what JAX does.
@@ -17,7 +17,7 @@ _STEPS = 6
 
 
 @dataclass(frozen=True)
-class Place:
+class Provenance:
     """An operation of JAX.
 
     Attributes:
@@ -36,7 +36,7 @@ def is_product(instruction: Instruction) -> bool:
     return instruction.opcode in PRODUCTS
 
 
-def place_of(program: Program, instruction: Instruction) -> Place | None:
+def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None:
     """The place that an instruction is named after; None where it has no name.
 
     The names of parameters are those of variables, as in `params['w']`, and some are of calls alone.
@@ -46,12 +46,12 @@ def place_of(program: Program, instruction: Instruction) -> Place | None:
         return None
     if op in _VIEWS and is_product(instruction):
         op = PRODUCTS[instruction.opcode]
-    return Place(op, scope, program.source(instruction))
+    return Provenance(op, scope, program.source(instruction))
 
 
 def around(
-    program: Program, instruction: Instruction, known: Mapping[str, Place] | None = None, *, users: bool = True
-) -> Iterator[Place]:
+    program: HloProgram, instruction: Instruction, known: Mapping[str, Provenance] | None = None, *, users: bool = True
+) -> Iterator[Provenance]:
     """The places nearest to an instruction: of what waits for it and what it waits for, or of the latter alone.
 
     Args:

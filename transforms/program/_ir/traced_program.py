@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._calls.call import arrays_apart
+from ..._calls.call import separate_arrays
 from ..._core.arguments import argument_name, check_callable
 from ..._core.compat import Jitted, Tracer
 from ..._core.source_lines import call_users
 from ..._models.mutation import call_with_models, changes
-from ..._models.split_model import models_of, owner_of, refuse_shared_state, split, to_parts
-from .attribution import Share, is_mixed, shares
-from .hlo import Instruction, Program
+from ..._models.split_model import bound_model, models_of, refuse_shared_state, split, split_tree
+from .attribution import Attribution, is_mixed, shares
+from .hlo import HloProgram, Instruction
 from .module_scopes import LOCK, module_paths, modules_of, scoped_calls
-from .provenance import Place
-from .unnamed_dots import lost_products
+from .provenance import Provenance
+from .unnamed_dots import unnamed_dots
 
 # XLA's CPU backend hands parts of a program, or all of it, to a library as one instruction whose parts cannot be timed.
 # With these each matrix product and convolution is handed over alone.
@@ -36,7 +36,7 @@ _LOOPS_APART = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
 _SMALL_LOOP = "xla_cpu_small_call"
 
 
-class Prepared:
+class TracedProgram:
     """`fun(*args)` as a program.
 
     Modules are not changed by it: what `fun` changes of them is a result of the program, so that it is computed.
@@ -53,7 +53,7 @@ class Prepared:
 
     def __init__(self, api: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         check_callable(api, fun)
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(to_parts(args))):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(split_tree(args))):
             raise TypeError(
                 f"{api}: the arguments have no values under jax.jit, jax.grad or jax.vmap; call it outside."
             )
@@ -61,7 +61,7 @@ class Prepared:
         while isinstance(named, partial):
             named = named.func
         self.name: str = getattr(named, "__name__", type(named).__name__)
-        owner, function = owner_of(fun)
+        owner, function = bound_model(fun)
         refuse_shared_state(api, fun, owner, args, {})
         modules = modules_of(fun, owner, args)
         # Taken apart while they are named: so are then the copies that are put together from the parts.
@@ -79,8 +79,8 @@ class Prepared:
                 # Of a jitted function whole numbers may be static.
                 numbers = (float, complex) if jitted else (bool, int, float, complex)
                 kinds_of_arrays = (np.ndarray, np.generic, *numbers)
-                parts = to_parts((owner, args, {}))
-                arrays, join = arrays_apart(
+                parts = split_tree((owner, args, {}))
+                arrays, join = separate_arrays(
                     jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds_of_arrays) else x, parts)
                 )
                 self._args = (arrays,)
@@ -127,18 +127,18 @@ class Compiled:
 
     def __init__(self, executable: Any, args: tuple[Any, ...], closed: Any) -> None:
         self.text: str = executable.as_text()
-        self.program = Program(self.text)
+        self.program = HloProgram(self.text)
         self.module = re.split(r"[\s,]", self.text.split("HloModule ", 1)[1], maxsplit=1)[0]
         self._executable, self._args, self._closed = executable, args, closed
         self._donates = any(info.donated for info in jax.tree.leaves(executable.args_info))
 
     @cached_property
-    def _lost(self) -> dict[str, Place]:
-        return lost_products(self.program, self._closed)
+    def _unnamed(self) -> dict[str, Provenance]:
+        return unnamed_dots(self.program, self._closed)
 
-    def shares(self, instruction: Instruction) -> list[Share]:
+    def shares(self, instruction: Instruction) -> list[Attribution]:
         """Which operations an instruction stands for."""
-        return shares(self.program, instruction, self._lost)
+        return shares(self.program, instruction, self._unnamed)
 
     def calls(self, number: int) -> list[Callable[[], Any]]:
         """So many calls of it, each of which can be made once."""
@@ -207,7 +207,7 @@ def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], n
         out, models = call_with_models(function, parts)
         changed = zip(map(split, models), changes(function, parts, models), strict=True)
         kept = [x for after, paths in changed for path, x in after.arrays().items() if path in paths]
-        return [*arrays_apart(to_parts(out))[0], *kept]
+        return [*separate_arrays(split_tree(out))[0], *kept]
 
     call.__name__ = name
     return call

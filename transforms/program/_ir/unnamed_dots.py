@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..._core.source_lines import source_of
-from .flat_program import Flat, Node, Value, insides
-from .hlo import Instruction, Program
-from .provenance import PRODUCTS, Place, around, is_product, place_of
+from .flat_program import FlatProgram, Node, Value, insides
+from .hlo import HloProgram, Instruction
+from .provenance import PRODUCTS, Provenance, around, is_product, place_of
 from .scopes import scope_of
 
 # What only puts the numbers of an operand elsewhere, between a product and what it is computed from.
@@ -26,12 +26,12 @@ Lengths = tuple[int, ...]
 class _Written(NamedTuple):
     """A product of the program as JAX wrote it: where, the lengths of its result, and what it is computed from."""
 
-    place: Place
+    place: Provenance
     lengths: Lengths
-    sources: frozenset[Place]
+    sources: frozenset[Provenance]
 
 
-def lost_products(program: Program, closed: Any) -> dict[str, Place]:
+def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
     """Where the products without a name come from, by the names of their instructions.
 
     Args:
@@ -42,7 +42,7 @@ def lost_products(program: Program, closed: Any) -> dict[str, Place]:
     nameless = [x for x in products if place_of(program, x) is None]
     if not nameless:
         return {}
-    flat = Flat(closed.jaxpr, closed.consts, [Value(x.aval) for x in closed.jaxpr.invars])
+    flat = FlatProgram(closed.jaxpr, closed.consts, [Value(x.aval) for x in closed.jaxpr.invars])
     written = list(_products(flat, ""))
     for x in products:
         place = place_of(program, x)
@@ -64,7 +64,7 @@ def lost_products(program: Program, closed: Any) -> dict[str, Place]:
     return found
 
 
-def _products(flat: Flat, scope: str) -> Iterator[_Written]:
+def _products(flat: FlatProgram, scope: str) -> Iterator[_Written]:
     for node in flat.nodes:
         place = _place(node, scope)
         if node.name in PRODUCTS.values():
@@ -74,9 +74,9 @@ def _products(flat: Flat, scope: str) -> Iterator[_Written]:
             yield from _products(inner, "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack)])))
 
 
-def _place(node: Node, scope: str) -> Place:
+def _place(node: Node, scope: str) -> Provenance:
     name = "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack), node.name]))
-    return Place(node.name, scope_of(name)[1], source_of(node.eqn))
+    return Provenance(node.name, scope_of(name)[1], source_of(node.eqn))
 
 
 def _makers(value: Value) -> Iterator[Node]:

@@ -17,8 +17,8 @@ import jaxlib
 
 from ..._core.arguments import check_count
 from ..._core.machine import cores, processor
-from ..._runs.atomic_write import write_whole
-from .._ir.traced_program import Prepared
+from ..._runs.atomic_write import write_atomically
+from .._ir.traced_program import TracedProgram
 from .operation_counts import count_operations
 from .timeline import Timeline, timelines
 
@@ -79,7 +79,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
       {('sin', ''): 1}
     """
     check_count("capture", "repeats", repeats, least=2)
-    (found,) = captures("capture", [Prepared("capture", fun, args)], repeats)
+    (found,) = captures("capture", [TracedProgram("capture", fun, args)], repeats)
     content = {
         "format": _FORMAT,
         "name": found.name,
@@ -90,7 +90,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
             for (op, scope), count in found.counts.items()
         ],
     }
-    write_whole(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
+    write_atomically(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
     return found
 
 
@@ -131,7 +131,7 @@ def _checked(content: dict[str, Any]) -> Capture:
     )
 
 
-def captures(api: str, prepared: Sequence[Prepared], repeats: int) -> list[Capture]:
+def captures(api: str, prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
     """Run some programs in turns, and say what each runs."""
     programs = [one.apart for one in prepared]
     for compiled in programs:
@@ -139,7 +139,7 @@ def captures(api: str, prepared: Sequence[Prepared], repeats: int) -> list[Captu
     return [_captured(*one) for one in zip(prepared, timelines(api, programs, repeats), strict=True)]
 
 
-def _captured(prepared: Prepared, runs: list[Timeline]) -> Capture:
+def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
     program = prepared.apart.program
     counts: dict[tuple[str, str], int] = dict(count_operations(prepared.traced.jaxpr.jaxpr))
     seconds: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
@@ -154,7 +154,7 @@ def _captured(prepared: Prepared, runs: list[Timeline]) -> Capture:
     return Capture(prepared.name, {**counts, **added}, dict(seconds), _digest(prepared), _machine())
 
 
-def _digest(prepared: Prepared) -> str:
+def _digest(prepared: TracedProgram) -> str:
     return hashlib.sha256(prepared.apart.program.anonymous().encode()).hexdigest()
 
 

@@ -17,8 +17,8 @@ from ..._core.compat import scan_counts
 from ..._core.jaxpr import CALLS, aval, called, evaluate, interpret
 from ..._core.source_lines import source_of
 from .._ir.cost import flops
-from .._ir.hlo import Program
-from .._ir.provenance import Place
+from .._ir.hlo import HloProgram
+from .._ir.provenance import Provenance
 from .._ir.scopes import scope_of
 
 _REWRITTEN = frozenset({"while", "reduce-window"})
@@ -59,7 +59,7 @@ class Eager:
     """
 
     def __init__(self, known: dict[int, tuple[int, int]]) -> None:
-        self.costs: dict[Place, Cost] = defaultdict(Cost)
+        self.costs: dict[Provenance, Cost] = defaultdict(Cost)
         self._known = known
 
     def run(self, closed: Any, args: Sequence[Any], scope: str = "", source: str = "") -> list[Any]:
@@ -79,7 +79,7 @@ class Eager:
         took = time.perf_counter() - begin
         if id(eqn) not in self._known:
             self._known[id(eqn)] = _cost(eqn, values)
-        self.costs[Place(name, scope_of(f"{scope}/{name}")[1], source)].add(took, 1, *self._known[id(eqn)])
+        self.costs[Provenance(name, scope_of(f"{scope}/{name}")[1], source)].add(took, 1, *self._known[id(eqn)])
         return out
 
 
@@ -88,10 +88,10 @@ def _cost(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
     if eqn.effects:
         return 0, 0
     lowered: Any = jax.jit(partial(evaluate, eqn)).lower(*values)
-    program = Program(lowered.as_text("hlo"))
+    program = HloProgram(lowered.as_text("hlo"))
     if any(x.opcode in _REWRITTEN for x in program.instructions.values()):
         # What XLA makes of a window over all that is before, or how often a loop turns, is known only then.
-        program = Program(lowered.compile().as_text())
+        program = HloProgram(lowered.compile().as_text())
     work = sum(times * flops(program, x) for x, times in program.runs())
     return work, sum(x.size * x.dtype.itemsize for x in map(aval, [*eqn.invars, *eqn.outvars]) if _is_sized(x))
 

@@ -14,8 +14,8 @@ import jax
 
 from ..._core.arguments import check_count, describe
 from .._ir.cost import memory
-from .._ir.provenance import Place
-from .._ir.traced_program import Compiled, Prepared
+from .._ir.provenance import Provenance
+from .._ir.traced_program import Compiled, TracedProgram
 from .bar_chart import bars
 from .eager import Cost, Eager
 from .table import check_groups, count, seconds, table
@@ -248,7 +248,7 @@ def profile(
     if mode not in ("compiled", "eager"):
         raise ValueError(f"profile: mode must be 'compiled' or 'eager', but got {describe(mode)}.")
     check_count("profile", "repeats", repeats)
-    prepared = Prepared("profile", fun, args)
+    prepared = TracedProgram("profile", fun, args)
     jitted = _clock(prepared.compiled, repeats)
     if mode == "eager":
         return _eager(prepared, jitted, repeats)
@@ -265,7 +265,7 @@ def _clock(compiled: Compiled, repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
+def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     compiled = prepared.apart
     program = compiled.program
     if compiled is not prepared.compiled:
@@ -277,7 +277,7 @@ def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
             "anything from its arguments?"
         )
     watched = sum(run.span for run in runs) / len(runs)
-    costs: dict[Place, Cost] = defaultdict(Cost)
+    costs: dict[Provenance, Cost] = defaultdict(Cost)
     fused = 0.0
     for name, times in runs[0].counts.items():
         instruction = program.instructions[name]
@@ -299,7 +299,7 @@ def _compiled(prepared: Prepared, jitted: float, repeats: int) -> Profile:
     )
 
 
-def _eager(prepared: Prepared, jitted: float, repeats: int) -> Profile:
+def _eager(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     known: dict[Any, tuple[int, int]] = {}
     runs = []
     for _ in range(repeats + 1):
@@ -323,11 +323,11 @@ def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]
     return sorted(runs, key=time)[: (len(runs) + 1) // 2]
 
 
-def _attributed(costs: dict[Place, Cost]) -> float:
+def _attributed(costs: dict[Provenance, Cost]) -> float:
     return sum(cost.seconds for place, cost in costs.items() if place.scope or place.source)
 
 
-def _operations(costs: dict[Place, Cost], watched: float) -> tuple[Operation, ...]:
+def _operations(costs: dict[Provenance, Cost], watched: float) -> tuple[Operation, ...]:
     rows = [
         Operation(
             place.op,

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .._ir.hlo import CONTAINERS, Program
+from .._ir.hlo import CONTAINERS, HloProgram
 from .._ir.traced_program import Compiled
 
 # What the trace shows around each call, and behind it the number of the program.
@@ -119,7 +119,7 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
     return [(marks[call][1], calls[call]) for call in sorted(calls)]
 
 
-def _timeline(program: Program, events: list[_Event]) -> Timeline:
+def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
     events.sort(key=lambda event: event.start)
     _bound(program, events)
     seconds: dict[str, float] = defaultdict(float)
@@ -140,7 +140,7 @@ def _timeline(program: Program, events: list[_Event]) -> Timeline:
     return Timeline(dict(seconds), dict(Counter(x.name for x in events)), span)
 
 
-def _bound(program: Program, events: list[_Event]) -> None:
+def _bound(program: HloProgram, events: list[_Event]) -> None:
     """Let none end later than what needs its result begins: its own word may come after the next ones have run."""
     starts: dict[str, list[float]] = defaultdict(list)
     for event in reversed(events):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
 from ..._core.arguments import check_callable, check_count, describe
-from .._ir.traced_program import Prepared
+from .._ir.traced_program import TracedProgram
 from .bar_chart import pairs_of_bars
 from .capture import Capture, captures, read_capture
 from .table import check_groups, seconds, table
@@ -330,7 +330,7 @@ def trace_diff(
     for name, fun in (("control", control), ("test", test)):
         check_callable("trace_diff", fun, name)
     return TraceDiff(
-        *captures("trace_diff", [Prepared("trace_diff", cast(Any, fun), args) for fun in (control, test)], repeats)
+        *captures("trace_diff", [TracedProgram("trace_diff", cast(Any, fun), args) for fun in (control, test)], repeats)
     )
 
 

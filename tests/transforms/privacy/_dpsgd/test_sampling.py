@@ -10,14 +10,14 @@ from scipy import stats
 
 from plurax.transforms.privacy import Batch
 from plurax.transforms.privacy._dpsgd.accounting import Ledger
-from plurax.transforms.privacy._dpsgd.sampling import Batches, padded_sizes
+from plurax.transforms.privacy._dpsgd.sampling import SampledBatches, padded_sizes
 
 N = 30
 
 
 def batches(data=None, *, expected=6.0, steps=50, seed=(1, 2), start=0, sizes=None, bands=1, n=N):
     of = Ledger(1.0, expected * bands / n, 1.0, expected, (1.0,) * bands)
-    return Batches(np.arange(1, n + 1) if data is None else data, of, n, steps, seed, start, sizes)
+    return SampledBatches(np.arange(1, n + 1) if data is None else data, of, n, steps, seed, start, sizes)
 
 
 def drawn(batch: Batch) -> np.ndarray:
@@ -145,11 +145,11 @@ def test_data_that_do_not_fit_are_refused(data, error, message):
 def test_sizes_can_be_computed_in_microbatches():
     for microbatch in (7, 16):
         of = Ledger(1.0, 0.2, 1.0, 6.0)
-        found = Batches(np.arange(N), of, N, 50, (1, 2), 0, None, microbatch)
+        found = SampledBatches(np.arange(N), of, N, 50, (1, 2), 0, None, microbatch)
         assert all(size % microbatch == 0 for size in found.sizes)
         assert all(len(batch.is_padding_example) % microbatch == 0 for batch in found)
     with pytest.raises(ValueError, match=r"^DPSGD.batches: microbatch_size=7 must divide all sizes, but got \(7, 15\)"):
-        Batches(np.arange(N), of, N, 50, (1, 2), 0, (7, 15), 7)
+        SampledBatches(np.arange(N), of, N, 50, (1, 2), 0, (7, 15), 7)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,), 8])

@@ -164,7 +164,7 @@ def test_a_transform_before_clipping() -> None:
     assert_close(doubled(PARAMS, X, Y), {"twice": total})
     report = doubled.explain(PARAMS, X, Y)
     assert report[:3] == ("vmap", 6, "pre_clipping_transform needs each gradient")
-    assert {use.rule for use in report.uses} == {"direct"}
+    assert {use.rule for use in report.uses} == {"dense"}
 
 
 class Net(nnx.Module):
@@ -198,9 +198,9 @@ def test_modules_and_what_is_said_of_them() -> None:
     report = of.explain(model, TOKENS)
     assert report.method == "book_keeping"
     rules = Counter((use.parameter, use.rule, use.operation) for use in report.uses)
-    assert rules["model['embed']['embedding']", "rows", "gather"] == 1
-    assert rules["model['embed']['embedding']", "factors", "dot_general"] == 1
-    assert rules["model['norm']['scale']", "direct", "mul"] == 1
+    assert rules["model['embed']['embedding']", "row-sparse", "gather"] == 1
+    assert rules["model['embed']['embedding']", "outer product", "dot_general"] == 1
+    assert rules["model['norm']['scale']", "dense", "mul"] == 1
     assert "test_clipped.py" in str(report)
     assert "unknown" not in str(report)
     by_method = clipped_grad(
@@ -359,7 +359,7 @@ def test_what_auto_takes_depends_on_the_shapes_alone(monkeypatch: pytest.MonkeyP
     report = auto.explain(params, long)
     assert report[:2] == ("vmap", 2)
     assert re.fullmatch(r"counted as [\d.]+ MiB to read, and [\d.]+ MiB if gradients were not held", report.why)
-    assert [(use.parameter, use.rule) for use in report.uses] == [("params['a']", "direct"), ("params['b']", "direct")]
+    assert [(use.parameter, use.rule) for use in report.uses] == [("params['a']", "dense"), ("params['b']", "dense")]
     assert auto.explain(params, short)[:2] == ("book_keeping", 2)
     narrow = {"a": params["a"][:, :4], "b": params["b"][:4]}
     report = auto.explain(narrow, np.repeat(long, 200, 0))

@@ -409,8 +409,8 @@ def transformer_rules(blocks: list[str], product: str) -> dict[str, set[str]]:
     products = each("attention.query.kernel attention.key.kernel attention.value.kernel attention.out.kernel")
     products += " " + each("up.kernel down.kernel")
     others = each("norm1.scale norm1.bias norm2.scale norm2.bias up.bias down.bias")
-    tied = table(rows="embed.embedding", factors="embed.embedding")
-    return tied | table(**{product: products}) | table(direct=f"{others} position norm.scale norm.bias")
+    tied = table(row_sparse="embed.embedding", outer_product="embed.embedding")
+    return tied | table(**{product: products}) | table(dense=f"{others} position norm.scale norm.bias")
 
 
 class Model(NamedTuple):
@@ -433,24 +433,22 @@ class Model(NamedTuple):
 
 FLAT, IMAGE, SEQUENCE, STEPS = (BATCH, 6), (BATCH, 9, 7, 2), (BATCH, 7, 6), (BATCH, 3, 6)
 LONG, SHORT = (BATCH, 64), (BATCH, 4)  # texts
-PERCEPTRON = table(factors="dense1.kernel dense2.kernel", direct="dense1.bias dense2.bias")
-CONVOLUTIONS = PERCEPTRON | table(direct="conv1.kernel conv1.bias conv2.kernel conv2.bias")
-LAST = table(factors="dense.kernel", direct="dense.bias")
-RESIDUAL = LAST | table(
-    direct="conv1.kernel conv2.kernel shortcut.kernel norm1.scale norm1.bias norm2.scale norm2.bias"
-)
+PERCEPTRON = table(outer_product="dense1.kernel dense2.kernel", dense="dense1.bias dense2.bias")
+CONVOLUTIONS = PERCEPTRON | table(dense="conv1.kernel conv1.bias conv2.kernel conv2.bias")
+LAST = table(outer_product="dense.kernel", dense="dense.bias")
+RESIDUAL = LAST | table(dense="conv1.kernel conv2.kernel shortcut.kernel norm1.scale norm1.bias norm2.scale norm2.bias")
 SEPARABLE = LAST | table(
-    factors="pointwise.kernel", direct="depthwise.kernel depthwise.bias multiplied.kernel multiplied.bias"
+    outer_product="pointwise.kernel", dense="depthwise.kernel depthwise.bias multiplied.kernel multiplied.bias"
 )
-TEMPORAL = LAST | table(factors="conv2.kernel", direct="conv1.kernel conv1.bias conv2.bias")
-TEXT, ONE_BLOCK = (transformer_rules(blocks, "direct") for blocks in (["blocks.0", "blocks.1"], ["blocks.0"]))
+TEMPORAL = LAST | table(outer_product="conv2.kernel", dense="conv1.kernel conv1.bias conv2.bias")
+TEXT, ONE_BLOCK = (transformer_rules(blocks, "dense") for blocks in (["blocks.0", "blocks.1"], ["blocks.0"]))
 GATES = "{0}.ii.kernel {0}.{1}.kernel {0}.ig.kernel {0}.io.kernel "
 GATES += "{0}.hi.kernel {0}.hf.kernel {0}.hg.kernel {0}.ho.kernel"
 GATE_BIASES = "{0}.hi.bias {0}.hf.bias {0}.hg.bias {0}.ho.bias"
-FUSED = LAST | table(factors="kernel_x kernel_h", direct="bias")
-ADAPTED = table(factors="adapted.lora_a adapted.lora_b last.lora_a last.lora_b")
-LAYERS = LAST | table(factors="layer.kernel", direct="layer.bias")
-DIRECTED = LAST | table(direct="direction length")
+FUSED = LAST | table(outer_product="kernel_x kernel_h", dense="bias")
+ADAPTED = table(outer_product="adapted.lora_a adapted.lora_b last.lora_a last.lora_b")
+LAYERS = LAST | table(outer_product="layer.kernel", dense="layer.bias")
+DIRECTED = LAST | table(dense="direction length")
 
 MODELS: dict[str, Model] = {
     "MLP, NNX": Model(MLP, FLAT, PERCEPTRON),
@@ -466,20 +464,20 @@ MODELS: dict[str, Model] = {
     "1-D, NNX": Model(Conv1D, SEQUENCE, TEMPORAL),
     "1-D": Model(conv1d, SEQUENCE, TEMPORAL, Conv1D),
     "transformer, NNX": Model(partial(Transformer, blocks=1), LONG, ONE_BLOCK),
-    "transformer, Linen": Model(LinenTransformer(), LONG, transformer_rules(["blocks_0"], "direct")),
+    "transformer, Linen": Model(LinenTransformer(), LONG, transformer_rules(["blocks_0"], "dense")),
     "transformer": Model(transformer, LONG, TEXT, Transformer),
     "short transformer": Model(
-        transformer, SHORT, transformer_rules(["blocks.0"], "factors"), partial(Transformer, length=4, blocks=1)
+        transformer, SHORT, transformer_rules(["blocks.0"], "outer_product"), partial(Transformer, length=4, blocks=1)
     ),
     "LSTM, NNX": Model(
         partial(Recurrent, nnx.LSTMCell, two_zeros),
         STEPS,
-        LAST | table(factors=GATES.format("rnn.cell", "if_"), direct=GATE_BIASES.format("rnn.cell")),
+        LAST | table(outer_product=GATES.format("rnn.cell", "if_"), dense=GATE_BIASES.format("rnn.cell")),
     ),
     "LSTM, Linen": Model(
         LinenRecurrent(nn.OptimizedLSTMCell, two_zeros),
         STEPS,
-        LAST | table(factors=GATES.format("rnn", "if"), direct=GATE_BIASES.format("rnn")),
+        LAST | table(outer_product=GATES.format("rnn", "if"), dense=GATE_BIASES.format("rnn")),
     ),
     "LSTM": Model(
         lstm,
@@ -490,7 +488,7 @@ MODELS: dict[str, Model] = {
     "GRU, NNX": Model(
         partial(Recurrent, nnx.GRUCell, zeros),
         STEPS,
-        LAST | table(factors="rnn.cell.dense_i.kernel rnn.cell.dense_h.kernel", direct="rnn.cell.dense_i.bias"),
+        LAST | table(outer_product="rnn.cell.dense_i.kernel rnn.cell.dense_h.kernel", dense="rnn.cell.dense_i.bias"),
     ),
     "GRU": Model(
         gru,
@@ -500,7 +498,7 @@ MODELS: dict[str, Model] = {
     ),
     "stacked, NNX": Model(Stacked, FLAT, LAYERS),
     "stacked, Linen": Model(
-        LinenStacked(), FLAT, LAST | table(factors="layers.layer.kernel", direct="layers.layer.bias")
+        LinenStacked(), FLAT, LAST | table(outer_product="layers.layer.kernel", dense="layers.layer.bias")
     ),
     "stacked": Model(stacked, FLAT, LAYERS, Stacked),
     "stacked, checkpointed": Model(partial(stacked, layer=jax.checkpoint(layer)), FLAT, LAYERS, Stacked),
@@ -509,7 +507,7 @@ MODELS: dict[str, Model] = {
         TrainableLoRA,
         FLAT,
         {path.replace(".", ".lora."): rules for path, rules in ADAPTED.items()}
-        | table(factors="adapted.kernel last.kernel", direct="adapted.bias last.bias"),
+        | table(outer_product="adapted.kernel last.kernel", dense="adapted.bias last.bias"),
     ),
     "LoRA, NNX in two states": Model(
         lora_of_states,
@@ -530,7 +528,7 @@ MODELS: dict[str, Model] = {
     ),
     "weight normalised, NNX": Model(WeightNormed, FLAT, DIRECTED),
     "weight normalised, Linen": Model(
-        LinenWeightNormed(), FLAT, LAST | table(direct="inner.kernel inner.bias outer.inner.kernel.scale")
+        LinenWeightNormed(), FLAT, LAST | table(dense="inner.kernel inner.bias outer.inner.kernel.scale")
     ),
     "weight normalised": Model(weight_normed, FLAT, DIRECTED, WeightNormed),
 }
@@ -686,7 +684,7 @@ def test_what_is_said_of_each_parameter(name: str) -> None:
     for use in report.uses:
         argument, *path = words(use.parameter)
         assert argument == "model"
-        found[".".join(path)].add(use.rule)
+        found[".".join(path)].add(re.sub("[ -]", "_", use.rule))
         place = re.fullmatch(r"(.+):(\d+) in (.+)", use.where)
         assert place is not None
         assert place[1] == __file__

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from plurax.transforms.privacy._per_example.example_program import Program
+from plurax.transforms.privacy._per_example.example_program import ExampleProgram
 from plurax.transforms.privacy._per_example.norms import ExampleGradients
 
 BATCH = 5
@@ -119,93 +119,96 @@ STACK = {"w": array(4, 16, 16), "b": array(4, 16)}
 
 # The loss, the parameters, the examples, and the rules that are taken.
 PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
-    "perceptron": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, VECTOR, "direct factors factors"),
-    "positions": (mlp, {"w": array(16, 12), "b": array(12), "v": array(12, 9)}, FEW, "direct factors factors"),
-    "many positions": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, ROWS, "direct direct direct"),
-    "used twice": (lambda p, x: total(jnp.sin(x @ p) @ p), array(16, 16), FEW, "factors factors"),
-    "and transposed": (lambda p, x: total(jnp.sin(x @ p) @ p.T), array(16, 12), FEW, "factors factors"),
-    "used twice, at many": (lambda p, x: total(jnp.sin(x @ p) @ p), SQUARE, ROWS, "direct direct"),
-    "and transposed, at many": (lambda p, x: total(jnp.sin(x @ p) @ p.T), WIDE, ROWS, "direct direct"),
-    "in parts": (lambda p, x: total(jnp.sin(x @ p[:, :2]) @ p[:2, 2:4].T), WIDE, VECTOR, "direct factors"),
+    "perceptron": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, VECTOR, "dense, outer product, outer product"),
+    "positions": (mlp, {"w": array(16, 12), "b": array(12), "v": array(12, 9)}, FEW,
+                  "dense, outer product, outer product"),
+    "many positions": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, ROWS, "dense, dense, dense"),
+    "used twice": (lambda p, x: total(jnp.sin(x @ p) @ p), array(16, 16), FEW, "outer product, outer product"),
+    "and transposed": (lambda p, x: total(jnp.sin(x @ p) @ p.T), array(16, 12), FEW, "outer product, outer product"),
+    "used twice, at many": (lambda p, x: total(jnp.sin(x @ p) @ p), SQUARE, ROWS, "dense, dense"),
+    "and transposed, at many": (lambda p, x: total(jnp.sin(x @ p) @ p.T), WIDE, ROWS, "dense, dense"),
+    "in parts": (lambda p, x: total(jnp.sin(x @ p[:, :2]) @ p[:2, 2:4].T), WIDE, VECTOR, "dense, outer product"),
     "twice by a jitted function": (lambda p, x: total(jitted(p["b"], jitted(p["a"], x))), {"a": SQUARE, "b": WIDE},
-                                   VECTOR, "factors factors"),
-    "out of a jitted function": (split_up, WIDE, VECTOR, "direct shared"),
-    "scaled": (lambda p, x: total(jnp.sin(x @ (p / jnp.sqrt(3.0))) @ (p * -0.5).T), WIDE, VECTOR, "direct direct"),
-    "scaled alike": (lambda p, x: total(jnp.sin(x @ (2 * p)) @ (2 * p)), SQUARE, ROWS, "direct direct"),
-    "scaled once": (lambda p, x: total(x @ (jnp.sqrt(3.0) * p).T), array(12, 16), FEW, "factors"),
-    "a number that divides": (lambda p, x: total(x * (jnp.sqrt(3.0) / p)), array(), FEW, "shared"),
+                                   VECTOR, "outer product, outer product"),
+    "out of a jitted function": (split_up, WIDE, VECTOR, "dense, scaled constant"),
+    "scaled": (lambda p, x: total(jnp.sin(x @ (p / jnp.sqrt(3.0))) @ (p * -0.5).T), WIDE, VECTOR, "dense, dense"),
+    "scaled alike": (lambda p, x: total(jnp.sin(x @ (2 * p)) @ (2 * p)), SQUARE, ROWS, "dense, dense"),
+    "scaled once": (lambda p, x: total(x @ (jnp.sqrt(3.0) * p).T), array(12, 16), FEW, "outer product"),
+    "a number that divides": (lambda p, x: total(x * (jnp.sqrt(3.0) / p)), array(), FEW, "scaled constant"),
     "scaled and decayed": (lambda p, x: total(x @ (p / jnp.sqrt(3.0))) + decay(p), array(16, 12), FEW,
-                           "factors shared"),
+                           "outer product, scaled constant"),
     "scaled in two ways": (lambda p, x: total(scaled(scaled(x, p, jnp.sqrt(2.0)), p, jnp.sqrt(3.0))), array(16, 16),
-                           FEW, "direct direct"),
-    "not scaled": (lambda p, x: total(x @ (3.0 / p)), array(16, 12), FEW, "direct"),
+                           FEW, "dense, dense"),
+    "not scaled": (lambda p, x: total(x @ (3.0 / p)), array(16, 12), FEW, "dense"),
     "layers of a stack": (lambda p, x: total(jnp.sin(jnp.sin(x @ p[0]) @ p[1]) @ (2 * p[2, ::2].T)), array(3, 16, 16),
-                          FEW, "factors factors factors"),
+                          FEW, "outer product, outer product, outer product"),
     "parts of a matrix": (lambda p, x: total(jnp.sin(x @ jnp.split(p, 2, 1)[0]) * (x @ jnp.split(p, 2, 1)[1])),
-                          array(16, 24), FEW, "factors factors"),
+                          array(16, 24), FEW, "outer product, outer product"),
     "parts with numbers in common": (lambda p, x: total((x @ p[:, :14]) * (x @ p[:, 2:])), array(16, 16), FEW,
-                                     "direct direct"),
-    "parts and the whole": (lambda p, x: total(x @ p[:, :12] @ p[:12]), array(16, 16), FEW, "direct direct"),
+                                     "dense, dense"),
+    "parts and the whole": (lambda p, x: total(x @ p[:, :12] @ p[:12]), array(16, 16), FEW, "dense, dense"),
     "a part of a part": (lambda p, x: total((x @ p[:, :8][:, 2:6]) * (x @ p[:, 8:12])), array(16, 16), FEW,
-                         "factors factors"),
-    "heads": (lambda p, x: total(jnp.einsum("td,dhk->thk", x, p)), array(16, 2, 6), FEW, "factors"),
-    "one matrix a head": (lambda p, x: total(jnp.einsum("hd,hdk->hk", x, p)), array(7, 3, 4), ROWS, "factors"),
-    "weight decay": (lambda p, x: total(x @ p) + 0.1 * jnp.sum(p**2), WIDE, VECTOR, "factors shared"),
+                         "outer product, outer product"),
+    "heads": (lambda p, x: total(jnp.einsum("td,dhk->thk", x, p)), array(16, 2, 6), FEW, "outer product"),
+    "one matrix a head": (lambda p, x: total(jnp.einsum("hd,hdk->hk", x, p)), array(7, 3, 4), ROWS, "outer product"),
+    "weight decay": (lambda p, x: total(x @ p) + 0.1 * jnp.sum(p**2), WIDE, VECTOR, "outer product, scaled constant"),
     "decay of all": (lambda p, x: mlp(p, x) + 0.1 * decay(p), {"w": array(16, 12), "b": array(12), "v": array(12, 9)},
-                     FEW, "direct factors factors shared shared shared"),
+                     FEW, "dense, outer product, outer product, scaled constant, scaled constant, scaled constant"),
     "decay times data": (lambda p, x: total(x @ p["w"] @ p["v"]) * decay(p["w"]) + x[0] * jnp.sum(p["w"]) ** 3,
-                         {"w": WIDE, "v": array(6, 4)}, VECTOR, "factors factors shared shared"),
+                         {"w": WIDE, "v": array(6, 4)}, VECTOR,
+                         "outer product, outer product, scaled constant, scaled constant"),
     "decay of stacked layers": (lambda p, x: total(lax.scan(layer, x, p)[0]) + decay(p), STACK, FEW,
-                                "direct factors shared shared"),
+                                "dense, outer product, scaled constant, scaled constant"),
     "decay of an embedding": (lambda p, i: total(p["e"][i] @ p["e"].T) - decay(p), {"e": array(9, 4)}, INDEX[:, :2],
-                              "factors rows shared"),
-    "parameters alone": (lambda p, x: jnp.sum(p**2), WIDE, VECTOR, "shared"),
+                              "outer product, row-sparse, scaled constant"),
+    "parameters alone": (lambda p, x: jnp.sum(p**2), WIDE, VECTOR, "scaled constant"),
     "no parameters": (lambda p, x: jnp.sum(x), WIDE, VECTOR, ""),
-    "scale and shift": (normed, {"scale": array(3), "shift": array(3)}, ROWS, "direct direct"),
-    "weight normalisation": (weight_normed, {"v": array(3, 4), "g": array(4)}, VECTOR, "direct direct"),
-    "embedding": (lambda p, i: total(p[i]), array(9, 4), INDEX, "rows"),
+    "scale and shift": (normed, {"scale": array(3), "shift": array(3)}, ROWS, "dense, dense"),
+    "weight normalisation": (weight_normed, {"v": array(3, 4), "g": array(4)}, VECTOR, "dense, dense"),
+    "embedding": (lambda p, i: total(p[i]), array(9, 4), INDEX, "row-sparse"),
     "embedding out of range": (lambda p, i: total(p.at[i - 3].get(mode="fill", fill_value=0)), array(4, 3), INDEX,
-                               "rows"),
-    "clipped index": (lambda p, i: total(p.at[i].get(mode="clip")), array(4, 3), INDEX, "rows"),
+                               "row-sparse"),
+    "clipped index": (lambda p, i: total(p.at[i].get(mode="clip")), array(4, 3), INDEX, "row-sparse"),
     "tied embedding": (lambda p, i: total(jnp.sin(p["e"][i] @ p["w"]) @ p["e"].T), {"e": array(9, 4), "w": array(4, 4)},
-                       INDEX, "direct factors rows"),
-    "gather of parts": (lambda p, i: total(lax.dynamic_slice(p, (i[0], 1), (2, 2))), array(9, 4), INDEX, "direct"),
-    "convolution": (convolved((2, 1), "SAME"), array(3, 3, 2, 4), IMAGE, "direct"),
-    "dilated": (convolved((2, 1), [(2, 1), (0, 3)], None, (2, 1)), array(3, 2, 2, 4), IMAGE, "direct"),
-    "transposed": (convolved((1, 1), [(2, 1), (0, 3)], (2, 3), (1, 1)), array(3, 2, 2, 4), IMAGE, "direct"),
-    "negative padding": (convolved((1, 1), [(-1, 1), (0, -1)]), array(3, 2, 2, 4), IMAGE, "direct"),
-    "groups": (convolved((1, 1), "SAME", feature_group_count=2), array(3, 2, 1, 4), IMAGE, "direct"),
-    "depthwise": (convolved((1, 1), "SAME", feature_group_count=2), array(3, 2, 1, 2), IMAGE, "direct"),
+                       INDEX, "dense, outer product, row-sparse"),
+    "gather of parts": (lambda p, i: total(lax.dynamic_slice(p, (i[0], 1), (2, 2))), array(9, 4), INDEX, "dense"),
+    "convolution": (convolved((2, 1), "SAME"), array(3, 3, 2, 4), IMAGE, "dense"),
+    "dilated": (convolved((2, 1), [(2, 1), (0, 3)], None, (2, 1)), array(3, 2, 2, 4), IMAGE, "dense"),
+    "transposed": (convolved((1, 1), [(2, 1), (0, 3)], (2, 3), (1, 1)), array(3, 2, 2, 4), IMAGE, "dense"),
+    "negative padding": (convolved((1, 1), [(-1, 1), (0, -1)]), array(3, 2, 2, 4), IMAGE, "dense"),
+    "groups": (convolved((1, 1), "SAME", feature_group_count=2), array(3, 2, 1, 4), IMAGE, "dense"),
+    "depthwise": (convolved((1, 1), "SAME", feature_group_count=2), array(3, 2, 1, 2), IMAGE, "dense"),
     "groups of the batch": (convolved((1, 1), "SAME", batch_group_count=2), array(3, 2, 2, 4),
-                            array(BATCH, 2, 7, 6, 2), "direct"),
+                            array(BATCH, 2, 7, 6, 2), "dense"),
     "channels first": (convolved((2, 1), "SAME", layout=("NCHW", "OIHW", "NCHW")), array(16, 7, 3, 3), IMAGE,
-                       "factors"),
+                       "outer product"),
     "any order": (convolved((2, 1), "SAME", layout=("HNWC", "IWOH", "CWNH")), array(2, 3, 4, 3),
-                  array(BATCH, 7, 3, 6, 2), "direct"),
-    "one dimension": (convolved((2,), "SAME", layout=("NWC", "WIO", "NWC")), array(3, 16, 12), FEW, "factors"),
+                  array(BATCH, 7, 3, 6, 2), "dense"),
+    "one dimension": (convolved((2,), "SAME", layout=("NWC", "WIO", "NWC")), array(3, 16, 12), FEW, "outer product"),
     "three dimensions": (convolved((2, 1, 1), "SAME", layout=("NDHWC", "DHWIO", "NDHWC")), array(3, 2, 2, 2, 4),
-                         array(BATCH, 5, 4, 3, 2), "direct"),
+                         array(BATCH, 5, 4, 3, 2), "dense"),
     "few positions": (convolved((4, 4), "SAME", feature_group_count=2), array(3, 3, 4, 16), array(BATCH, 4, 4, 8),
-                      "factors"),
+                      "outer product"),
     "kernels from data": (lambda p, x: convolved((1, 1), "SAME")(x, p), array(7, 6, 2), array(BATCH, 3, 3, 2, 4),
-                          "direct"),
-    "recurrent": (recurrent, WIDER, FEW, "direct factors factors"),
-    "recurrent, concatenated": (concatenated, {"w": array(16, 12), "u": array(12, 12)}, FEW, "factors factors"),
+                          "dense"),
+    "recurrent": (recurrent, WIDER, FEW, "dense, outer product, outer product"),
+    "recurrent, concatenated": (concatenated, {"w": array(16, 12), "u": array(12, 12)}, FEW,
+                                "outer product, outer product"),
     "backwards": (lambda p, x: recurrent(p, x[::-1]), {"w": array(3, 4), "u": array(4, 4), "b": array(4)}, ROWS,
-                  "direct direct direct"),
-    "stacked layers": (lambda p, x: total(lax.scan(layer, x, p)[0]), STACK, FEW, "direct factors"),
+                  "dense, dense, dense"),
+    "stacked layers": (lambda p, x: total(lax.scan(layer, x, p)[0]), STACK, FEW, "dense, outer product"),
     "checkpointed layers": (lambda p, x: total(lax.scan(jax.checkpoint(layer), x, p)[0]), STACK, FEW,
-                            "direct factors"),
-    "loops in a loop": (nested, {"w": array(4, 16, 16), "u": array(16, 16)}, FEW, "direct factors"),
-    "parameters carried": (carried, {"w": SQUARE, "u": array(3, 3)}, ROWS, "direct direct"),
-    "layers by number": (looped, array(3, 3, 3), VECTOR, "direct"),
+                            "dense, outer product"),
+    "loops in a loop": (nested, {"w": array(4, 16, 16), "u": array(16, 16)}, FEW, "dense, outer product"),
+    "parameters carried": (carried, {"w": SQUARE, "u": array(3, 3)}, ROWS, "dense, dense"),
+    "layers by number": (looped, array(3, 3, 3), VECTOR, "dense"),
     "a branch": (lambda p, x: lax.cond(x[0] > 0, lambda: total(x @ p), lambda: total(2 * x @ p)), WIDE, VECTOR,
-                 "direct"),
+                 "dense"),
     "a choice": (lambda p, x: total(jnp.where(x > 0, p["a"], p["b"]) * x), {"a": array(3), "b": array(3)}, VECTOR,
-                 "direct direct"),
-    "a rule of one's own": (ruled, WIDE, VECTOR, "direct"),
-    "stopped": (lambda p, x: total(x @ p * lax.stop_gradient(p).sum()), WIDE, VECTOR, "factors"),
-    "compared": (lambda p, x: total(jnp.where(p[0] > x[0], 1.0, 2.0) * (x @ p)), WIDE, VECTOR, "factors"),
+                 "dense, dense"),
+    "a rule of one's own": (ruled, WIDE, VECTOR, "dense"),
+    "stopped": (lambda p, x: total(x @ p * lax.stop_gradient(p).sum()), WIDE, VECTOR, "outer product"),
+    "compared": (lambda p, x: total(jnp.where(p[0] > x[0], 1.0, 2.0) * (x @ p)), WIDE, VECTOR, "outer product"),
 }  # fmt: skip
 
 
@@ -234,7 +237,7 @@ def test_norms_and_sums_are_those_of_each_gradient(name: str) -> None:
 
     @jax.jit
     def both(leaves: list[Any], examples: Any) -> Any:
-        found = ExampleGradients(Program(of_leaves, leaves, [examples]), [examples])
+        found = ExampleGradients(ExampleProgram(of_leaves, leaves, [examples]), [examples])
         uses.extend(found.uses())
         actual = found.values, found.squared_norms, found.weighted_sum(WEIGHTS)
         mapped = jax.vmap(jax.value_and_grad(of_leaves, has_aux=True), (None, 0))
@@ -244,7 +247,7 @@ def test_norms_and_sums_are_those_of_each_gradient(name: str) -> None:
 
     actual, expected = both(leaves, examples)
     assert_close(actual, expected)
-    assert " ".join(sorted(use.rule for use in uses)) == rules
+    assert ", ".join(sorted(use.rule for use in uses)) == rules
 
 
 def test_large_matrices_are_never_held_for_each_example() -> None:
@@ -252,7 +255,7 @@ def test_large_matrices_are_never_held_for_each_example() -> None:
     loss = lambda p, x: (jnp.sum(jnp.tanh(x[0] @ p[0]) @ p[1]), None)
 
     def clipped(params: Any, x: Any) -> Any:
-        found = ExampleGradients(Program(loss, params, [x]), [x])
+        found = ExampleGradients(ExampleProgram(loss, params, [x]), [x])
         return found.weighted_sum(1 / found.squared_norms)
 
     analysis: Any = jax.jit(clipped).lower(params, x).compile().memory_analysis()

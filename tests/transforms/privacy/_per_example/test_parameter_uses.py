@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from plurax.transforms.privacy._per_example.example_program import Program
+from plurax.transforms.privacy._per_example.example_program import ExampleProgram
 from plurax.transforms.privacy._per_example.parameter_uses import _REARRANGING, is_scaled
-from plurax.transforms.privacy._per_example.taps import rearranged
+from plurax.transforms.privacy._per_example.perturbations import rearranged
 
 W = np.random.default_rng(0).normal(size=(3, 1, 4))
 # By the operation whose place in the table is tried.
@@ -54,12 +54,12 @@ def layout_and_operand(move: Any, dtype: Any) -> tuple[Any, Any]:
         moved = move(parameters[0])
         return jnp.real(jnp.sum(moved * example[0][0].astype(moved.dtype))), []
 
-    program = Program(loss, [jnp.asarray(W, dtype)], [jnp.ones((5, 2), dtype)])
-    (site,) = program.sites
+    program = ExampleProgram(loss, [jnp.asarray(W, dtype)], [jnp.ones((5, 2), dtype)])
+    (site,) = program.uses
     if site.value.layout is None:
         return None, None
-    closed, plan, sites = program.closed, program.plan, program.sites
-    linear = lambda w: rearranged(closed.jaxpr, closed.consts, [w], [w], plan, sites, frozenset([0]))[0]
+    closed, plan, uses = program.closed, program.plan, program.uses
+    linear = lambda w: rearranged(closed.jaxpr, closed.consts, [w], [w], plan, uses, frozenset([0]))[0]
     return site.value.layout, linear
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from plurax.transforms import clipped_grad
-from plurax.transforms.privacy._per_example.gradient_forms import Factors
+from plurax.transforms.privacy._per_example.gradient_forms import OuterProduct
 
 N, BATCH = 3, 3
 METHODS = ("auto", "vmap", "ghost", "book_keeping")
@@ -288,7 +288,7 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
     with ExitStack() as stack:
         stack.enter_context(jax.enable_x64(True))
         if data.draw(st.booleans(), label="factors"):  # of matrices as small as these gradients would be held otherwise
-            stack.enter_context(mock.patch.object(Factors, "smaller", return_value=True))
+            stack.enter_context(mock.patch.object(OuterProduct, "smaller", return_value=True))
         parameters = [jnp.array(generator.normal(size=(N, N))) for _ in range(2)]
         examples = [jnp.array(generator.normal(size=(BATCH, N, N))) for _ in range(2)]
         padding = np.array(data.draw(st.lists(st.booleans(), min_size=BATCH, max_size=BATCH), label="padding"))

@@ -601,7 +601,7 @@ def test_damage_is_noticed_before_anything_is_loaded(tmp_path, monkeypatch):
     compiled = jax.jit(lambda x: [2.0 * x, []]).lower(X).compile()
     once = types.SimpleNamespace(compile=lambda: compiled, _lowering=types.SimpleNamespace(_device_list=[]))
     monkeypatch.setattr(aot_program, "loaded", lambda *_: pytest.fail("it was loaded"))
-    monkeypatch.setattr(aot_program.Call, "lower", lambda _: Lowered(once, "", []))
+    monkeypatch.setattr(aot_program.CallSignature, "lower", lambda _: Lowered(once, "", []))
     for bad in damaged(content):
         path.write_bytes(bad)
         with pytest.warns(UserWarning, match=r"aot: .*double-\w{32}\.aot is damaged.*compiled anew, and the file repl"):

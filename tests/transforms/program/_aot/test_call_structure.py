@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.transforms._models.split_model import to_parts
+from plurax.transforms._models.split_model import split_tree
 from plurax.transforms.program._aot.call_structure import described, nodes, read, written
 
 
@@ -41,8 +41,8 @@ def test_a_description_names_types_and_what_is_static_but_no_addresses():
     kinds: list[Any] = [
         *({"a": [1, None]}, {"a": (1, None)}, {"a": [1, 1]}, {"b": [1, None]}, Pair(1, 2), Data(1, "a"), Data(1, "b")),
         *(Data(1, Plain(0)), Data(1, scaled)),
-        *(to_parts(nnx.Linear(2, n, rngs=nnx.Rngs(0))) for n in (1, 2)),
-        *(to_parts(nnx.Dropout(rate, rngs=nnx.Rngs(0))) for rate in (0.1, 0.2)),
+        *(split_tree(nnx.Linear(2, n, rngs=nnx.Rngs(0))) for n in (1, 2)),
+        *(split_tree(nnx.Dropout(rate, rngs=nnx.Rngs(0))) for rate in (0.1, 0.2)),
     ]
     texts = [described(jax.tree.structure(kind)) for kind in kinds]
     assert len(set(texts)) == len(kinds)
@@ -53,10 +53,10 @@ def test_a_description_names_types_and_what_is_static_but_no_addresses():
 def test_a_module_is_as_before_when_it_has_been_updated():
     linear = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     model = nnx.Sequential(linear, nnx.relu)
-    before = described(jax.tree.structure(to_parts(model)))
+    before = described(jax.tree.structure(split_tree(model)))
     nnx.jit(lambda model: model(jnp.ones(4)))(model)
     linear.kernel[...] += 1.0
-    assert described(jax.tree.structure(to_parts(model))) == before
+    assert described(jax.tree.structure(split_tree(model))) == before
 
 
 def model_and_state() -> Any:

@@ -412,7 +412,7 @@ def test_a_comparison_that_is_interrupted_is_made_later(tmp_path, monkeypatch, w
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
     program(X)
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(aot_program.Call, "lower", interrupt)
+        interrupted.setattr(aot_program.CallSignature, "lower", interrupt)
         with pytest.raises(KeyboardInterrupt):
             program(X)
     assert len(waiting) == 1

@@ -9,15 +9,15 @@ import pytest
 from jax import lax
 
 from plurax.transforms.program._ir.cost import flops, memory
-from plurax.transforms.program._ir.hlo import Program
+from plurax.transforms.program._ir.hlo import HloProgram
 
 
-def program_of(fun: Callable[..., Any], *args: Any) -> Program:
+def program_of(fun: Callable[..., Any], *args: Any) -> HloProgram:
     """As it is lowered, before XLA has changed it."""
-    return Program(jax.jit(fun).lower(*args).as_text("hlo"))
+    return HloProgram(jax.jit(fun).lower(*args).as_text("hlo"))
 
 
-def total(program: Program) -> int:
+def total(program: HloProgram) -> int:
     """Of a program without loops and calls."""
     return sum(flops(program, x) for x in program.computations[program.entry])
 
@@ -81,7 +81,7 @@ ENTRY %main (x: f32[3,4], y: f32[4,5]) -> (f32[3,5], s8[8]) {{
   ROOT %gemm = (f32[3,5]{{1,0}}, s8[8]{{0}}) custom-call(%x, %y), backend_config={{"dot_dimension_numbers":{axes}}}
 }}
 """
-    assert total(Program(text)) == 2 * 3 * 5 * 4
+    assert total(HloProgram(text)) == 2 * 3 * 5 * 4
 
 
 def test_a_product_reads_and_writes_each_array_once() -> None:
@@ -106,6 +106,6 @@ def test_of_a_slice_and_an_update_in_place_only_the_part_counts() -> None:
     def update(x: Any, y: Any, i: Any) -> Any:
         return lax.dynamic_update_slice(x, lax.dynamic_slice(y, (i, 0), (1, 5)) * 2.0, (i, 0))
 
-    program = Program(jax.jit(update, donate_argnums=0).lower(ones(7, 5), ones(9, 5), 3).compile().as_text())
+    program = HloProgram(jax.jit(update, donate_argnums=0).lower(ones(7, 5), ones(9, 5), 3).compile().as_text())
     moved = sum(memory(program, x) for x in program.computations[program.entry] if x.opcode == "fusion")
     assert 4 * (5 + 5) <= moved <= 4 * (5 + 5) + 64  # and the place, some integers

@@ -18,9 +18,9 @@ from plurax.ensemble import Ensemble
 from plurax.transforms import vmap
 from plurax.transforms.program import Profile, count_layout_ops, profile
 from plurax.transforms.program._ir.cost import flops
-from plurax.transforms.program._ir.hlo import Program
+from plurax.transforms.program._ir.hlo import HloProgram
 from plurax.transforms.program._ir.scopes import scope_of
-from plurax.transforms.program._ir.traced_program import Prepared
+from plurax.transforms.program._ir.traced_program import TracedProgram
 
 
 class Block(nnx.Module):
@@ -426,7 +426,7 @@ def test_products_of_vectors_have_all_their_flops() -> None:
 
 
 def test_shares_of_a_fusion_have_all_its_flops(of_cnn: Profile, cnn: CNN) -> None:
-    compiled = Prepared("test", cnn, (IMAGES,)).compiled
+    compiled = TracedProgram("test", cnn, (IMAGES,)).compiled
     program = compiled.program
     for instruction in program.instructions.values():
         found = compiled.shares(instruction)
@@ -618,4 +618,4 @@ def test_without_matplotlib_a_plot_says_what_to_install(of_cnn: Profile, monkeyp
 def test_a_program_that_cannot_be_read_is_refused() -> None:
     for line in ("%x = f32[2]{0} ?(%y)", "%x = (f32[2]{0}, f32[2]{0} tuple(%y)"):
         with pytest.raises(ValueError, match="an instruction of a compiled program that is not understood"):
-            Program(f"HloModule m\n\nENTRY %main (y: f32[2]) -> f32[2] {{\n  {line}\n}}\n")
+            HloProgram(f"HloModule m\n\nENTRY %main (y: f32[2]) -> f32[2] {{\n  {line}\n}}\n")

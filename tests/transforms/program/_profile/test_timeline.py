@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from plurax.transforms.program._ir.hlo import Program
+from plurax.transforms.program._ir.hlo import HloProgram
 from plurax.transforms.program._profile.timeline import _MARK, _events, _timeline
 
-PROGRAM = Program("""HloModule jit_f
+PROGRAM = HloProgram("""HloModule jit_f
 
 %body (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)

@@ -1,4 +1,4 @@
-"""A program with a tap at every site: a zero that is added to what comes out of the operation.
+"""A program with a tap at every use: a zero that is added to what comes out of the operation.
 
 With the parameters held fixed, the gradient of the loss with respect to a tap is the cotangent of the operation's
 output, and for one example after another (`jax.vmap`) it is that of each. Together with the other operands of the
@@ -17,22 +17,22 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.compat import scan_counts, varying, varying_axes
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret
-from .parameter_uses import Plan, Site, rearrange
+from .parameter_uses import ParameterUse, UsePlan, rearrange
 
-# By the number of the first site of an operation: one array for each of its outputs that has derivatives.
-Taps = dict[int, list[Any]]
+# By the number of the first use of an operation: one array for each of its outputs that has derivatives.
+Perturbations = dict[int, list[Any]]
 # By the same number: its operands, with None for those that come from parameters alone.
 Records = dict[int, list[Any]]
 
 
-def zero_taps(plan: Plan, sites: Sequence[Site], batch: int) -> Taps:
+def zero_perturbations(plan: UsePlan, uses: Sequence[ParameterUse], batch: int) -> Perturbations:
     """The taps for each of `batch` examples, with an axis for each loop behind that of the examples."""
 
-    def zeros(site: Site, out: Any) -> jax.Array:
-        shape = batch, *(loop.length for loop in site.loops), *out.shape
+    def zeros(use: ParameterUse, out: Any) -> jax.Array:
+        shape = batch, *(loop.length for loop in use.loops), *out.shape
         return varying(-jnp.zeros(shape, out.dtype), varying_axes(out))  # -0.0 + -0.0 is -0.0, but 0.0 + -0.0 is not
 
-    return {n: [zeros(sites[n], aval(x)) for x in outputs_with_derivatives(sites[n].eqn)] for n in plan.taps()}
+    return {n: [zeros(uses[n], aval(x)) for x in outputs_with_derivatives(uses[n].eqn)] for n in plan.firsts()}
 
 
 def outputs_with_derivatives(eqn: JaxprEqn) -> list[Any]:
@@ -40,8 +40,13 @@ def outputs_with_derivatives(eqn: JaxprEqn) -> list[Any]:
     return [var for var in eqn.outvars if jnp.issubdtype(aval(var).dtype, jnp.inexact)]
 
 
-def run_with_taps(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, sites: Sequence[Site], taps: Taps
+def run_perturbed(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    plan: UsePlan,
+    uses: Sequence[ParameterUse],
+    zeros: Perturbations,
 ) -> tuple[list[Any], Records]:
     """The outputs of a program with taps, and what it has recorded."""
     records: Records = {}
@@ -49,16 +54,16 @@ def run_with_taps(
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         step = next(steps)
-        if isinstance(step, Plan):
-            outputs, inner = _INNER[eqn.primitive.name](eqn, values, step, sites, taps)
+        if isinstance(step, UsePlan):
+            outputs, inner = _INNER[eqn.primitive.name](eqn, values, step, uses, zeros)
             records.update(inner)
             return outputs
         outputs = _evaluate(eqn, values)
         if not step:
             return outputs
-        parametric = {sites[n].operand for n in step}
+        parametric = {uses[n].operand for n in step}
         records[step[0]] = [None if k in parametric else value for k, value in enumerate(values)]
-        given = iter(taps[step[0]])
+        given = iter(zeros[step[0]])
         return [out + next(given) if jnp.issubdtype(out.dtype, jnp.inexact) else out for out in outputs]
 
     return interpret(jaxpr, consts, args, visit), records
@@ -83,35 +88,43 @@ def _evaluate(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     return [out.reshape(shape)]
 
 
-def _of_jit(eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site], taps: Taps) -> tuple[Any, Records]:
+def _of_jit(
+    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], zeros: Perturbations
+) -> tuple[Any, Records]:
     body = eqn.params["jaxpr"]
-    return run_with_taps(body.jaxpr, body.consts, values, plan, sites, taps)
+    return run_perturbed(body.jaxpr, body.consts, values, plan, uses, zeros)
 
 
-def _of_remat(eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site], taps: Taps) -> tuple[Any, Records]:
+def _of_remat(
+    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], zeros: Perturbations
+) -> tuple[Any, Records]:
     body = eqn.params["jaxpr"]
 
-    def run(values: list[Any], taps: Taps) -> tuple[Any, Records]:
-        return run_with_taps(body, [], values, plan, sites, taps)
+    def run(values: list[Any], zeros: Perturbations) -> tuple[Any, Records]:
+        return run_perturbed(body, [], values, plan, uses, zeros)
 
-    inner = {n: taps[n] for n in plan.taps()}
+    inner = {n: zeros[n] for n in plan.firsts()}
     return jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(values, inner)
 
 
-def _of_scan(eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site], taps: Taps) -> tuple[Any, Records]:
+def _of_scan(
+    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], zeros: Perturbations
+) -> tuple[Any, Records]:
     body = eqn.params["jaxpr"]
     consts, carry = scan_counts(eqn.params)
 
-    def turn(state: list[Any], slices: tuple[list[Any], Taps]) -> tuple[list[Any], tuple[list[Any], Records]]:
-        of_turn, taps = slices
-        outputs, records = run_with_taps(
-            body.jaxpr, body.consts, [*values[:consts], *state, *of_turn], plan, sites, taps
+    def iteration(
+        state: list[Any], slices: tuple[list[Any], Perturbations]
+    ) -> tuple[list[Any], tuple[list[Any], Records]]:
+        of_iteration, zeros = slices
+        outputs, records = run_perturbed(
+            body.jaxpr, body.consts, [*values[:consts], *state, *of_iteration], plan, uses, zeros
         )
         return outputs[:carry], (outputs[carry:], records)
 
-    inner = {n: taps[n] for n in plan.taps()}
+    inner = {n: zeros[n] for n in plan.firsts()}
     state, (stacked, records) = lax.scan(
-        turn,
+        iteration,
         values[consts : consts + carry],
         (values[consts + carry :], inner),
         length=eqn.params["length"],
@@ -136,19 +149,24 @@ class _Wide(NamedTuple):
 
 
 def operands(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, sites: Sequence[Site], wanted: frozenset[int]
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    plan: UsePlan,
+    uses: Sequence[ParameterUse],
+    wanted: frozenset[int],
 ) -> dict[int, Any]:
-    """The operands of the sites `wanted`, computed from the parameters alone, with axes for stacked loops in front.
+    """The operands of the uses `wanted`, computed from the parameters alone, with axes for stacked loops in front.
 
     Args:
       jaxpr: the program.
       consts: its constants.
       args: the parameters; the data may be left out.
-      plan: what `find_sites` gave.
-      sites: likewise.
-      wanted: numbers of sites.
+      plan: what `find_uses` gave.
+      uses: likewise.
+      wanted: numbers of uses.
     """
-    return _operands(jaxpr, consts, args, plan, sites, wanted)[0]
+    return _operands(jaxpr, consts, args, plan, uses, wanted)[0]
 
 
 def rearranged(
@@ -156,41 +174,46 @@ def rearranged(
     consts: Sequence[Any],
     args: Sequence[Any],
     parameters: Sequence[Any],
-    plan: Plan,
-    sites: Sequence[Site],
+    plan: UsePlan,
+    uses: Sequence[ParameterUse],
     wanted: frozenset[int],
 ) -> dict[int, Any]:
-    """The operands of the sites `wanted`, which have a layout, of numbers that are wider than those of the program.
+    """The operands of the uses `wanted`, which have a layout, of numbers that are wider than those of the program.
 
     A linear function of `args`, in which nothing is rounded to fewer digits on the way; otherwise as `operands`. What
     they are multiplied by may have been computed from the `parameters`.
     """
-    found = _operands(jaxpr, consts, list(map(_Wide, args, parameters)), plan, sites, wanted)[0]
+    found = _operands(jaxpr, consts, list(map(_Wide, args, parameters)), plan, uses, wanted)[0]
     return {n: x.value for n, x in found.items()}
 
 
 def _operands(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, sites: Sequence[Site], wanted: frozenset[int]
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    plan: UsePlan,
+    uses: Sequence[ParameterUse],
+    wanted: frozenset[int],
 ) -> tuple[dict[int, Any], list[Any]]:
-    """The operands of the sites, and the outputs as far as they are known."""
+    """The operands of the uses, and the outputs as far as they are known."""
     found: dict[int, Any] = {}
     steps = iter(plan.steps)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         step = next(steps)
         unknown = [_UNKNOWN] * len(eqn.outvars)
-        if isinstance(step, Plan) and eqn.primitive.name == "jit":
+        if isinstance(step, UsePlan) and eqn.primitive.name == "jit":
             body = eqn.params["jaxpr"]
-            inside, outputs = _operands(body.jaxpr, body.consts, values, step, sites, wanted)
+            inside, outputs = _operands(body.jaxpr, body.consts, values, step, uses, wanted)
             found.update(inside)
             return outputs
-        if isinstance(step, Plan):
+        if isinstance(step, UsePlan):
             if not wanted.isdisjoint(step.numbers()):
-                found.update(_operands_inside(eqn, values, step, sites, wanted))
+                found.update(_operands_inside(eqn, values, step, uses, wanted))
             return unknown
         for n in step or []:
             if n in wanted:
-                found[n] = values[sites[n].operand]
+                found[n] = values[uses[n].operand]
         if step or any(value is _UNKNOWN for value in values):
             return unknown
         places = [k for k, value in enumerate(values) if isinstance(value, _Wide)]
@@ -206,26 +229,26 @@ def _operands(
 
 
 def _operands_inside(
-    eqn: JaxprEqn, values: list[Any], plan: Plan, sites: Sequence[Site], wanted: frozenset[int]
+    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], wanted: frozenset[int]
 ) -> dict[int, Any]:
     body = eqn.params["jaxpr"]
     jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", [])
     if eqn.primitive.name != "scan":
-        return operands(jaxpr, consts, values, plan, sites, wanted)
+        return operands(jaxpr, consts, values, plan, uses, wanted)
     shared, carry = scan_counts(eqn.params)
     start = shared + carry
     before = [*values[:shared], *[_UNKNOWN] * carry]
     known = [None if x is _UNKNOWN else x for x in values[start:]]
 
-    def of_turn(slices: list[Any], wanted: frozenset[int]) -> dict[int, Any]:
+    def of_iteration(slices: list[Any], wanted: frozenset[int]) -> dict[int, Any]:
         filled = [_UNKNOWN if x is None else x for x in slices]
-        return operands(jaxpr, consts, [*before, *filled], plan, sites, wanted)
+        return operands(jaxpr, consts, [*before, *filled], plan, uses, wanted)
 
     inside = wanted.intersection(plan.numbers())
-    stacked = frozenset(n for n in inside if plan.loop in sites[n].value.stacked)
+    stacked = frozenset(n for n in inside if plan.loop in uses[n].value.stacked)
     found: dict[int, Any] = {}
     if stacked:
-        found |= jax.vmap(lambda slices: of_turn(slices, stacked))(known)
+        found |= jax.vmap(lambda slices: of_iteration(slices, stacked))(known)
     if inside - stacked:
-        found |= of_turn([None] * len(known), inside - stacked)
+        found |= of_iteration([None] * len(known), inside - stacked)
     return found
