@@ -34,7 +34,7 @@ def ours(
 ) -> tuple[Trainer, Callable[[], Any]]:
     """A trainer and its next step, perhaps one that takes over the memory, as in `fit`; "auto" has measured."""
     trainer = Trainer(cross_entropy, optax.adam(LEARNING_RATE), **options)
-    call = chained(lambda state: trainer._advance(state, (x, y), donate=donate)[:2], trainer.init(ensemble))
+    call = chained(lambda state: trainer._stepper.advance(state, (x, y), donate=donate)[:2], trainer.init(ensemble))
     if options.get("strategy", "auto") == "auto":
         jax.block_until_ready(call())
     return trainer, call

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -19,36 +19,13 @@ from ...transforms._runs.history import History, Recorder, is_recorded, numbers
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
+from .._execution.stepper import Settings, Stepper
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
 from .._step.member_status import Stop
 from .._step.state import TrainState, check_state
 from .checkpoint import read_run, write_state
 from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run computes with, as far as it is known; plain values, for JSON.
-
-    Attributes:
-      optimizer: the name of the optax factory, or None for a ready transformation.
-      hyperparams: the hyperparameters that are numbers.
-      strategy: how the members are executed; "auto" before the first step.
-      chunk_size: how many members at a time.
-      products: whether convolutions are rewritten as matrix products.
-      devices: over how many devices the members are spread.
-    """
-
-    optimizer: str | None
-    hyperparams: Mapping[str, Any]
-    strategy: str
-    chunk_size: int | None
-    products: bool
-    devices: int
 
 
 class Callback(Protocol):
@@ -82,7 +59,7 @@ class Resumed:
 
 
 def fit(
-    trainer: Trainer,
+    stepper: Stepper,
     state: TrainState,
     batches: Iterable[Any],
     *,
@@ -99,7 +76,7 @@ def fit(
     """See `Trainer.fit`."""
     check_state("Trainer.fit", state)
     check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
-    _check_watched(trainer, early_stopping, restarts, callbacks)
+    _check_watched(stepper, early_stopping, restarts, callbacks)
     source = iterate("Trainer.fit", batches)
     start = int(state.step)
     target = None if steps is None else start + steps
@@ -107,7 +84,7 @@ def fit(
     watch = Watch(early_stopping, restarts, state._structure_and_size()[1], start)
     given = state
     store = None if checkpoint_dir is None else RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
-    resumed = None if store is None else store.newest(partial(_resume, state, trainer._settings(), watch))
+    resumed = None if store is None else store.newest(partial(_resume, state, stepper.settings(), watch))
     if resumed is not None and int(resumed.state.step) < start:
         resumed = None
     if resumed is not None and int(resumed.state.step) > start:
@@ -119,11 +96,11 @@ def fit(
             )
         skip("Trainer.fit", source, int(state.step) - start)
 
-    columns = _columns(trainer, state)
+    columns = _columns(stepper, state)
     recorder = Recorder(history_every, None if resumed is None else resumed.history)
     execution = None if resumed is None else resumed.execution
     aloud = progress and group.is_first
-    own = _Run(trainer, watch, recorder, store, callbacks, execution, aloud, int(state.step))
+    own = _Run(stepper, watch, recorder, store, callbacks, execution, aloud, int(state.step))
     # What belongs to a checkpoint says nothing of a state that is handed in.
     first = watch.begin(state._copy(), resumed.watched if resumed is not None and resumed.state is state else {})
     last, step, interrupted = run(
@@ -146,7 +123,7 @@ def fit(
     last = watch.whole(last)
     if watch.finished:
         step = int(last.step)
-    if trainer._freezes and step > start and (nonfinite := watch.nonfinite(given, last)).size:
+    if stepper.freezes and step > start and (nonfinite := watch.nonfinite(given, last)).size:
         warnings.warn(
             f"Trainer.fit: the parameters of {members_in_words(nonfinite)} are no longer finite, though the gradients "
             "that made them were; the learning rate may be too large, or not finite.",
@@ -176,7 +153,7 @@ class Reported:
 class _Run:
     """The steps of one run of a trainer."""
 
-    trainer: Trainer
+    stepper: Stepper
     watch: Watch
     recorder: Recorder
     store: RunDirectory | None
@@ -190,10 +167,10 @@ class _Run:
         """A step, and what is done with members after it."""
         watch = self.watch
         if len(watch.active) < watch.size:
-            arguments, axes = self.trainer._arguments(batch, watch.size)
+            arguments, axes = self.stepper.arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments))
         tell = _tell if self.aloud else _be_silent
-        after, metrics, self.execution = self.trainer._advance(state, batch, self.execution, donate=True, tell=tell)
+        after, metrics, self.execution = self.stepper.advance(state, batch, self.execution, donate=True, tell=tell)
         self.taken += 1
         active = watch.active
         after, found, said = watch.after(self.taken, after)
@@ -233,18 +210,18 @@ class _Run:
         if step == self.saved:
             return
         self.saved = step
-        about, more = vars(self.trainer._settings(self.execution)), self.watch.parts(step, whole)
+        about, more = vars(self.stepper.settings(self.execution)), self.watch.parts(step, whole)
         self.store.write(
             step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
         )
 
 
-def _columns(trainer: Trainer, state: TrainState) -> dict[str, list[float]]:
+def _columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:
     """The hyperparameters that are numbers with one for each member, as the state has them."""
     (_, _, opt_state, standing), (_, size) = state._rows(), state._structure_and_size()
     held = {**getattr(opt_state, "hyperparams", {}), **standing.hyperparams}
     # As they are written: 0.1 and not the nearest number of float32.
-    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in trainer._columns}
+    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in stepper.columns}
 
 
 def _tell(what: str) -> None:
@@ -277,13 +254,13 @@ def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Chec
     return Resumed(state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched)
 
 
-def _check_watched(trainer: Trainer, early: Any, restarts: Any, callbacks: Any) -> None:
+def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -> None:
     """Refuse what is none of these."""
     if early is not None and not isinstance(early, EarlyStopping):
         raise TypeError(f"Trainer.fit: early_stopping must be an EarlyStopping, but got {describe(early)}.")
     if restarts is not None and not isinstance(restarts, Restarts):
         raise TypeError(f"Trainer.fit: restarts must be a Restarts, but got {describe(restarts)}.")
-    if restarts is not None and not trainer._freezes:
+    if restarts is not None and not stepper.freezes:
         raise ValueError('Trainer.fit: restarts need nonfinite="freeze": no other member is ever put back.')
     if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
         raise TypeError(

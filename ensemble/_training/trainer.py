@@ -13,23 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...transforms._core.arguments import check_count, describe, is_real
-from ...transforms._core.axes import Axes, axes_per_argument, check_in_axes, mapped_size
+from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
-from ...transforms._models.hashable import HashablePytree
 from .._execution.autotune import Tuning
 from .._execution.choose_strategy import StrategyChoice
-from .._execution.data_parallel import check_split
 from .._execution.executor import Executor
+from .._execution.stepper import Stepper
 from .._members.ensemble import Ensemble
 from .._members.sharding import Layout
-from .._members.strategy import STRATEGIES, Execution
+from .._members.strategy import STRATEGIES
 from .._step.loss import MemberLoss
 from .._step.member_status import Standing
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
-from .._step.state import TrainState, check_state, kind_of
+from .._step.state import TrainState, check_state
 from .early_stopping import EarlyStopping, Restarts
-from .fit import Callback, History, Settings, fit
+from .fit import Callback, History, fit
 
 
 class Trainer:
@@ -139,17 +138,16 @@ class Trainer:
                 'Trainer: grad_fn does not go with a mesh axis "data" of more than one device: it would see a part of '
                 "the batch, and the mean over the parts is not what it computes; leave one of the two out."
             )
-        self._in_axes = in_axes
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
         if nonfinite not in ("freeze", "ignore"):
             raise ValueError(f'Trainer: nonfinite must be "freeze" or "ignore", but got {nonfinite!r}.')
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
-        self._executor = Executor(self._step, self._layout)
+        executor = Executor(self._step, self._layout)
         cache = None if tune_cache is None else Path(tune_cache).resolve()
         chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
-        self._choice = StrategyChoice(self._executor, strategy, chunk_size, budget, float(tune_seconds), cache)
-        self._split: set[Any] = set()
+        choice = StrategyChoice(executor, strategy, chunk_size, budget, float(tune_seconds), cache)
+        self._stepper = Stepper(self._step, executor, choice, in_axes)
 
     def init(self, ensemble: Ensemble) -> TrainState:
         """The state before the first step; a copy, so the ensemble stays as it is.
@@ -209,7 +207,7 @@ class Trainer:
           Under "loop" the new state is stacked when somebody looks at it, not before.
         """
         check_state("Trainer.step", state)
-        after, metrics, _ = self._advance(state, batch)
+        after, metrics, _ = self._stepper.advance(state, batch)
         return after, {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
@@ -266,7 +264,7 @@ class Trainer:
           The state is copied once, then each step takes over the memory of the one before.
         """
         return fit(
-            self,
+            self._stepper,
             state,
             batches,
             steps=steps,
@@ -280,56 +278,6 @@ class Trainer:
             callbacks=callbacks,
         )
 
-    def _advance(
-        self,
-        state: TrainState,
-        batch: Any,
-        execution: Execution | None = None,
-        *,
-        donate: bool = False,
-        tell: Callable[[str], None] = lambda _: None,
-    ) -> tuple[TrainState, dict[str, jax.Array], Execution]:
-        """`step`, and how it was executed.
-
-        Args:
-          state: where to start.
-          batch: as for `step`.
-          execution: how an earlier step was executed: it stands for what the trainer leaves open.
-          donate: whether the step takes over the memory of `state`.
-          tell: is told what is measured, which may take a while.
-        """
-        arguments, axes = self._arguments(batch, state._structure_and_size()[1])
-        if self._layout is not None and self._layout.shards > 1:
-            kind = state._kind, HashablePytree.of(axes), kind_of(arguments)
-            if kind not in self._split and check_split(self._step, self._executor, state, arguments, axes):
-                self._split.add(kind)
-        execution = self._choice.choose(state, arguments, axes, execution, donate, tell)
-        if donate:
-            # A loader may fill the same buffer again, while the step still reads it.
-            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
-        after, metrics = self._executor.execute(execution, state, arguments, axes, donate)
-        return after._after(state), metrics, execution
-
-    def _arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
-        """The arguments of the loss after the model, and how each is mapped over `size` members; refuses others."""
-        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
-        # The model comes first, so that the loss's own names are those of the errors.
-        what = "the number of members"
-        mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
-        return arguments, tuple(axes)
-
-    @property
-    def _columns(self) -> list[str]:
-        """The hyperparameters that are numbers with one for each member, which the history has."""
-        numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
-        return [name for name, values in numbers.items() if isinstance(values, list)]
-
-    @property
-    def _freezes(self) -> bool:
-        """Whether a member stops where something is not finite."""
-        return self._step.freeze
-
     def explain(self) -> Tuning | None:
         """Print what "auto" has measured last, and what it chose.
 
@@ -340,11 +288,5 @@ class Trainer:
             'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
             "is 0, the loss has side effects, or the mesh spans several processes."
         )
-        print(self._choice.tuning or nothing)  # noqa: T201 (to print is what it is for)
-        return self._choice.tuning
-
-    def _settings(self, execution: Execution | None = None) -> Settings:
-        """What the steps are computed with."""
-        execution = execution or self._choice.asked
-        numbers = {**self._optimizer.numbers, **self._step.loss.numbers}
-        return Settings(self._optimizer.name, numbers, **execution._asdict())
+        print(self._stepper.choice.tuning or nothing)  # noqa: T201 (to print is what it is for)
+        return self._stepper.choice.tuning

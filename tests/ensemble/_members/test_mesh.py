@@ -151,11 +151,12 @@ def called(model: Any, x: jax.Array) -> jax.Array:
 def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]:
     """What devices exchange in the compiled step, and in which groups."""
     axes = (None,) * len(batch)
-    execution = trainer._choice.choose(state, batch, axes, None, False, print)
+    execution = trainer._stepper.choice.choose(state, batch, axes, None, False, print)
     structure, size = state._structure_and_size()
-    with trainer._executor._context(execution):  # as the step was compiled, so that it is not compiled again
-        inputs = trainer._executor._inputs(execution, state, batch, axes)
-        lowered = trainer._executor._programs[0].lower(structure, execution, size, HashablePytree.of(axes), *inputs)
+    executor = trainer._stepper.executor
+    with executor._context(execution):  # as the step was compiled, so that it is not compiled again
+        inputs = executor._inputs(execution, state, batch, axes)
+        lowered = executor._programs[0].lower(structure, execution, size, HashablePytree.of(axes), *inputs)
         text = lowered.compile().as_text()
     found: dict[str, set[str]] = {}
     for line in text.splitlines():

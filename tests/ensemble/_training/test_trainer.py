@@ -158,7 +158,7 @@ class Test_steps_that_take_over_the_memory:
         fast, history = trainer.fit(state, batches, progress=False)
         assert_same(fast, slow, tolerance=1e-5)
         np.testing.assert_allclose([row["loss"] for row in history], np.ravel([m["loss"] for m in rows]), rtol=1e-5)
-        _, metrics, _ = trainer._advance(state._copy(), batches[0], donate=True)
+        _, metrics, _ = trainer._stepper.advance(state._copy(), batches[0], donate=True)
         metrics.pop("stopped")
         assert_same(metrics, rows[0], tolerance=1e-5)
 
@@ -166,9 +166,9 @@ class Test_steps_that_take_over_the_memory:
         ensemble = Ensemble.create(lambda rngs: nnx.Linear(64, 128, rngs=rngs), 40, seed=0)
         trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam(0.1), **options)
         state, batch = trainer.init(ensemble), (jnp.ones((2, 64)),)
-        execution = trainer._advance(state, batch)[2]
+        execution = trainer._stepper.advance(state, batch)[2]
         for donate in (False, True):
-            trial = trainer._executor.trial(state, batch, (None,), donate, execution)
+            trial = trainer._stepper.executor.trial(state, batch, (None,), donate, execution)
             assert trial.compile() < sum(x.nbytes for x in jax.tree.leaves(state)) / 3
 
     def test_whose_arrays_change_their_dtype(self, options, assert_same):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,11 +18,12 @@ from ..._core.compat import Tracer
 from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held, is_array
 from ..._models.split_model import is_members, models_of, shared_variable, split_tree
+from ..._runs.checkpoint import Checkpoint
 from .._per_example.method_choice import check_method
-from .accounting import ACCOUNTANTS, Ledger, calibrate
+from .checkpoint import read_state, write_state
 from .noise import privatizer
 from .sampling import Batch, SampledBatches
-from .settings import check_extra, check_optimizer, checked_strategy
+from .settings import check_extra, check_optimizer, checked_run
 from .state import DPState
 from .step import PrivateStep, update
 
@@ -123,54 +122,19 @@ class DPSGD:
         check_optimizer(optimizer)
         check_method("DPSGD", method)
         check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
-        if accountant not in ACCOUNTANTS:
-            raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
-        if (noise_multiplier is None) == (target_epsilon is None):
-            given = "none of them" if noise_multiplier is None else "both"
-            raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
-        l2_clip_norm = check_number(
-            "DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite"
+        self._run = checked_run(
+            l2_clip_norm=l2_clip_norm,
+            noise_multiplier=noise_multiplier,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            num_examples=num_examples,
+            expected_batch_size=expected_batch_size,
+            num_steps=num_steps,
+            accountant=accountant,
+            noise_strategy=noise_strategy,
         )
-        target_delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
-        if noise_multiplier is not None:
-            noise_multiplier = check_number(
-                "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
-            )
-        if target_epsilon is not None:
-            target_epsilon = check_number(
-                "DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite"
-            )
-        check_count("DPSGD", "num_examples", num_examples)
-        check_count("DPSGD", "num_steps", num_steps)
-        expected_batch_size = check_number(
-            "DPSGD",
-            "expected_batch_size",
-            expected_batch_size,
-            lambda x: 0 < x <= num_examples,
-            f"positive, and at most num_examples={num_examples}",
-        )
-        strategy = checked_strategy(noise_strategy)
-        probability = expected_batch_size * len(strategy) / num_examples
-        if probability > 1 + 1e-9:
-            raise ValueError(
-                f"DPSGD: with {len(strategy)} bands a batch has at most num_examples / {len(strategy)} = "
-                f"{num_examples / len(strategy):g} examples, but expected_batch_size={expected_batch_size}; take fewer "
-                "bands, or smaller batches."
-            )
-        probability = min(1.0, probability)
-        if target_delta * num_examples > 1:
-            warnings.warn(
-                f"DPSGD: target_delta={target_delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
-                "which publishing an example at random is allowed; take a smaller one.",
-                stacklevel=2,
-            )
-        if target_epsilon is not None:
-            rounds = math.ceil(num_steps / len(strategy))
-            noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
-        assert noise_multiplier is not None
-        self.ledger = Ledger(noise_multiplier, probability, l2_clip_norm, expected_batch_size, strategy)
-        self.target_delta, self.accountant = target_delta, accountant
-        self.num_examples, self.num_steps = int(num_examples), int(num_steps)
+        self.ledger, self.target_delta, self.accountant = self._run.ledger, self._run.target_delta, accountant
+        self.num_examples, self.num_steps = self._run.num_examples, self._run.num_steps
         self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [jax.jit(self._step, donate_argnums=donated) for donated in ((), (0,))]
@@ -327,19 +291,19 @@ class DPSGD:
             already; a checkpoint of other settings, another model, or later than what was asked for.
           OSError: `checkpoint_dir` cannot be made.
         """
-        from .fit import fit
+        from .fit import fit  # which loads tqdm
 
         self._check_state("DPSGD.fit", state)
         if epsilon_budget is not None:
             epsilon_budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
         return fit(
-            self,
+            self._run,
             state,
-            data,
+            partial(self.batches, data, sizes=sizes),
+            partial(self._advance, donate=True),
             steps=steps,
             epsilon_budget=epsilon_budget,
             together=together,
-            sizes=sizes,
             progress=progress,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
@@ -358,8 +322,6 @@ class DPSGD:
           TypeError, ValueError: as for `step`.
           FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
         """
-        from .checkpoint import write_state
-
         self._check_state("DPSGD.save", state)
         write_state("DPSGD.save", Path(path), state)
 
@@ -375,9 +337,6 @@ class DPSGD:
           TypeError, ValueError: as for `step`; it is no checkpoint, is damaged, or is of other settings or another
             model; the first difference is named.
         """
-        from ..._runs.checkpoint import Checkpoint
-        from .checkpoint import read_state
-
         self._check_state("DPSGD.load", like)
         return read_state(Checkpoint.open("DPSGD.load", path), like)
 

@@ -4,57 +4,56 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from ..._runs.checkpoint import Checkpoint
 from ..._runs.history import History, Recorder
 from ..._runs.loop import check_options, run
 from ..._runs.processes import Group
 from ..._runs.run_directory import RunDirectory
 from .checkpoint import read_state, write_state
+from .settings import Run
 from .state import DPState
-
-if TYPE_CHECKING:
-    from ..._runs.checkpoint import Checkpoint
-    from .dpsgd import DPSGD
 
 # Seconds from one ε in the bar to the next, and how many times as long as it takes to compute one.
 _OFTEN, _RARELY = 0.5, 20
 
 
 def fit(
-    dp: DPSGD,
+    settings: Run,
     state: DPState,
-    data: Any,
+    batches_for: Callable[[DPState], Iterable[Any]],
+    advance: Callable[[DPState, Any], tuple[DPState, dict[str, Any]]],
     *,
     steps: int | None,
     epsilon_budget: float | None,
     together: bool,
-    sizes: Sequence[int] | None,
     progress: bool,
     checkpoint_dir: Any,
     checkpoint_every: int | None,
     checkpoint_keep: int,
     history_every: int,
 ) -> tuple[DPState, History]:
-    """See `DPSGD.fit`."""
+    """Take private steps of `batches_for` a state, each by `advance`; see `DPSGD.fit`."""
     check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
     start = int(state.step)
-    wanted = max(start, dp.num_steps) if steps is None else start + steps
-    if steps is not None and wanted > dp.num_steps:
+    wanted = max(start, settings.num_steps) if steps is None else start + steps
+    if steps is not None and wanted > settings.num_steps:
         raise ValueError(
-            f"DPSGD.fit: {steps} steps after step {start} are more than num_steps={dp.num_steps}, for which this DPSGD "
-            "was made; ask for fewer, or make one with more."
+            f"DPSGD.fit: {steps} steps after step {start} are more than num_steps={settings.num_steps}, for which this "
+            "DPSGD was made; ask for fewer, or make one with more."
         )
     models = (state.members or 1) if together else 1
     target = wanted
     if epsilon_budget is not None:
-        target = dp.ledger.steps_within(epsilon_budget, dp.target_delta, dp.accountant, models, wanted)
+        ledger, delta = settings.ledger, settings.target_delta
+        target = ledger.steps_within(epsilon_budget, delta, settings.accountant, models, wanted)
         if target < start:
             raise ValueError(
                 f"DPSGD.fit: {start} steps have spent more than epsilon_budget={epsilon_budget} already; give a larger "
@@ -76,16 +75,15 @@ def fit(
                 f"DPSGD.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than step "
                 f"{target} that was asked for; ask for more steps, a larger budget, or use another directory."
             )
-    batches = dp.batches(data, state, sizes=sizes)
     recorder = Recorder(history_every, history)
     after, step, interrupted = run(
         jax.tree.map(jnp.copy, state),
-        batches,
-        partial(dp._advance, donate=True),
+        batches_for(state),
+        advance,
         step=int(state.step),
         target=target,
         record=lambda step, metrics: recorder.add(step, _numbers(metrics, state.members is not None)),
-        say=_Spent(dp, models, target),
+        say=_Spent(settings, models, target),
         save=None if store is None else partial(_save, store, recorder),
         checkpoint_every=checkpoint_every,
         progress=progress,
@@ -110,13 +108,13 @@ class _Spent:
     """What the bar says of ε: a bound that holds until it says so again.
 
     Args:
-      dp: whose steps they are.
+      settings: what a step spends.
       models: how many are published together.
       target: the last step.
     """
 
-    def __init__(self, dp: DPSGD, models: int, target: int) -> None:
-        self._dp, self._models, self._target = dp, models, target
+    def __init__(self, settings: Run, models: int, target: int) -> None:
+        self._settings, self._models, self._target = settings, models, target
         self._last, self._then, self._wait = 0, time.monotonic(), _OFTEN
         self._bound, self._text = -1, ""
 
@@ -126,9 +124,9 @@ class _Spent:
             # As far ahead as they are likely to get before it says so again.
             ahead = math.ceil((step - self._last) / max(now - self._then, 1e-9) * self._wait)
             self._bound = min(self._target, step + ahead)
-            dp = self._dp
-            count = dp.ledger.epsilon if step == self._target else dp.ledger.epsilon_at_most
-            spent = count(self._bound, dp.target_delta, dp.accountant, self._models)
+            ledger, delta, accountant = self._settings.ledger, self._settings.target_delta, self._settings.accountant
+            count = ledger.epsilon if step == self._target else ledger.epsilon_at_most
+            spent = count(self._bound, delta, accountant, self._models)
             self._text = f"ε ≤ {math.ceil(1000 * spent) / 1000:.3f}" if math.isfinite(spent) else "ε = ∞"
             self._last, self._then = step, time.monotonic()
             self._wait = max(_OFTEN, _RARELY * (self._then - now))

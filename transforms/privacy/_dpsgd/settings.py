@@ -2,12 +2,97 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from ..._core.arguments import describe
+from ..._core.arguments import check_count, check_number, describe
+from .accounting import ACCOUNTANTS, Ledger, calibrate
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a run that decide what it spends.
+
+    Attributes:
+      ledger: what a step spends.
+      target_delta: the δ that every ε is for.
+      accountant: "pld" or "rdp".
+      num_examples: how many examples the data have.
+      num_steps: how many steps the run has.
+    """
+
+    ledger: Ledger
+    target_delta: float
+    accountant: str
+    num_examples: int
+    num_steps: int
+
+
+def checked_run(
+    *,
+    l2_clip_norm: Any,
+    noise_multiplier: Any,
+    target_epsilon: Any,
+    target_delta: Any,
+    num_examples: Any,
+    expected_batch_size: Any,
+    num_steps: Any,
+    accountant: Any,
+    noise_strategy: Any,
+) -> Run:
+    """Return the settings of a run, with the noise that a target asks for; raise for settings that make no sense."""
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
+    if (noise_multiplier is None) == (target_epsilon is None):
+        given = "none of them" if noise_multiplier is None else "both"
+        raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
+    l2_clip_norm = check_number(
+        "DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite"
+    )
+    target_delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+    if noise_multiplier is not None:
+        noise_multiplier = check_number(
+            "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
+        )
+    if target_epsilon is not None:
+        target_epsilon = check_number(
+            "DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite"
+        )
+    check_count("DPSGD", "num_examples", num_examples)
+    check_count("DPSGD", "num_steps", num_steps)
+    expected_batch_size = check_number(
+        "DPSGD",
+        "expected_batch_size",
+        expected_batch_size,
+        lambda x: 0 < x <= num_examples,
+        f"positive, and at most num_examples={num_examples}",
+    )
+    strategy = checked_strategy(noise_strategy)
+    probability = expected_batch_size * len(strategy) / num_examples
+    if probability > 1 + 1e-9:
+        raise ValueError(
+            f"DPSGD: with {len(strategy)} bands a batch has at most num_examples / {len(strategy)} = "
+            f"{num_examples / len(strategy):g} examples, but expected_batch_size={expected_batch_size}; take fewer "
+            "bands, or smaller batches."
+        )
+    probability = min(1.0, probability)
+    if target_delta * num_examples > 1:
+        warnings.warn(
+            f"DPSGD: target_delta={target_delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
+            "which publishing an example at random is allowed; take a smaller one.",
+            stacklevel=3,
+        )
+    if target_epsilon is not None:
+        rounds = math.ceil(num_steps / len(strategy))
+        noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
+    assert noise_multiplier is not None
+    ledger = Ledger(noise_multiplier, probability, l2_clip_norm, expected_batch_size, strategy)
+    return Run(ledger, target_delta, accountant, int(num_examples), int(num_steps))
 
 
 def check_extra() -> None:

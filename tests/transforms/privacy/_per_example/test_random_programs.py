@@ -320,7 +320,8 @@ def a_program_counts_every_way(data: st.DataObject) -> None:
         total, found = np.array(total), np.array(aux.grad_norms)
 
     scale = 1 + max(np.abs(expected).max(), norms[finite].max(initial=0))
-    np.testing.assert_allclose(found[finite], norms[finite], rough or 1e-9, (rough or 1e-9) * scale)
+    # Long programs amplify the rounding of float64; "vmap", which is JAX itself, was 2.4e-9 away.
+    np.testing.assert_allclose(found[finite], norms[finite], rough or 1e-7, (rough or 1e-7) * scale)
     assert not np.isfinite(found[broken]).any()
     # Terms that cancel each other are bounded by more than their sum.
     np.testing.assert_allclose(total, expected, 0, (rough or 1e-6) * scale)

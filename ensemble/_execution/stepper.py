@@ -1,0 +1,118 @@
+"""`Stepper`: training steps of all members, one after another, with all that a loop must know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
+from ...transforms._models.hashable import HashablePytree
+from .._members.strategy import Execution
+from .._step.member_step import MemberStep
+from .._step.state import TrainState, kind_of
+from .choose_strategy import StrategyChoice
+from .data_parallel import check_split
+from .executor import Executor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that a run computes with, as far as they are known; plain values, for JSON.
+
+    Attributes:
+      optimizer: the name of the optax factory, or None for a ready transformation.
+      hyperparams: the hyperparameters that are numbers.
+      strategy: how the members are executed; "auto" before the first step.
+      chunk_size: how many members at a time.
+      products: whether convolutions are rewritten as matrix products.
+      devices: over how many devices the members are spread.
+    """
+
+    optimizer: str | None
+    hyperparams: Mapping[str, Any]
+    strategy: str
+    chunk_size: int | None
+    products: bool
+    devices: int
+
+
+class Stepper:
+    """Training steps of all members.
+
+    Args:
+      step: the step of one member.
+      executor: executes it for all members.
+      choice: chooses how.
+      in_axes: how a batch is mapped over members, as for `Trainer`.
+    """
+
+    def __init__(self, step: MemberStep, executor: Executor, choice: StrategyChoice, in_axes: Axes) -> None:
+        self._step, self.executor, self.choice, self._in_axes = step, executor, choice, in_axes
+        self._checked_splits: set[Any] = set()
+
+    @property
+    def freezes(self) -> bool:
+        """Whether a member stops where its loss or gradients are not finite."""
+        return self._step.freeze
+
+    @property
+    def columns(self) -> list[str]:
+        """The hyperparameters with a number for each member, which the history has as columns."""
+        return [name for name, values in self._numbers.items() if isinstance(values, list)]
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        return {**self._step.optimizer.numbers, **self._step.loss.numbers}
+
+    def settings(self, execution: Execution | None = None) -> Settings:
+        """Return the settings of steps that are executed in a given way; None for the one that was asked for."""
+        execution = execution or self.choice.asked
+        return Settings(self._step.optimizer.name, self._numbers, **execution._asdict())
+
+    def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
+        """Return the arguments of the loss after the model, and how each is mapped over `size` members.
+
+        Raises:
+          ValueError: the batch does not fit `in_axes`.
+        """
+        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
+        # The model comes first, so that the loss's own names are those of the errors.
+        what = "the number of members"
+        mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
+        return arguments, tuple(axes)
+
+    def advance(
+        self,
+        state: TrainState,
+        batch: Any,
+        execution: Execution | None = None,
+        *,
+        donate: bool = False,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> tuple[TrainState, dict[str, jax.Array], Execution]:
+        """Take a step, and return the new state, the metrics, and how it was executed.
+
+        Args:
+          state: where to start.
+          batch: as for `Trainer.step`.
+          execution: how an earlier step was executed, which decides what the trainer leaves open.
+          donate: whether the step takes over the memory of `state`.
+          tell: called with a line about what is measured, which may take a while.
+        """
+        arguments, axes = self.arguments(batch, state._structure_and_size()[1])
+        layout = self.executor.layout
+        if layout is not None and layout.shards > 1:
+            kind = state._kind, HashablePytree.of(axes), kind_of(arguments)
+            if kind not in self._checked_splits and check_split(self._step, self.executor, state, arguments, axes):
+                self._checked_splits.add(kind)
+        execution = self.choice.choose(state, arguments, axes, execution, donate, tell)
+        if donate:
+            # A loader may fill the same buffer again, while the step still reads it.
+            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
+        after, metrics = self.executor.execute(execution, state, arguments, axes, donate)
+        return after._after(state), metrics, execution
