@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._calls.primals import trainable_of
-from ..._core.arguments import check_callable, check_count, check_number, describe, is_int, leaf_name
+from ..._core.arguments import check_callable, check_count, check_number, describe, is_int
 from ..._core.compat import Tracer
 from ..._core.prng import check_key
-from ..._models.equinox import differentiated, held, is_array
-from ..._models.split_model import is_members, models_of, shared_variable, split_tree
+from ..._models.equinox import differentiated, held
+from ..._models.split_model import is_members, models_of, split_tree
 from ..._runs.checkpoint import Checkpoint
 from .._per_example.method_choice import check_method
 from .checkpoint import read_state, write_state
 from .noise import privatizer
-from .sampling import Batch, SampledBatches
+from .sampling import Batch, SampledBatches, check_batch
 from .settings import check_extra, check_optimizer, checked_run
-from .state import DPState
+from .state import DPState, check_trainable
 from .step import PrivateStep, update
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class DPSGD:
         members = len(model_or_params) if is_members(model_or_params) else None
         tree = held(split_tree(model_or_params))
         trainable = differentiated(trainable_of(tree), integers=True)
-        _check_trainable(tree, trainable, models_of(model_or_params))
+        check_trainable(tree, trainable, models_of(model_or_params))
 
         def states(key: jax.Array, trainable: Any) -> tuple[Any, Any, jax.Array]:
             opt_state = self._step.optimizer.init(trainable)
@@ -343,22 +343,7 @@ class DPSGD:
     def _advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
         """`step`, of a batch that is known to be the next; `donate`: whether it takes over the memory of `state`."""
         self._check_state("DPSGD.step", state)
-        if not isinstance(batch, Batch):
-            raise TypeError(
-                f"DPSGD.step: a batch must come from DPSGD.batches, whose sampling ε is counted for, but got "
-                f"{describe(batch)}; who samples elsewhere makes a Batch(arguments, is_padding_example) of it."
-            )
-        padding, sampling = batch.is_padding_example, (self.ledger.sampling_probability, self.ledger.bands)
-        if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:
-            raise ValueError(
-                "DPSGD.step: is_padding_example of a batch must be booleans, one for each of one or more examples, but "
-                f"got {describe(padding)}; a batch in which nobody takes part is all padding."
-            )
-        if batch.sampling not in (None, sampling):
-            raise ValueError(
-                f"DPSGD.step: the batch was drawn with (probability, bands) = {batch.sampling}, but ε is counted for "
-                f"{sampling}; take batches of this DPSGD."
-            )
+        check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
         return self._programs[donate](state, batch)
 
     def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
@@ -411,27 +396,3 @@ class DPSGD:
                     "steps of one kind; init a new state from state.model, with another key, and add up what both "
                     "spend: DPSGD.event."
                 )
-
-
-def _check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
-    if not jax.tree.leaves(tree):
-        raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
-    # Where nothing trains, the parameters are meant to be what there is.
-    for path, leaf in jax.tree.leaves_with_path(trainable if jax.tree.leaves(trainable) else tree):
-        if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays of real "
-                "floating point; let the loss close over what does not train."
-            )
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not is_array(leaf):
-            raise TypeError(
-                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays (of which "
-                "those of floating point train); let the loss close over what is none."
-            )
-    shared = shared_variable(list(models))
-    if shared:
-        variable = shared[0][1]
-        raise ValueError(
-            f"DPSGD.init: two modules share the variable `{variable}`; put them into one module, such as nnx.Dict."
-        )

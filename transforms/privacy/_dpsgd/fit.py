@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ _OFTEN, _RARELY = 0.5, 20
 def fit(
     settings: Run,
     state: DPState,
-    batches_for: Callable[[DPState], Iterable[Any]],
+    batches_for: Callable[[DPState], Iterator[Any]],
     advance: Callable[[DPState, Any], tuple[DPState, dict[str, Any]]],
     *,
     steps: int | None,

@@ -167,3 +167,23 @@ def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
     if any(s % multiple for s in found):
         raise ValueError(f"DPSGD.batches: microbatch_size={multiple} must divide all sizes, but got {sizes!r}.")
     return tuple(sorted({int(s) for s in found}))
+
+
+def check_batch(api: str, batch: Any, sampling: tuple[float, int]) -> None:
+    """Raise if a batch was not sampled as ε is counted for: with this probability and number of bands."""
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"{api}: a batch must come from DPSGD.batches, whose sampling ε is counted for, but got "
+            f"{describe(batch)}; who samples elsewhere makes a Batch(arguments, is_padding_example) of it."
+        )
+    padding = batch.is_padding_example
+    if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:
+        raise ValueError(
+            f"{api}: is_padding_example of a batch must be booleans, one for each of one or more examples, but "
+            f"got {describe(padding)}; a batch in which nobody takes part is all padding."
+        )
+    if batch.sampling not in (None, sampling):
+        raise ValueError(
+            f"{api}: the batch was drawn with (probability, bands) = {batch.sampling}, but ε is counted for "
+            f"{sampling}; take batches of this DPSGD."
+        )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ..._models.equinox import released
-from ..._models.split_model import merge_tree
+from ..._core.arguments import describe, leaf_name
+from ..._models.equinox import is_array, released
+from ..._models.split_model import merge_tree, shared_variable
 from .accounting import Ledger
 
 
@@ -55,3 +58,28 @@ class DPState:
     def model(self) -> Any:
         """The model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
         return merge_tree(released(self.tree))
+
+
+def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
+    """Raise if there are no parameters, or some that are not arrays, of which none trains, or that modules share."""
+    if not jax.tree.leaves(tree):
+        raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
+    # Where nothing trains, the parameters are meant to be what there is.
+    for path, leaf in jax.tree.leaves_with_path(trainable if jax.tree.leaves(trainable) else tree):
+        if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays of real "
+                "floating point; let the loss close over what does not train."
+            )
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not is_array(leaf):
+            raise TypeError(
+                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays (of which "
+                "those of floating point train); let the loss close over what is none."
+            )
+    shared = shared_variable(list(models))
+    if shared:
+        variable = shared[0][1]
+        raise ValueError(
+            f"DPSGD.init: two modules share the variable `{variable}`; put them into one module, such as nnx.Dict."
+        )
