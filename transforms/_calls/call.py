@@ -1,4 +1,4 @@
-"""A call as a function of the arguments it is differentiated for: `argnums`, `has_aux` and models, in one place."""
+"""A call as a function of the arguments it is differentiated in: `argnums`, `has_aux` and models, in one place."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .primals import Primals, dtype_of, trainable_of, with_trainable
 class Call:
     """`fun(*args, **kwargs)` as a function of some of its arguments.
 
-    Of a model what trains is differentiated, of any other argument all of it. Called with primals it returns
-    `(output, rest)`, which `jax` transforms with `has_aux=True`; `finish(rest)` then writes into the models what `fun`
-    changed of their other state, and gives back the auxiliary output.
+    A model is differentiated with respect to its trainable arrays, any other argument with respect to all of it. Called
+    with primals it returns `(output, rest)`, which `jax` transforms with `has_aux=True`; `finish(rest)` then writes
+    into the models what `fun` changed of their other state, and returns the auxiliary output.
 
     Args:
       api: what to call the transform in an error.
@@ -49,7 +49,7 @@ class Call:
       fun: the function.
       primals: what is differentiated, one for each of `argnums`.
       selected: their positions, none of them negative.
-      form: what they look like to the user.
+      form: their names, structures and shapes as the user knows them.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Call:
         self.primals = self.form.values
 
     def remembered(self, fun: Any, options: Any, decide: Callable[[], Any]) -> Any:
-        """What was decided for `fun`, of which this is a call, and other calls like this one: see `decisions.py`."""
+        """Return what was decided for `fun`, of which this is a call, and calls like this one: see `decisions.py`."""
         arguments = self._owner_parts, self._parts, self._kwarg_parts
         return remembered(fun, arguments, (options, self.selected, self._has_aux, self.holomorphic), decide)
 
     def name(self, i: int) -> str:
-        """What `fun` calls the `i`-th of the primals."""
+        """Return what `fun` calls the `i`-th of the primals."""
         return argument_name(self.fun, self._args, self.selected[i])
 
     def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
-        """Refuse primals that cannot be differentiated; integers and booleans only without `allow_int`."""
+        """Raise if a primal cannot be differentiated; with `allow_int` integers and booleans pass."""
         kind: Any = jnp.inexact if complex_too else jnp.floating
         name = "floating point" if complex_too else "real floating point"
         if self.holomorphic:
@@ -115,12 +115,12 @@ class Call:
                     )
 
     def _whole_if_none(self) -> list[Any]:
-        """The primals; the whole of an argument of which nothing is differentiated."""
+        """Return the primals, but the whole of an argument in which nothing is differentiated, for errors about it."""
         whole = (trainable_of(self._parts[i]) for i in self.selected)
         return [x if jax.tree.leaves(x) else every for x, every in zip(self.primals, whole, strict=True)]
 
     def check_arrays(self) -> None:
-        """Refuse primals that are not made of arrays and numbers."""
+        """Raise if a primal has a leaf that is not an array or a number."""
         for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 if dtype_of(leaf) is None:
@@ -129,35 +129,43 @@ class Call:
                         "let fun close over it."
                     )
 
-    def __call__(self, *primals: Any) -> tuple[Any, Any]:
+    def _filled(self, primals: Sequence[Any]) -> list[Any]:
+        """Return the positional arguments, split, with these primals in their places."""
         filled = list(self._parts)
         for i, primal in zip(self.selected, primals, strict=True):
             filled[i] = with_trainable(self._parts[i], primal)
-        before = (self._owner_parts, tuple(filled), self._kwarg_parts)
+        return filled
+
+    def __call__(self, *primals: Any) -> tuple[Any, Any]:
+        before = (self._owner_parts, tuple(self._filled(primals)), self._kwarg_parts)
         out, left = call_with_models(self._function, before)
-        after = [
-            split(model, getattr(x.structure, "trains", None)) for model, x in zip(left, splits_of(before), strict=True)
-        ]
-        for i, (then, now) in enumerate(zip(splits_of(before), after, strict=True)):
-            check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
+        after = []
+        for i, (then, model) in enumerate(zip(splits_of(before), left, strict=True)):
+            now = split(model, getattr(then.structure, "trains", None))
+            check_structure(f"{self._api}: fun", type(model).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
+            # Inner transforms of NNX make new objects of unchanged arrays too: then the program of the call decides.
+            assigned = assigned and assigned - passing_through(self._function, before)[i]
             if assigned:
-                self._refuse_assigned(assigned - passing_through(self._function, before)[i])
+                raise ValueError(
+                    f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; "
+                    "keep values that fun computes in another kind of variable, such as nnx.BatchStat."
+                )
+            after.append(now)
+        # JAX transforms return arrays alone: whatever else is in `aux` waits here for `finish`.
         out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
         arrays, self._join_aux = separate_arrays(aux)
         return out, (arrays, after)
 
     def evaluate(self, primals: Sequence[Any], replaced: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The output and the auxiliary output for other arguments; refuses a call that changes a model's state.
+        """Return the output and the auxiliary output for other arguments; raise if the call changes a model's state.
 
         Args:
           primals: as for `__call__`.
           replaced: other positional arguments by their positions.
           kwargs: the keyword arguments.
         """
-        filled = list(self._parts)
-        for i, primal in zip(self.selected, primals, strict=True):
-            filled[i] = with_trainable(self._parts[i], primal)
+        filled = self._filled(primals)
         for i, value in replaced.items():
             filled[i] = value
         before = (self._owner_parts, tuple(filled), kwargs)
@@ -172,33 +180,26 @@ class Call:
         return pair_of(self._api, out) if self._has_aux else (out, None)
 
     def finish(self, rest: Any) -> Any:
-        """Write what `fun` changed into the models; returns the auxiliary output."""
+        """Write what `fun` changed into the models; return the auxiliary output."""
         arrays, after = rest
         call = self._owner_parts, self._parts, self._kwarg_parts
         before = splits_of(call)
-        # What trains stays: it passes through the transform, and is another object behind that.
+        # The trainable arrays stay as they were: they are other objects after the transform, but equal.
         left = [SplitModel(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
         update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, call))
         return self._join_aux(arrays)
 
     def gradient(self, i: int, values: Any) -> Any:
-        """`values` for the `i`-th of the primals, in the form that its models ask for: `nnx.State` for a module."""
+        """Return `values` for the `i`-th of the primals in the form of its models: an `nnx.State` for a module."""
         return self.form.gradient(i, values)
 
     def tangents(self, values: Any) -> tuple[Any, ...]:
-        """`values`, one for each of the primals, as tangents of them: checked, and models' as what they train."""
+        """Return `values`, one for each of the primals, as checked tangents; those of models as trainable arrays."""
         return self.form.tangents(values)
-
-    def _refuse_assigned(self, assigned: set[str]) -> None:
-        if assigned:
-            raise ValueError(
-                f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep "
-                "values that fun computes in another kind of variable, such as nnx.BatchStat."
-            )
 
 
 def check_output(api: str, out: Any, name: str = "output") -> None:
-    """Refuse an output, called so in an error, that has no derivative, or a part that has none."""
+    """Raise if an output has no arrays, or a part that is not of floating point; errors call it `name`."""
     if not jax.tree.leaves(out):
         raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
     for path, leaf in jax.tree.leaves_with_path(out):
@@ -210,7 +211,7 @@ def check_output(api: str, out: Any, name: str = "output") -> None:
 
 
 def check_complex(api: str, out: Any) -> None:
-    """Refuse an output that no holomorphic function has."""
+    """Raise if a part of an output is not complex, as those of a holomorphic function are."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
             raise TypeError(
@@ -220,7 +221,7 @@ def check_complex(api: str, out: Any) -> None:
 
 
 def pair_of(api: str, out: Any) -> tuple[Any, Any]:
-    """What a function with `has_aux` has returned; refuses what is no pair."""
+    """Return what a function with `has_aux` has returned; raise if it is not a pair."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(
             f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
@@ -229,7 +230,7 @@ def pair_of(api: str, out: Any) -> tuple[Any, Any]:
 
 
 def separate_arrays(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
-    """The arrays of `tree`, which alone pass through a transform, and a function that puts such back among the rest."""
+    """Return the arrays of `tree`, which alone pass through a transform, and a function that merges them back."""
     leaves, treedef = jax.tree.flatten(tree)
     which = [isinstance(leaf, jax.Array) for leaf in leaves]
 
