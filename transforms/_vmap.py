@@ -70,27 +70,26 @@ def vmap(
       chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
         and are written in place. Where the axis is divided over explicit axes of a mesh, each device maps its share of
         them.
-      memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in letters
-        of either case: takes the largest chunk whose temporaries, as the compiler counts them beside arguments and
-        results, are within it; inside of another `vmap`, a loop or a derivative those of one slice, turn or evaluation,
-        with a warning. In place of `chunk_size`.
+      memory_budget: in place of `chunk_size`: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB"
+        (1000**3) or "1e9", in letters of either case. The largest chunk is taken whose temporaries, as the compiler
+        counts them besides arguments and results, fit into it. Inside another `vmap`, a loop or a derivative it bounds
+        the temporaries of one slice, iteration or evaluation, with a warning.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis where `out_axes` says.
 
     Raises:
-      TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is no integer; `in_axes` is a dict.
+      TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is not an integer; `in_axes` is a dict.
       ValueError: an axis is out of range; `in_axes` or `out_axes` does not fit the structure; mapped sizes differ;
         nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; the axis of
         an ensemble, or of a model in the output, is not 0; a model would change its own state (BatchNorm in training,
         dropout) and is not returned; models share a variable.
 
     Warns:
-      UserWarning: a memory budget inside of another `vmap`, a loop or a derivative, for which the program around needs
-        more.
+      UserWarning: a memory budget inside another `vmap`, a loop or a derivative, where the whole program may need more.
 
     Cost:
-      One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, beside the
+      One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, besides the
       result; reverse-mode differentiation still saves its residuals for all of them unless `fun` is under
       `jax.checkpoint`. Outside `jit` every call with chunks compiles anew (about 0.1 s): wrap it in `jax.jit`.
 
@@ -121,7 +120,7 @@ def vmap_of(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """`vmap` for any transform, which `api` names in errors."""
+    """Map `fun` as `vmap` does, for any transform, which `api` names in errors."""
     check_callable(api, fun)
     in_axes = check_in_axes(api, in_axes)
     out_axes = check_axes(api, "out_axes", out_axes)
@@ -138,6 +137,7 @@ def vmap_of(
         raise ValueError(
             f"{api}: axis_size={axis_size}, but the ensemble has {len(owner)} members; leave axis_size out."
         )
+    # A model that is `fun` is one more argument, the owner: its arrays are shared, those of an ensemble mapped.
     owner_axis = 0 if is_members(fun) else None
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
@@ -159,43 +159,45 @@ def vmap_of(
             "axis_size" if owner_axis is None else "the number of members",
         )
         axes = (owner_axis, argument_axes, keyword_axis)
-        leaves, treedef = jax.tree.flatten(_take_apart((owner, args, kwargs)))
+        leaves, treedef = jax.tree.flatten(_split_models((owner, args, kwargs)))
         leaves, parts = divided_alike(leaves, broadcast_axes(axes, jax.tree.unflatten(treedef, leaves)))
         arrays = jax.tree.unflatten(treedef, leaves)
 
-        def lane(owner: Any, args: Any, kwargs: Any) -> Any:
-            return _evaluate_lane(api, function, (owner, args, kwargs), axes, out_axes)
+        def of_slice(owner: Any, args: Any, kwargs: Any) -> Any:
+            return _evaluate_slice(api, function, (owner, args, kwargs), axes, out_axes)
 
-        def over_lanes(size: int) -> Callable[..., Any]:
-            return jax.vmap(lane, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name)
+        def over_slices(size: int) -> Callable[..., Any]:
+            return jax.vmap(
+                of_slice, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name
+            )
 
         def in_chunks(chunk: int | None) -> Any:
             if chunk is None or chunk >= size:
-                return over_lanes(size)(*arrays)
+                return over_slices(size)(*arrays)
             if parts > 1:
-                return map_parts_in_chunks(over_lanes, arrays, axes, out_axes, size, parts, chunk)
-            return map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk)
+                return map_parts_in_chunks(over_slices, arrays, axes, out_axes, size, parts, chunk)
+            return map_in_chunks(over_slices, arrays, axes, out_axes, size, chunk)
 
         return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
 
-    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
         limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
         return vmap_of(api, fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, **limits)
 
-    return wrap_like(fun, api, mapped, again)
+    return wrap_like(fun, api, mapped, rebuild)
 
 
 def _is_stacked(x: Any) -> bool:
     return is_split(x) or is_members(x)
 
 
-def _take_apart(tree: Any) -> Any:
-    """`tree` with every model in it taken apart; ensembles stay, as the pytrees of arrays that they are."""
+def _split_models(tree: Any) -> Any:
+    """Return `tree` with every model in it split; ensembles stay, as the pytrees of arrays that they are."""
     return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
 
 
 def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
-    """Refuse axes for a model that are not one axis for all of it, for an ensemble that of its members."""
+    """Raise if a model has more than one axis for all of it, or an ensemble another one than that of its members."""
     for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
         if models_of(axes_of_value):
             raise ValueError(
@@ -206,7 +208,7 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
         try:
             leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
         except (ValueError, TypeError, KeyError):
-            continue  # refused with the structures, by `mapped_size`
+            continue  # `mapped_size` raises, with the structures
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
             if is_members(leaf) and axis not in (0, None):
                 raise ValueError(
@@ -215,8 +217,8 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
                 )
 
 
-def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
-    """`function` on one slice: models are put together for it, and what it returns is taken apart again."""
+def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
+    """Evaluate `function` on one slice: models are merged for it, and those that it returns are split."""
     ensembles: list[tuple[Any, SplitModel]] = []
 
     def take_members(axis: Any, subtree: Any) -> Any:
@@ -243,7 +245,8 @@ def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: An
     befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 
-    def take_apart(x: Any) -> Any:
+    # A model of the structure of a member comes back as an ensemble, whether it is that member or a new model.
+    def split_output(x: Any) -> Any:
         if not is_model(x):
             return x
         if is_members(x):
@@ -257,6 +260,6 @@ def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: An
                 return ensemble.__plurax_stack__(x)
         return parts
 
-    out = jax.tree.map(take_apart, out, is_leaf=is_model)
+    out = jax.tree.map(split_output, out, is_leaf=is_model)
     check_out_axes(api, out_axes, out, _is_stacked)
     return out

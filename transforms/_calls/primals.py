@@ -134,7 +134,7 @@ def dtype_of(x: Any) -> Any:
     found = getattr(x, "dtype", None)
     if found is None and not isinstance(x, (int, float, complex)):
         return None
-    return found if found == jax.dtypes.float0 else jnp.result_type(x)  # which refuses float0
+    return found if found == jax.dtypes.float0 else jnp.result_type(x)
 
 
 def trainable_of(tree: Any) -> Any:

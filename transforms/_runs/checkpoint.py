@@ -3,8 +3,8 @@
 A checkpoint is a directory: `arrays/0/` and so on, one for each process that has written its members, with arrays
 called `members.000003.ensemble.0000`; `history.npz`, where there is a history; and `plurax.json`, which names every
 array with its path, shape, dtype and checksums, and every file with its size. It is written under another name and
-renamed when it is whole, so what has its name is whole, unless somebody damages it later; the sizes and the checksums
-tell.
+renamed when it is complete, so a directory with its name is complete, unless somebody damages it later; the sizes and
+the checksums show that.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, api: str, path: str | os.PathLike[str]) -> Checkpoint:
-        """Read the manifest, and check that every file has the size that it names."""
+        """Read the manifest, check that every file has the size that it names, and return the checkpoint."""
         path = Path(path).resolve()
         if not path.exists():
+            # A process killed between the two renames of `_replace` leaves the old one under this name.
             earlier = sorted(path.parent.glob(f".{path.name}.*.replaced"))
             hint = f" The one that a save was replacing is at {earlier[-1]}; rename it back." if earlier else ""
             raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.{hint}")
@@ -72,11 +73,11 @@ class Checkpoint:
         return checkpoint
 
     def damaged(self, fact: object) -> Damaged:
-        """The error that says so."""
+        """Return the error for this damage."""
         return Damaged(f"{self.api}: the checkpoint at {self.path} is damaged: {fact}.")
 
     def history(self) -> dict[str, np.ndarray]:
-        """The arrays that `write` was given."""
+        """Return the arrays that `write` was given as its history."""
         try:
             with np.load(self.path / _HISTORY, allow_pickle=False) as file:
                 return {name: file[f"{i}"] for i, name in enumerate(self.manifest["history"])}
@@ -84,7 +85,7 @@ class Checkpoint:
             raise self.damaged(f"{_HISTORY}: {error}") from error
 
     def order(self, part: str, expected: list[dict[str, Any]], size: int | None = None) -> list[int]:
-        """Where the expected arrays stand in the checkpoint; refuses other arrays than those it has."""
+        """Return the place of each expected array in the checkpoint; raise if it has others, or lacks some."""
         if part not in self.manifest["arrays"]:
             *others, last = self.manifest["arrays"]
             held = f"{', '.join(others)} and {last}" if others else last
@@ -110,7 +111,7 @@ class Checkpoint:
         return [places[key] for key in wanted]
 
     def read(self, members: Sequence[int], order: Mapping[str, list[int]]) -> dict[int, dict[str, list[np.ndarray]]]:
-        """For each of some members, a dict from parts to their arrays as stored, in the order that `order` gives."""
+        """Return for each of some members a dict from parts to its arrays as stored, in the order of `order`."""
         entries = self.manifest["arrays"]
         wanted: dict[Path, list[str]] = {}
         for i in members:
@@ -130,15 +131,15 @@ class Checkpoint:
         }
 
     def member(self, i: int, part: str, order: list[int]) -> list[jax.Array]:
-        """The arrays of one member's part, in the order given."""
+        """Return the arrays of one member's part, in the order given."""
         entries = self.manifest["arrays"][part]
         stored = self.read([i], {part: order})[i][part]
         return [as_saved(array, entries[j]["dtype"]) for array, j in zip(stored, order, strict=True)]
 
     def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> np.ndarray:
-        """Array `j` of a part of member `i`, checked."""
+        """Return array `j` of a part of member `i`, checked."""
         entry = self.manifest["arrays"][part][j]
-        if stored is None:  # of what has no elements, nothing
+        if stored is None:  # an array without elements is not written
             stored = np.zeros(entry["stored"], entry["stored_dtype"])
         if list(stored.shape) != entry["stored"] or str(stored.dtype) != entry["stored_dtype"]:
             raise self.damaged(f"`{entry['path']}` is stored as {describe(stored)}")
@@ -162,7 +163,7 @@ def write(
     about: Mapping[str, Any] | None = None,
     history: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Write a checkpoint, atomically.
+    """Write a checkpoint atomically, together with the other processes that hold parts of it.
 
     Args:
       api: who writes it, for errors.
@@ -170,8 +171,8 @@ def write(
       parts: pytrees of arrays by name, with the members along axis 0 of every array.
       size: how many members there are.
       outlines: for each part its arrays as `outline` describes them, in the order of its leaves.
-      about: what else its manifest shall hold; values for JSON.
-      history: arrays to write beside those of the members.
+      about: further entries of its manifest; values for JSON.
+      history: arrays to write besides those of the members.
 
     Raises:
       FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
@@ -218,10 +219,13 @@ def write(
                 manifest["files"][_HISTORY] = (unfinished / _HISTORY).stat().st_size
                 sync(unfinished / _HISTORY)
             (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
+            # On the disk before the rename, or a power cut could leave the final name with files that are not.
             for file in [unfinished / _MANIFEST, unfinished / "arrays", unfinished]:
                 sync(file)
             _replace(unfinished, path)
 
+        # Each step in all processes before the next in any: a directory is there before others write into it, and all
+        # arrays are written before the first process renames it.
         group.agree(prepare)
         written = group.gather(group.agree(write_members))
         group.agree(finish)
@@ -231,13 +235,14 @@ def write(
 
 
 def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
-    """For each member the first process that has all of its arrays."""
+    """Return for each member the first process that has all of its arrays, and writes them."""
     holders = [set(group.processes) for _ in range(size)]
     for leaf in jax.tree.leaves(parts):
         if getattr(leaf, "is_fully_addressable", True):
             continue  # every process has one
         here: list[set[int]] = [set() for _ in range(size)]
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            # A device that has but a part of a member's array cannot write it.
             if all(i.indices(n) == (0, n, 1) for i, n in zip(index[1:], leaf.shape[1:], strict=True)):
                 for i in range(*index[0].indices(size)):
                     here[i].add(device.process_index)
@@ -251,7 +256,7 @@ def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
 
 
 def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
-    """The arrays of some members that this process has, as they are stored."""
+    """Return the arrays of some members that this process has, as they are stored."""
     if getattr(leaf, "is_fully_addressable", True):
         array = _to_stored(leaf)
         return {i: array[i] for i in members}
@@ -267,7 +272,7 @@ def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
 
 
 def members_of(tree: Any, size: int) -> list[int]:
-    """The members of which this process needs the arrays, to make a tree like this one."""
+    """Return the members whose arrays this process needs to make a tree like this one."""
     needed: set[int] = set()
     for leaf in jax.tree.leaves(tree):
         if not _is_spread(leaf):
@@ -278,7 +283,7 @@ def members_of(tree: Any, size: int) -> list[int]:
 
 
 def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) -> jax.Array:
-    """The stacked array of some members, sharded as `like`, whose further members are the last again and again."""
+    """Return the stacked array of members, sharded as `like`; beyond `size` the last member is repeated, as padding."""
 
     def stacked(places: Any) -> np.ndarray:
         return np.stack([rows[min(i, size - 1)] for i in range(*places.indices(like.shape[0]))])
@@ -297,7 +302,7 @@ def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) ->
 
 
 def as_saved(data: Any, dtype: str) -> jax.Array:
-    """Keys, where the array held keys."""
+    """Return stored data as an array, of keys where it held keys."""
     if not dtype.startswith("key<"):
         return jnp.asarray(data)
     return jax.random.wrap_key_data(jnp.asarray(data), impl=dtype.removeprefix("key<").removesuffix(">"))
@@ -309,7 +314,7 @@ def _is_spread(leaf: Any) -> bool:
 
 
 def _home(manifest: Mapping[str, Any], i: int) -> str:
-    """The directory of a member's arrays."""
+    """Return the directory of a member's arrays."""
     return f"arrays/{manifest['owners'][i]}"
 
 
@@ -327,7 +332,7 @@ def _sync_all(directory: Path) -> None:
 
 
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
-    """Path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
+    """Return path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
@@ -342,7 +347,7 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
 
 
 def _check_replaceable(api: str, path: Path) -> None:
-    """Refuse to replace anything but what `write` wrote."""
+    """Raise if `path` is something that `write` did not write, or holds files that it did not write."""
     if not path.exists():
         return
     manifest = _manifest(path)
@@ -359,6 +364,7 @@ def _check_replaceable(api: str, path: Path) -> None:
 
 def _replace(new: Path, path: Path) -> None:
     """Put the directory `new` where `path` is. Between the two renames `path` is absent, but never half written."""
+    # A directory that is not empty cannot be replaced by a single rename.
     old = new.with_suffix(".replaced")
     if not path.exists():
         new.rename(path)
@@ -374,7 +380,7 @@ def _replace(new: Path, path: Path) -> None:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """What the checkpoint at `path` says of itself, or None where that is no checkpoint."""
+    """Return the manifest of the checkpoint at `path`, or None if there is no checkpoint."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
     except (OSError, ValueError):
