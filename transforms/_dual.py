@@ -121,6 +121,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
             filled = [next(primals if _is_dual(x) else others) for x in leaves]
             owner, args, kwargs = jax.tree.unflatten(structure, filled)
             out, out_structure = jax.tree.flatten(split_tree(function(owner, *args, **kwargs)))
+            # Only arrays have tangents; all else goes around JAX as the auxiliary output, under its position.
             arrays = {i: jnp.asarray(x) for i, x in enumerate(out) if _is_array(x)}
             return arrays, (out_structure, {i: x for i, x in enumerate(out) if i not in arrays})
 

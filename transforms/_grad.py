@@ -144,6 +144,7 @@ def _value_and_grad(
     def both(*args: Any, **kwargs: Any) -> Any:
         call = Call(api, fun, positions, has_aux, args, kwargs, holomorphic=holomorphic, filters=filters)
         call.check_floating(allow_int=allow_int)
+        # `rest` carries the auxiliary output and the state of models through JAX; `finish` writes the state back.
         out, vjp, rest = jax.vjp(call, *call.primals, has_aux=True)
         if holomorphic:
             check_complex(api, out)
@@ -162,6 +163,7 @@ def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
         who = f"{api}: without a cotangent, fun"
         return scalar_seed(who, out, f"{cure}returns a pair (output, aux)", "complex" if holomorphic else "real")
+    # An output without arrays has no derivative, whatever the cotangent: `check_output` raises.
     if _is_number(cotangent) or not jax.tree.leaves(out):
         check_output(api, out)
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
@@ -205,6 +207,7 @@ def scalar_seed(who: str, out: Any, cure: str, kind: str = "real") -> Any:
     return lax.full_like(out, 1)
 
 
+# NumPy's scalars have a dtype, so that they count as arrays: `np.float64` is a float as well.
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float, complex)) and not isinstance(x, (bool, np.generic))
 

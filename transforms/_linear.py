@@ -93,6 +93,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     call.check_arrays()
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
+    # Only the types of primals and outputs are kept, to check cotangents by: the arrays are free to be deleted.
     gradients = Pullback(pull, call.form.outline(), HashablePytree.of(jax.tree.map(jax.typeof, out)))
     return (out, gradients, aux) if has_aux else (out, gradients)
 

@@ -20,7 +20,7 @@ from ._core.axes import (
     mapped_size,
 )
 from ._core.memory import check_budget, chunk_within
-from ._models.mutation import call_with_models, changes
+from ._models.mutation import EVALUATION_MODE, call_with_models, refuse_changes
 from ._models.split_model import (
     SplitModel,
     bound_model,
@@ -132,13 +132,15 @@ def vmap_of(
             f"{api}: {'chunk_size' if budget is None else 'memory_budget'} and axis_name exclude each other, since a "
             "collective would see the slices of one chunk only; leave one of them out."
         )
-    owner, function = bound_model(fun)
-    if is_members(fun) and axis_size not in (None, len(owner)):
-        raise ValueError(
-            f"{api}: axis_size={axis_size}, but the ensemble has {len(owner)} members; leave axis_size out."
-        )
     # A model that is `fun` is one more argument, the owner: its arrays are shared, those of an ensemble mapped.
-    owner_axis = 0 if is_members(fun) else None
+    owner, function = bound_model(fun)
+    owner_axis, expected, given_by = None, axis_size, "axis_size"
+    if is_members(fun):
+        owner_axis, expected, given_by = 0, len(owner), "the number of members"
+        if axis_size not in (None, expected):
+            raise ValueError(
+                f"{api}: axis_size={axis_size}, but the ensemble has {expected} members; leave axis_size out."
+            )
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -148,18 +150,10 @@ def vmap_of(
                 len(model)  # refuses an ensemble whose axis 0 is not its members
         _check_model_axes(api, fun, args, argument_axes)
         refuse_shared_state(api, fun, owner, args, kwargs)
-        size = mapped_size(
-            api,
-            fun,
-            args,
-            kwargs,
-            argument_axes,
-            keyword_axis,
-            axis_size if owner_axis is None else len(owner),
-            "axis_size" if owner_axis is None else "the number of members",
-        )
+        size = mapped_size(api, fun, args, kwargs, argument_axes, keyword_axis, expected, given_by)
         axes = (owner_axis, argument_axes, keyword_axis)
         leaves, treedef = jax.tree.flatten(_split_models((owner, args, kwargs)))
+        # Explicit sharding is part of an array's type, and JAX maps arrays of one type of axis only.
         leaves, parts = divided_alike(leaves, broadcast_axes(axes, jax.tree.unflatten(treedef, leaves)))
         arrays = jax.tree.unflatten(treedef, leaves)
 
@@ -234,14 +228,10 @@ def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: A
 
     arguments = jax.tree.map(take_members, axes, arrays, is_leaf=lambda x: x is None)
     out, models = call_with_models(function, arguments)
-    returned = models_of(out)
-    for model, lost in zip(models, changes(function, arguments, models, returned), strict=True):
-        if lost:
-            raise ValueError(
-                f"{api}: the mapped function changes the state of {type(model).__name__} (`{lost[0]}`), which would "
-                "be lost; return the model as well, or map its evaluation mode: nnx.view(model, "
-                "use_running_average=True) for BatchNorm, deterministic=True for dropout."
-            )
+    # There is one model after the map: what each slice has done to it would be lost, unless it is an output.
+    remedy = f"which would be lost; return the model as well, or map its {EVALUATION_MODE}"
+    refuse_changes(f"{api}: the mapped function", function, arguments, models, remedy, models_of(out))
+    # `call_with_models` returns models in the order of their splits: so each member's split finds its model.
     befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 

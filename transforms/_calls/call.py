@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
-from .._models.mutation import call_with_models, changes, check_structure, passing_through, update
+from .._models.mutation import (
+    EVALUATION_MODE,
+    call_with_models,
+    check_structure,
+    passing_through,
+    refuse_changes,
+    update,
+)
 from .._models.split_model import (
     SplitModel,
     bound_model,
@@ -69,6 +76,7 @@ class Call:
         self.holomorphic = holomorphic
         self._owner, self._function = bound_model(fun)
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
+        # Before models are split one by one: a variable that two of them share would be two arrays.
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
         split_by = dict(zip(self.selected, map((filters or {}).get, argnums), strict=True))
@@ -102,12 +110,15 @@ class Call:
         for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
-                if isinstance(leaf, int) and constant:
+                if isinstance(leaf, int) and constant:  # a Python int or bool, which has no dtype
                     continue
                 if dtype is None or not any(jnp.issubdtype(dtype, one) for one in (kind, *constant)):
-                    split_up = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-                    cure = "give its real and imaginary parts, as arguments of their own" if split_up else "convert it"
-                    if split_up and self.holomorphic is False:
+                    # A function that is not holomorphic has no complex derivative, but one by each part.
+                    is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+                    cure = (
+                        "give its real and imaginary parts, as arguments of their own" if is_complex else "convert it"
+                    )
+                    if is_complex and self.holomorphic is False:
                         cure += ", pass holomorphic=True if fun is holomorphic"
                     raise TypeError(
                         f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
@@ -170,13 +181,9 @@ class Call:
             filled[i] = value
         before = (self._owner_parts, tuple(filled), kwargs)
         out, left = call_with_models(self._function, before)
-        for model, lost in zip(left, changes(self._function, before, left), strict=True):
-            if lost:
-                raise ValueError(
-                    f"{self._api}: fun changes the state of {type(model).__name__} (`{lost[0]}`), of which there is "
-                    "one for all examples; use its evaluation mode: nnx.view(model, use_running_average=True) for "
-                    "BatchNorm, deterministic=True for dropout; call nnx.RNN with initial_carry=."
-                )
+        # This is called for one example of many: no single one of their states could be written back.
+        remedy = f"of which there is one for all examples; use its {EVALUATION_MODE}; call nnx.RNN with initial_carry="
+        refuse_changes(f"{self._api}: fun", self._function, before, left, remedy)
         return pair_of(self._api, out) if self._has_aux else (out, None)
 
     def finish(self, rest: Any) -> Any:

@@ -98,7 +98,8 @@ def with_automatic(
       axes: the axes of the mesh. An array that `function` closes over must not know them.
       place: from the result to partition specs over these axes, one for each of its arrays.
     """
-    leaves, join = separate_arrays(jax.tree.map(_as_array, split_tree(arguments)))
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, split_tree(arguments))
+    leaves, join = separate_arrays(arrays)
     mesh = next(jax.typeof(x).sharding.mesh for x in leaves if set(axes) & set(axis_names(explicit_spec(x))))
     found: list[Any] = []
 
@@ -127,16 +128,11 @@ def with_automatic(
     if not found[1]:
         return found[0]([])
     shardings = [NamedSharding(mesh, spec) for spec in found[1]]
-    arrays = jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves)
-    return found[0](arrays)
+    return found[0](jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves))
 
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
-
-
-def _as_array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _merged(kind: Any, spec: PartitionSpec) -> PartitionSpec:

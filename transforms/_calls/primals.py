@@ -39,6 +39,7 @@ class Primals:
 
     def outline(self) -> Primals:
         """Return these primals with shapes in place of what is differentiated, to keep no array alive for its form."""
+        # Looked up now: the outline outlives the call, and must not keep its arguments alive through a function.
         names = tuple(self._name(i) for i in range(len(self._trees)))
         shapes = jax.tree.map(jax.typeof, self.values)
         return Primals(self._api, names.__getitem__, tuple(map(with_trainable, self._trees, shapes)), self._integers)
@@ -99,6 +100,7 @@ class Primals:
             # The tangent space of integers and booleans is empty, which JAX writes as zeros of dtype float0.
             expected = dtype if jnp.issubdtype(dtype, jnp.inexact) else jax.dtypes.float0
             number = (int, float, complex) if jnp.issubdtype(dtype, jnp.complexfloating) else (int, float)
+            # A Python number is a tangent of any dtype for a 0-d array, as it is an operand of any dtype in JAX.
             weak = isinstance(tangent, number) and jnp.shape(leaf) == ()
             if expected == jax.dtypes.float0 and found != expected:
                 raise TypeError(
@@ -115,6 +117,7 @@ class Primals:
         return jax.tree.map_with_path(check, value, primal)
 
 
+# Static data has to be comparable: names instead of the function that finds them.
 def _flatten(primals: Primals) -> tuple[list[Any], Any]:
     arrays, rest = HashablePytree.separate(primals._trees)
     names = tuple(primals._name(i) for i in range(len(primals._trees)))

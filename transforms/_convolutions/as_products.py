@@ -38,11 +38,15 @@ def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     It is for functions that are not differentiated any more: custom derivative rules are lost.
     """
+    return run_by(_run, fun)
+
+
+def run_by(run: Callable[..., list[Any]], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that traces `fun` and evaluates its program by `run(jaxpr, consts, args)`."""
 
     def rewritten(*args: Any) -> Any:
         closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-        values = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), values)
+        return jax.tree.unflatten(jax.tree.structure(out), run(closed.jaxpr, closed.consts, jax.tree.leaves(args)))
 
     return rewritten
 
@@ -373,22 +377,17 @@ def _interleaved(parts: list[jax.Array], axis: int, stride: int, length: int) ->
     return reduce(jnp.add, [_placed(x, axis, i, stride, length, 1) for i, x in enumerate(parts)])
 
 
-def _least(dtype: Any) -> Any:
+def _range(dtype: Any) -> tuple[Any, Any]:
+    """Return the least and the greatest value of a dtype."""
     if jnp.issubdtype(dtype, jnp.bool_):
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _greatest(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+        return False, True
+    return (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.floating) else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
 
 
 _PRODUCTS_AND_SLICES: dict[str, Callable[..., Any]] = {
     "conv_general_dilated": convolved,
-    "reduce_window_max": partial(_pool, combine=lax.max, empty=_least),
-    "reduce_window_min": partial(_pool, combine=lax.min, empty=_greatest),
+    "reduce_window_max": partial(_pool, combine=lax.max, empty=lambda dtype: _range(dtype)[0]),
+    "reduce_window_min": partial(_pool, combine=lax.min, empty=lambda dtype: _range(dtype)[1]),
     "reduce_window_sum": partial(_pool, combine=lax.add, empty=lambda _: 0),
     "select_and_scatter_add": _scatter,
 }

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from .._core.jaxpr import at_source, bodies, evaluate, interpret
-from .as_products import WITH_BODIES, convolved, has_convolution, plain, with_bodies
+from .as_products import WITH_BODIES, convolved, has_convolution, plain, run_by, with_bodies
 
 
 def with_scannable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,13 +24,7 @@ def with_scannable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.
     """
-
-    def rewritten(*args: Any) -> Any:
-        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-        values = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), _visit)
-        return jax.tree.unflatten(jax.tree.structure(out), values)
-
-    return rewritten
+    return run_by(partial(interpret, visit=_visit), fun)
 
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -57,6 +51,7 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     half = jnp.issubdtype(lhs.dtype, jnp.floating) and jnp.finfo(lhs.dtype).bits < 32
     by_xla = partial(eqn.primitive.bind, **eqn.params)
 
+    # Without barriers against common subexpressions, as JAX advises for the body of a scan, where they only cost time.
     @partial(jax.checkpoint, prevent_cse=False)
     def as_products(lhs: Any, rhs: Any) -> Any:
         operands = (x.astype(jnp.float32) if half else x for x in (lhs, rhs))

@@ -5,29 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer, eval_context
+from jax.core import Tracer as Tracer
+from jax.core import eval_context
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, default_registry
-
-__all__ = [
-    "PERMUTES_AS_MESH",
-    "Jitted",
-    "NeedsValues",
-    "Tracer",
-    "devices_of",
-    "forget_cache",
-    "inside_a_transform",
-    "loaded",
-    "lowered_for",
-    "node",
-    "one_of",
-    "scan_counts",
-    "serialized",
-    "transforms_around",
-    "varying",
-    "varying_axes",
-]
 
 # The class of functions under `jax.jit`, which has no public name.
 Jitted: Any = type(jax.jit(len))

@@ -118,16 +118,16 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
       UserWarning: what is computed is part of a larger program that maps, repeats or differentiates it, whose
         temporaries are not known here.
     """
-    needs: dict[int, int] = {}
-    around: list[str] = []
+    found: dict[int, tuple[int, list[str]]] = {}
 
     def need(chunk: int) -> int:
-        needs[chunk], around[:] = temporaries(partial(compute, chunk))
-        return needs[chunk]
+        found[chunk] = temporaries(partial(compute, chunk))
+        return found[chunk][0]
 
     chunk = largest_chunk(api, need, size, budget)
+    needed, around = found[chunk]
     if around:
-        need_of_part = in_words(needs[chunk]) if needs[chunk] else "nothing beside arguments and results"
+        need_of_part = in_words(needed) if needed else "nothing beside arguments and results"
         warnings.warn(
             f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
             f"{need_of_part}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "

@@ -33,6 +33,7 @@ def differentiated(tree: Any, integers: bool = False) -> Any:
     """
 
     def keep(x: Any) -> Any:
+        # Numbers in a module are configuration; elsewhere they are arguments, which JAX takes for 0-d arrays.
         if is_equinox(x):
             return jax.tree.map(lambda leaf: leaf if isinstance(leaf, _ARRAYS) and _is_inexact(leaf) else None, x)
         number = isinstance(x, (bool, int, float, complex))

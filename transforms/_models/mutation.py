@@ -26,6 +26,11 @@ from .split_model import (
     with_splits,
 )
 
+# The remedy for state that a transform could not keep.
+EVALUATION_MODE = (
+    "evaluation mode: nnx.view(model, use_running_average=True) for BatchNorm, deterministic=True for dropout"
+)
+
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
     """Return `function(owner, *args, **kwargs)`, and the models merged for it, in the order in which they were split.
@@ -171,6 +176,20 @@ def changes(
         kept = passing_through(function, arguments)
         found = [[path for path in paths if path not in same] for paths, same in zip(found, kept, strict=True)]
     return found
+
+
+def refuse_changes(
+    who: str,
+    function: Callable[..., Any],
+    arguments: Any,
+    models: list[Any],
+    remedy: str,
+    returned: Sequence[Any] = (),
+) -> None:
+    """Raise if a call has changed the state of one of its models, but for those that it has `returned`."""
+    for model, paths in zip(models, changes(function, arguments, models, returned), strict=True):
+        if paths:
+            raise ValueError(f"{who} changes the state of {type(model).__name__} (`{paths[0]}`), {remedy}.")
 
 
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:

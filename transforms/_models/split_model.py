@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial, reduce
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
 from operator import getitem
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,16 +118,12 @@ class ModuleStructure:
       trains: which variables train, as a filter of NNX; None for `nnx.Param`.
     """
 
-    __slots__ = ("_hash", "_key", "_paths", "graphdef", "trains")
-
     def __init__(
         self, graphdef: nnx.GraphDef[Any], paths: Sequence[tuple[tuple[Any, ...], bool]], trains: Any = None
     ) -> None:
         self.graphdef = graphdef
         self._paths = paths
         self.trains = trains
-        self._key: nnx.GraphDef[Any] | None = None
-        self._hash: int | None = None
 
     def merge(self, trainable: Any, rest: Any) -> Any:
         """Return the module with these arrays."""
@@ -155,34 +151,33 @@ class ModuleStructure:
         return ModuleStructure, (self.graphdef, self._paths, self.trains)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, ModuleStructure) and self._comparable() == other._comparable())
+        return self is other or (isinstance(other, ModuleStructure) and self._key == other._key)
 
     def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash(self._comparable())
         return self._hash
 
-    def _comparable(self) -> nnx.GraphDef[Any]:
-        if self._key is None:
-            attributes = [(name, _attribute_by_value(attribute)) for name, attribute in self.graphdef.attributes]
-            self._key = replace(self.graphdef, attributes=attributes)
-        return self._key
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> nnx.GraphDef[Any]:
+        # Python compares partials by identity, so that two models built alike would differ.
+        def compared(attribute: Any) -> Any:
+            value = getattr(attribute, "value", None)
+            return replace(attribute, value=by_value(value)) if isinstance(value, (tuple, partial)) else attribute
+
+        attributes = [(name, compared(attribute)) for name, attribute in self.graphdef.attributes]
+        return replace(self.graphdef, attributes=attributes)
 
 
-def _attribute_by_value(attribute: Any) -> Any:
-    value = getattr(attribute, "value", None)
-    return replace(attribute, value=by_value(value)) if isinstance(value, (tuple, partial)) else attribute
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class SplitModel:
     """A model as a pytree of its arrays, with a static structure."""
 
-    __slots__ = ("rest", "structure", "trainable")
-
-    def __init__(self, structure: Structure, trainable: Any, rest: Any) -> None:
-        self.structure = structure
-        self.trainable = trainable
-        self.rest = rest
+    structure: Structure
+    trainable: Any
+    rest: Any
 
     def merge(self) -> Any:
         """Return the model with these arrays."""
@@ -220,6 +215,7 @@ def split(model: Any, trains: Any = None) -> SplitModel:
     # Pure: a `State` would hold the module's own variables, and a copy made from it would change with the original.
     parts: Any = nnx.split(model, nnx.Param if trains is None else trains, ...)
     graphdef, trainable, rest = parts
+    # In the order of the leaves of `graphdef`, in which `merge` has to give them back.
     paths = sorted(
         (path, trains) for state, trains in ((trainable, True), (rest, False)) for path, _ in nnx.to_flat_state(state)
     )
@@ -283,6 +279,7 @@ def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
         return owner, function
     transform = transform_of(fun)
     owner = bound_model(transform[0])[0] if transform else None
+    # The model is inside a transform or partial: that is made anew around the model which a call merges.
     if owner is not None:
         return owner, lambda owner, /, *args, **kwargs: _with_owner(fun, owner)(*args, **kwargs)
     return None, lambda _, /, *args, **kwargs: fun(*args, **kwargs)
@@ -324,7 +321,7 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
             if isinstance(node, nnx.Variable):
                 place = i, dotted(path)
                 first = places.setdefault(id(node), place)
-                if first[0] != i:
+                if first[0] != i:  # shared within one module it stays shared, since that is split as a whole
                     return first, place
     return None
 

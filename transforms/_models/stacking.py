@@ -67,6 +67,7 @@ class Stacking:
                 f"{whose} is a {type(other_model).__name__}, but {self.noun} 0 is a {type(model).__name__}; stack "
                 "models of one class."
             )
+        # Arrays before configuration: one that is missing changes the configuration too, but its path says more.
         expected, found = ({path: outline(x) for path, x in each.arrays().items()} for each in (parts, other_parts))
         for path in [*expected, *found]:
             if expected.get(path) != found.get(path):
@@ -134,6 +135,7 @@ def _configuration(model: Any, other: Any) -> tuple[str, bool]:
             return f"{place} is a {type(counterpart).__name__}, but there a {type(node).__name__}", False
         ours, theirs = (x.get_metadata() if isinstance(x, nnx.Variable) else vars(x) for x in (node, counterpart))
         for name, value in ours.items():
+            # NNX's own bookkeeping, and arrays and modules, which are compared elsewhere.
             if name.startswith("_pytree__") or nnx.is_data(value) or by_value(value) == by_value(theirs.get(name)):
                 continue
             return _difference(f"{name} of {place}", theirs.get(name), value)
@@ -145,6 +147,7 @@ def _of_variables(variables: Any, other: Any) -> tuple[str, bool]:
     if _same_structure(variables, other):
         both = zip(jax.tree.leaves_with_path(variables), jax.tree.leaves(other), strict=True)
         for (path, value), theirs in both:
+            # By type and value: `HashablePytree.of` tells 1 from 1.0 and True, which are equal.
             if not HashablePytree.is_array(value) and HashablePytree.of(theirs) != HashablePytree.of(value):
                 return _difference(f"`{dotted(path)}`", theirs, value)
     return "their variables are in other containers, have other static fields, or train in other places", False

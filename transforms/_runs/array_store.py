@@ -25,7 +25,7 @@ def put(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
             create=True,
             dtype=ts.dtype(array.dtype),
             shape=array.shape,
-            chunk_layout=ts.ChunkLayout(chunk_shape=array.shape),
+            chunk_layout=ts.ChunkLayout(chunk_shape=array.shape),  # one chunk: no array is ever read in part
             context=context,
             transaction=transaction,
         )

@@ -118,7 +118,8 @@ class Checkpoint:
             for part in order:
                 for j, array in enumerate(entries[part]):
                     if 0 not in array["stored"]:
-                        wanted.setdefault(self.path / _home(self.manifest, i), []).append(_name(i, part, j))
+                        home = self.path / f"arrays/{self.manifest['owners'][i]}"
+                        wanted.setdefault(home, []).append(_name(i, part, j))
         read: dict[str, np.ndarray] = {}
         try:
             for directory, names in wanted.items():
@@ -198,16 +199,17 @@ def write(
                     _name(i, p, j): a[i] for p in stored for j, a in enumerate(stored[p]) for i in mine if a[i].size
                 }
                 array_store.put(home, arrays)
-                _sync_all(home)
+                for file in [*home.rglob("*"), home]:
+                    sync(file)
             checksums = {p: {str(i): [zlib.crc32(a[i].tobytes()) for a in stored[p]] for i in mine} for p in stored}
-            return {"owners": owners, "checksums": checksums, "files": _sizes(unfinished, home)}
+            files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.rglob("*") if f.is_file()}
+            return {"owners": owners, "checksums": checksums, "files": files}
 
         def finish() -> None:
             if not group.is_first:
                 return
             manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
-            manifest["arrays"] = outlines
-            manifest["owners"] = written[0]["owners"]
+            manifest |= {"arrays": outlines, "owners": written[0]["owners"]}
             by_member = {p: {i: c for w in written for i, c in w["checksums"][p].items()} for p in parts}
             manifest["checksums"] = {p: [by_member[p][str(i)] for i in range(size)] for p in parts}
             manifest["files"] = {name: n for w in written for name, n in w["files"].items()}
@@ -257,11 +259,11 @@ def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
 
 def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
     """Return the arrays of some members that this process has, as they are stored."""
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
     if getattr(leaf, "is_fully_addressable", True):
-        array = _to_stored(leaf)
+        array = np.asarray(leaf)
         return {i: array[i] for i in members}
     rows: dict[int, np.ndarray] = {}
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
     for shard in leaf.addressable_shards:
         if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True)):
             held = range(*shard.index[0].indices(leaf.shape[0]))
@@ -297,8 +299,7 @@ def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) ->
         members, *others = index
         return stacked(members)[(slice(None), *others)]
 
-    data = jax.make_array_from_callback(shape, like.sharding, of_shard)
-    return as_saved(data, dtype)
+    return as_saved(jax.make_array_from_callback(shape, like.sharding, of_shard), dtype)
 
 
 def as_saved(data: Any, dtype: str) -> jax.Array:
@@ -313,22 +314,8 @@ def _is_spread(leaf: Any) -> bool:
     return sharding is not None and len(sharding.device_set) > 1
 
 
-def _home(manifest: Mapping[str, Any], i: int) -> str:
-    """Return the directory of a member's arrays."""
-    return f"arrays/{manifest['owners'][i]}"
-
-
 def _name(i: int, part: str, j: int) -> str:
     return f"members.{i:06d}.{part}.{j:04d}"
-
-
-def _sizes(root: Path, directory: Path) -> dict[str, int]:
-    return {f.relative_to(root).as_posix(): f.stat().st_size for f in directory.rglob("*") if f.is_file()}
-
-
-def _sync_all(directory: Path) -> None:
-    for file in [*directory.rglob("*"), directory]:
-        sync(file)
 
 
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
@@ -339,9 +326,11 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
         shape = leaf.shape[1:] if drop_axis else leaf.shape
         # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
         named = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}
+        # Keys are stored as their data, of which the dtype does not tell the implementation: its name does.
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        dtype = f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>" if is_key(leaf) else str(leaf.dtype)
         stored = data.shape[1:] if drop_axis else data.shape
-        return {**named, "dtype": _dtype_name(leaf.dtype), "stored": list(stored), "stored_dtype": str(data.dtype)}
+        return {**named, "dtype": dtype, "stored": list(stored), "stored_dtype": str(data.dtype)}
 
     return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
@@ -390,16 +379,6 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 def _say(entry: dict[str, Any] | None) -> str:
     return "nothing" if entry is None else f"shape {tuple(entry['shape'])} and dtype {entry['dtype']}"
-
-
-def _dtype_name(dtype: Any) -> str:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return f"key<{jax.random.key_impl(jnp.empty((), dtype))}>"
-    return str(dtype)
-
-
-def _to_stored(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:

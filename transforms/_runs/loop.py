@@ -6,8 +6,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
@@ -65,7 +66,7 @@ def run(
     saved = step
     waiting: deque[tuple[int, Metrics]] = deque()
     with (
-        Interrupt(interruptible) as interrupt,
+        _on_interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
     ):
         # JAX returns before a step is computed. Waiting for the oldest of several, not for the newest, keeps the device
@@ -104,33 +105,27 @@ def run(
     return state, step, interrupt.requested
 
 
-class Interrupt:
-    """A context in which, if wanted, Ctrl-C sets `requested`; a second one raises `KeyboardInterrupt`.
+@contextmanager
+def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
+    """Yield an object whose `requested` Ctrl-C sets, if `wanted`; a second Ctrl-C raises `KeyboardInterrupt`."""
+    # No `threading.Event`: setting one takes a lock, at which a second signal inside the handler would wait for ever.
+    interrupt = SimpleNamespace(requested=False)
 
-    Signals reach the main thread only, and a program's own handler stays in place.
-    """
-
-    def __init__(self, wanted: bool = True) -> None:
-        self.requested = False
-        self._wanted = wanted
-        self._installed = False
-
-    def __enter__(self) -> Interrupt:
-        # Python lets only the main thread set a handler.
-        main = threading.current_thread() is threading.main_thread()
-        if self._wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interrupt.requested:
             signal.default_int_handler(number, frame)
-        self.requested = True
+        interrupt.requested = True
+
+    # Python lets only the main thread set a handler, and a program's own handler stays in place.
+    main = threading.current_thread() is threading.main_thread()
+    if not (wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield interrupt
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
@@ -154,12 +149,10 @@ def skip(api: str, source: Iterator[Any], count: int) -> None:
 
 def total_steps(batches: Any, steps: int | None) -> int | None:
     """Return how many steps there will be, if known."""
-    try:
-        length = len(batches)
-    except TypeError:  # an iterator, or batches without end
-        length = None
-    known = [count for count in (steps, length) if count is not None]
-    return min(known) if known else None
+    known = [] if steps is None else [steps]
+    with suppress(TypeError):  # an iterator, or batches without end
+        known.append(len(batches))
+    return min(known, default=None)
 
 
 def check_options(
