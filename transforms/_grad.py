@@ -167,13 +167,16 @@ def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
     if _is_number(cotangent) or not jax.tree.leaves(out):
         check_output(api, out)
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
-    if _structure(cotangent) != _structure(out):
+    expected: Any = jax.tree.structure(out)
+    found: Any = jax.tree.structure(cotangent)
+    if found != expected:
         raise ValueError(
-            f"{api}: cotangent has the structure {_structure(cotangent)}, but the output has {_structure(out)}; "
-            "give one array for each output."
+            f"{api}: cotangent has the structure {found}, but the output has {expected}; give one array for each "
+            "output."
         )
 
     def match(path: Any, seed: Any, leaf: Any) -> Any:
+        """Return the cotangent of one output, checked against it."""
         place = leaf_name("output", path)
         if _is_number(seed):
             check_output(api, leaf, place)
@@ -226,14 +229,13 @@ def _broadcast(api: str, place: str, number: complex, leaf: Any) -> Any:
 
 
 def _is_leaf(out: Any) -> bool:
-    return _structure(out) == _structure(0)
-
-
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree)
+    # Not `treedef_is_leaf`, which counts nodes: `None` and `()` are one node too.
+    structure: Any = jax.tree.structure(out)
+    return structure == jax.tree.structure(0)
 
 
 def _outline(out: Any) -> str:
+    """Return a short description of an output for an error."""
     if not _is_leaf(out):
-        return f"a pytree {_structure(out)}"
+        return f"a pytree {jax.tree.structure(out)}"
     return f"an array of shape {jnp.shape(out)} and dtype {jnp.result_type(out)}"

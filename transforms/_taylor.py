@@ -15,7 +15,7 @@ from jax.lax import GatherScatterMode
 from ._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
 from ._core.compat import NeedsValues
 from ._core.jaxpr import evaluate, interpret
-from ._models.mutation import EVALUATION_MODE, call_with_models, refuse_changes
+from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
@@ -95,8 +95,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
         def of_first(x: Any) -> Any:
             arguments = (owner_parts, (x, *rest_parts), kwarg_parts)
             out, models = call_with_models(function, arguments)
-            remedy = f"which would be lost; use its {EVALUATION_MODE}"
-            refuse_changes("derivative: fun", function, arguments, models, remedy)
+            refuse_changes("derivative: fun", function, arguments, models, "which would be lost; use")
             _check_floating("output", out)
             return out
 

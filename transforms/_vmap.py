@@ -20,7 +20,7 @@ from ._core.axes import (
     mapped_size,
 )
 from ._core.memory import check_budget, chunk_within
-from ._models.mutation import EVALUATION_MODE, call_with_models, refuse_changes
+from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import (
     SplitModel,
     bound_model,
@@ -213,30 +213,25 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
 
 def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
     """Evaluate `function` on one slice: models are merged for it, and those that it returns are split."""
+    leaves, treedef = jax.tree.flatten(arrays, is_leaf=_is_stacked)
     ensembles: list[tuple[Any, SplitModel]] = []
-
-    def take_members(axis: Any, subtree: Any) -> Any:
-        def take_member(x: Any) -> Any:
-            if not is_members(x):
-                return x
-            if axis is None:
-                return split(x)
-            ensembles.append((x, split(x.__plurax_member__())))
-            return ensembles[-1][1]
-
-        return jax.tree.map(take_member, subtree, is_leaf=_is_stacked)
-
-    arguments = jax.tree.map(take_members, axes, arrays, is_leaf=lambda x: x is None)
+    for i, axis in enumerate(broadcast_axes(axes, arrays, is_leaf=_is_stacked)):
+        ensemble = leaves[i]
+        if is_members(ensemble):
+            leaves[i] = split(ensemble if axis is None else ensemble.__plurax_member__())
+            if axis is not None:
+                ensembles.append((ensemble, leaves[i]))
+    arguments = jax.tree.unflatten(treedef, leaves)
     out, models = call_with_models(function, arguments)
     # There is one model after the map: what each slice has done to it would be lost, unless it is an output.
-    remedy = f"which would be lost; return the model as well, or map its {EVALUATION_MODE}"
-    refuse_changes(f"{api}: the mapped function", function, arguments, models, remedy, models_of(out))
+    why = "which would be lost; return the model as well, or map"
+    refuse_changes(f"{api}: the mapped function", function, arguments, models, why, returned=models_of(out))
     # `call_with_models` returns models in the order of their splits: so each member's split finds its model.
     befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 
-    # A model of the structure of a member comes back as an ensemble, whether it is that member or a new model.
     def split_output(x: Any) -> Any:
+        """Return a model as an ensemble if it has the structure of a member, and otherwise split."""
         if not is_model(x):
             return x
         if is_members(x):

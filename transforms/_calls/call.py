@@ -9,14 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
-from .._models.mutation import (
-    EVALUATION_MODE,
-    call_with_models,
-    check_structure,
-    passing_through,
-    refuse_changes,
-    update,
-)
+from .._models.mutation import call_with_models, check_structure, passing_through, refuse_changes, update
 from .._models.split_model import (
     SplitModel,
     bound_model,
@@ -182,8 +175,8 @@ class Call:
         before = (self._owner_parts, tuple(filled), kwargs)
         out, left = call_with_models(self._function, before)
         # This is called for one example of many: no single one of their states could be written back.
-        remedy = f"of which there is one for all examples; use its {EVALUATION_MODE}; call nnx.RNN with initial_carry="
-        refuse_changes(f"{self._api}: fun", self._function, before, left, remedy)
+        why, more = "of which there is one for all examples; use", "; call nnx.RNN with initial_carry="
+        refuse_changes(f"{self._api}: fun", self._function, before, left, why, more)
         return pair_of(self._api, out) if self._has_aux else (out, None)
 
     def finish(self, rest: Any) -> Any:

@@ -44,6 +44,7 @@ def map_in_chunks(
     chunk_size = min(chunk_size, size)
 
     def evaluate(start: Any, length: int) -> Any:
+        """Return the output for `length` slices from `start` on."""
         slices = list(leaves)
         for i, axis in axes.items():
             array = leaves[i][...] if i in references else leaves[i]
@@ -85,10 +86,11 @@ def map_in_chunks(
         jnp.empty(_with_size(leaf.shape, axis, size), leaf.dtype, out_sharding=sharding)
         for leaf, axis, sharding in zip(out_leaves, positions, shardings, strict=True)
     ]
-    whole, remaining = divmod(size, chunk_size)
-    results, _ = lax.scan(step, results, jnp.arange(whole) * chunk_size)
+    # The last chunk has its own size: padding it would compute slices for nothing, and split random keys otherwise.
+    count, remaining = divmod(size, chunk_size)
+    results, _ = lax.scan(step, results, jnp.arange(count) * chunk_size)
     if remaining:
-        results = write(results, evaluate(whole * chunk_size, remaining), whole * chunk_size)
+        results = write(results, evaluate(count * chunk_size, remaining), count * chunk_size)
     # `jnp.empty` makes strong types, but `jax.vmap` keeps weak ones.
     results = [weak_like(result, leaf) for result, leaf in zip(results, out_leaves, strict=True)]
     return _fitted(jax.tree.unflatten(out_treedef, results))

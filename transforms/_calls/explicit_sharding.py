@@ -115,8 +115,8 @@ def with_automatic(
 
     undivided = NamedSharding(mesh, PartitionSpec())  # names the mesh, where none is set
     try:
-        # `auto_axes` wants the shardings of the result in advance. How it is divided over other explicit axes is told
-        # by its type only inside: so `run` is traced once for the types, and once more for the result.
+        # `auto_axes` wants the shardings of the result in advance, but how that is divided over other explicit axes
+        # shows only in its type inside: so `run` is traced once for the types, and once more for the result.
         jax.eval_shape(jax.sharding.auto_axes(run_for_types, axes=tuple(axes), out_sharding=undivided), leaves)
     except ValueError as error:
         if "should match the aval mesh" not in str(error):

@@ -95,6 +95,7 @@ class Primals:
         name, primal = self._name(i), self.values[i]
 
         def check(path: Any, tangent: Any, leaf: Any) -> Any:
+            """Return the tangent of one leaf, checked against it."""
             place = leaf_name(name, path)
             dtype, found = jnp.result_type(leaf), dtype_of(tangent)
             # The tangent space of integers and booleans is empty, which JAX writes as zeros of dtype float0.

@@ -45,7 +45,7 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     """Return a convolution whose derivatives are products: it is linear in each operand, so they are convolutions too.
 
-    Slices of the operand are taken again where they are needed: held, they would be as many copies as the window has
+    Slices of the operand are recomputed where they are needed: held, they would be as many copies as the window has
     positions. Half precision is added up in single, as XLA does.
     """
     half = jnp.issubdtype(lhs.dtype, jnp.floating) and jnp.finfo(lhs.dtype).bits < 32

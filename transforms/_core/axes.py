@@ -125,13 +125,15 @@ def mapped_size(
                     f"{api}: axis {first[2]} of argument `{name(*first[:2])}` has size {first[3]}, but axis {axis} of "
                     f"argument `{name(argument, path)}` has size {size}; map arrays of one size{or_shared}."
                 )
-    if first is None and axis_size is None:
+    if first is not None:
+        return first[3]
+    if axis_size is None:
         raise ValueError(
             f"{api}: nothing is mapped: "
             + ("every entry of in_axes is None" if jax.tree.leaves((args, kwargs)) else "the call has no array")
             + "; map at least one argument, or pass axis_size."
         )
-    return first[3] if first else axis_size
+    return axis_size
 
 
 def check_out_axes(api: str, out_axes: Axes, out: Any, fixed: Callable[[Any], bool]) -> None:

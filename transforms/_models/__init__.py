@@ -3,7 +3,7 @@
 JAX transforms functions of arrays, but a model is an object with state. So a transform splits each model before JAX
 sees it, merges it inside the traced function, and writes back afterwards what the function changed:
 
-- `split_model.py` says what a model is, splits it into a static structure, trainable arrays and other arrays
+- `split_model.py` defines what a model is, splits it into a static structure, trainable arrays and other arrays
   (`SplitModel`), merges it, and finds the model that a function is bound to (a method's `self`, a module itself);
 - `mutation.py` calls a function with merged models, finds out which of their arrays it changed (and which merely passed
   through it), raises where a change is not allowed, and writes the allowed ones into the user's models;

@@ -26,11 +26,6 @@ from .split_model import (
     with_splits,
 )
 
-# The remedy for state that a transform could not keep.
-EVALUATION_MODE = (
-    "evaluation mode: nnx.view(model, use_running_average=True) for BatchNorm, deterministic=True for dropout"
-)
-
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
     """Return `function(owner, *args, **kwargs)`, and the models merged for it, in the order in which they were split.
@@ -51,7 +46,7 @@ def call_purely(
       ValueError: the call changes the structure of a model, or assigns a trainable array (which it `may_assign` in
         modules).
     """
-    # Changes are told by dotted path, so that two arrays of one path would be taken for each other.
+    # Changes are identified by dotted path, so that two arrays of one path would be taken for each other.
     for parts_before in splits_of(arguments):
         names = [dotted(path[1:]) for path, _ in jax.tree.leaves_with_path((parts_before.trainable, parts_before.rest))]
         if len(set(names)) < len(names):
@@ -183,13 +178,20 @@ def refuse_changes(
     function: Callable[..., Any],
     arguments: Any,
     models: list[Any],
-    remedy: str,
+    why: str,
+    more: str = "",
     returned: Sequence[Any] = (),
 ) -> None:
-    """Raise if a call has changed the state of one of its models, but for those that it has `returned`."""
+    """Raise if a call has changed the state of one of its models, but for those that it has `returned`.
+
+    The error goes from `why` that is refused to the model's evaluation mode, and ends with what `more` there is to do.
+    """
     for model, paths in zip(models, changes(function, arguments, models, returned), strict=True):
         if paths:
-            raise ValueError(f"{who} changes the state of {type(model).__name__} (`{paths[0]}`), {remedy}.")
+            raise ValueError(
+                f"{who} changes the state of {type(model).__name__} (`{paths[0]}`), {why} its evaluation mode: "
+                f"nnx.view(model, use_running_average=True) for BatchNorm, deterministic=True for dropout{more}."
+            )
 
 
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
@@ -220,7 +222,7 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
     return [{path for j, path in kept if j == i} for i in range(len(before))]
 
 
-# The number of an input or operand, and the order in which its axes are found: transposed twice it is itself again.
+# The number of an input or operand, and the order of its axes: an array transposed twice is that input.
 _Source = tuple[int, tuple[int, ...]]
 
 

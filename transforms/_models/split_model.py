@@ -1,4 +1,4 @@
-"""Models, split into arrays and a static structure, and merged again.
+"""Models, split into arrays and a static structure, and merged from them.
 
 A model is a Flax NNX module, or an object that follows the small protocol `Model`. JAX sees a model as `SplitModel`: a
 static structure, the trainable arrays and the other arrays. Several models of one structure along axis 0 follow
@@ -106,6 +106,7 @@ def by_value(x: Any) -> Any:
     return value
 
 
+@dataclass(eq=False, repr=False)
 class ModuleStructure:
     """A `GraphDef` and the places of its arrays.
 
@@ -118,12 +119,9 @@ class ModuleStructure:
       trains: which variables train, as a filter of NNX; None for `nnx.Param`.
     """
 
-    def __init__(
-        self, graphdef: nnx.GraphDef[Any], paths: Sequence[tuple[tuple[Any, ...], bool]], trains: Any = None
-    ) -> None:
-        self.graphdef = graphdef
-        self._paths = paths
-        self.trains = trains
+    graphdef: nnx.GraphDef[Any]
+    paths: Sequence[tuple[tuple[Any, ...], bool]]
+    trains: Any = None
 
     def merge(self, trainable: Any, rest: Any) -> Any:
         """Return the module with these arrays."""
@@ -131,7 +129,7 @@ class ModuleStructure:
 
         # A list, since dicts of nested dicts do not say where a variable that holds a dict begins.
         return nnx.merge(
-            self.graphdef, [reduce(getitem, path, trainable if trains else rest) for path, trains in self._paths]
+            self.graphdef, [reduce(getitem, path, trainable if trains else rest) for path, trains in self.paths]
         )
 
     def gradient(self, trainable: Any, rest: Any) -> Any:
@@ -148,7 +146,7 @@ class ModuleStructure:
         return self  # it never changes, and functions in a copied `GraphDef` would no longer be equal
 
     def __reduce__(self) -> Any:
-        return ModuleStructure, (self.graphdef, self._paths, self.trains)
+        return ModuleStructure, (self.graphdef, self.paths, self.trains)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, ModuleStructure) and self._key == other._key)
@@ -162,6 +160,8 @@ class ModuleStructure:
 
     @cached_property
     def _key(self) -> nnx.GraphDef[Any]:
+        """The graph to compare by."""
+
         # Python compares partials by identity, so that two models built alike would differ.
         def compared(attribute: Any) -> Any:
             value = getattr(attribute, "value", None)

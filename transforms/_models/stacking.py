@@ -103,7 +103,7 @@ def strong(tree: Any) -> Any:
 
 
 def _same_structure(tree: Any, other: Any) -> bool:
-    structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(other)]
+    structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(other)]  # a `PyTreeDef` has no typed `==`
     return structures[0] == structures[1]
 
 

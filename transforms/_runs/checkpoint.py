@@ -190,6 +190,7 @@ def write(
                 unfinished.mkdir()
 
         def write_members() -> dict[str, Any]:
+            """Write the members that this process owns; return what the manifest needs of them."""
             owners = _owners(api, parts, size, group)
             mine = [i for i in range(size) if owners[i] == jax.process_index()]
             stored = {part: [_rows(leaf, mine) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
@@ -206,6 +207,7 @@ def write(
             return {"owners": owners, "checksums": checksums, "files": files}
 
         def finish() -> None:
+            """Write history and manifest in the first process, and rename the directory."""
             if not group.is_first:
                 return
             manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
