@@ -127,6 +127,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
 
         held = [x for x in leaves if not _is_dual(x)]
         call = Call("dual", of_primals, range(len(pairs)), True, tuple(x.primal for x in pairs), {"held": held})
+        # `Call` takes the primals of the pairs for arguments that are all differentiated, and checks the tangents.
         values, slopes, rest = jax.jvp(call, call.primals, call.tangents([x.tangent for x in pairs]), has_aux=True)
         out_structure, others = call.finish(rest)
         both = (

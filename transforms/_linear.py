@@ -49,7 +49,7 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
       (Array(9., dtype=float32, weak_type=True), Array(13., dtype=float32, weak_type=True))
     """
     call = all_of("jvp", fun, primals, has_aux)
-    call.check_arrays()
+    call.check_arrays()  # integers pass, unlike in `grad`: their tangents are zeros of dtype float0, as in JAX
     out, tangent, rest = jax.jvp(call, call.primals, call.tangents(tangents), has_aux=True)
     aux = call.finish(rest)
     return (out, tangent, aux) if has_aux else (out, tangent)

@@ -141,6 +141,7 @@ def vmap_of(
             raise ValueError(
                 f"{api}: axis_size={axis_size}, but the ensemble has {expected} members; leave axis_size out."
             )
+    # As by `jax.vmap`; but in_axes=None for an ensemble hands each member the same arguments, those by keyword too.
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -172,6 +173,7 @@ def vmap_of(
                 return map_parts_in_chunks(over_slices, arrays, axes, out_axes, size, parts, chunk)
             return map_in_chunks(over_slices, arrays, axes, out_axes, size, chunk)
 
+        # For a budget `in_chunks` is compiled with several chunks; the one that is taken was found to fit.
         return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
 
     def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _OF_JAX = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (jax, jaxlib))
+# Wherever this package is imported from: in a checkout it is in no installed package.
 _OWN = tuple(folder + os.sep for folder in sys.modules["plurax.transforms"].__path__)
 
 

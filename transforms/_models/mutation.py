@@ -228,6 +228,7 @@ _Source = tuple[int, tuple[int, ...]]
 
 def _sources(jaxpr: Any) -> list[_Source | None]:
     """Return for each output of `jaxpr` the input that it is, or None where it was computed."""
+    # By identity, since operands may be literals, which cannot be hashed.
     known = {id(variable): (i, _axes(variable)) for i, variable in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for variable, operands in zip(eqn.outvars, _operands_left(eqn), strict=True):
@@ -262,13 +263,10 @@ def _operands_left(eqn: Any) -> list[list[_Source | None]]:
         loop = params["jaxpr"] if name == "scan" else params["body_jaxpr"]
         shared = scan_counts(params)[0] if name == "scan" else params["body_nconsts"]
         before = 0 if name == "scan" else params["cond_nconsts"]
-        found = _sources(loop.jaxpr)
-        stays = [
-            x == (shared + k, _axes(out)) for k, (x, out) in enumerate(zip(found, loop.jaxpr.outvars, strict=True))
-        ]
+        inner = zip(_sources(loop.jaxpr), loop.jaxpr.outvars, eqn.outvars, strict=True)
         return [
-            [(before + shared + k, _axes(out)) if left else None]
-            for k, (left, out) in enumerate(zip(stays, eqn.outvars, strict=True))
+            [(before + shared + k, _axes(result)) if source == (shared + k, _axes(out)) else None]
+            for k, (source, out, result) in enumerate(inner)
         ]
     return [[None]] * len(eqn.outvars)
 
