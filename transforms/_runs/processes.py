@@ -78,8 +78,9 @@ class Group:
         for process, failure in zip(self.processes, failures, strict=True):
             if failure is not None:
                 # The first failure, the same in all processes, so that all do the same about it.
+                name, message = failure
                 mine = process == jax.process_index()
-                raise error if error is not None and mine else _error(*failure, process)
+                raise error if error is not None and mine else _error(name, message, process)
         return result  # type: ignore[return-value]  # nobody has failed, so it has one
 
     def _gather_row(self, row: np.ndarray) -> np.ndarray:
