@@ -160,7 +160,7 @@ class ModuleStructure:
 
     @cached_property
     def _key(self) -> nnx.GraphDef[Any]:
-        """The graph to compare by."""
+        """Return the graph to compare by."""
 
         # Python compares partials by identity, so that two models built alike would differ.
         def compared(attribute: Any) -> Any:
