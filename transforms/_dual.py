@@ -25,13 +25,13 @@ class Dual:
 
     Args:
       primal: an array, a number, a Flax NNX module, or a pytree of them.
-      tangent: what the primal moves by, with its structure, shapes and dtypes. For a 0-d array it may be a Python
+      tangent: the direction of the primal, with its structure, shapes and dtypes. For a 0-d array it may be a Python
         number. For arrays of integers, booleans or keys it is zeros of dtype `jax.dtypes.float0`, as for `jax.jvp`. For
         a module it is an `nnx.State` of its `nnx.Param`s, such as `grad` gives, or a dict like it.
 
     Raises:
-      TypeError: the primal is made of something else than arrays and numbers; an array of integers has a tangent that
-        is not zeros of dtype `jax.dtypes.float0`.
+      TypeError: the primal has leaves other than arrays and numbers; an array of integers has a tangent that is not
+        zeros of dtype `jax.dtypes.float0`.
       ValueError: the tangent has another structure than the primal, or an array of another shape or dtype.
 
     Source:
@@ -54,6 +54,7 @@ class Dual:
 
 
 def _unchecked(primal: Any, tangent: Any) -> Dual:
+    """Return a `Dual` without checks: JAX unflattens pytrees with placeholders, and its own results fit anyway."""
     pair = object.__new__(Dual)
     object.__setattr__(pair, "primal", primal)
     object.__setattr__(pair, "tangent", tangent)
@@ -71,7 +72,7 @@ register_pytree_with_keys(
 def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Evaluate `fun` on dual numbers, in forward mode.
 
-    As `jax.jvp`, but each argument brings its own tangent, wherever it stands; all others have the tangent zero.
+    As `jax.jvp`, but each `Dual` among the arguments brings its own tangent; all others have the tangent zero.
 
     Args:
       fun: a function, a bound method or a module.
@@ -114,16 +115,19 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
 
         refuse_shared_state("dual", fun, owner, args, kwargs)
 
+        # What is not a `Dual` is one keyword argument, so that `Call` splits its models but does not differentiate it.
         def of_primals(*duals: Any, held: list[Any]) -> Any:
             primals, others = iter(duals), iter(held)
             filled = [next(primals if _is_dual(x) else others) for x in leaves]
             owner, args, kwargs = jax.tree.unflatten(structure, filled)
             out, out_structure = jax.tree.flatten(split_tree(function(owner, *args, **kwargs)))
+            # Only arrays have tangents; all else goes around JAX as the auxiliary output, under its position.
             arrays = {i: jnp.asarray(x) for i, x in enumerate(out) if _is_array(x)}
             return arrays, (out_structure, {i: x for i, x in enumerate(out) if i not in arrays})
 
         held = [x for x in leaves if not _is_dual(x)]
         call = Call("dual", of_primals, range(len(pairs)), True, tuple(x.primal for x in pairs), {"held": held})
+        # `Call` takes the primals of the pairs for arguments that are all differentiated, and checks the tangents.
         values, slopes, rest = jax.jvp(call, call.primals, call.tangents([x.tangent for x in pairs]), has_aux=True)
         out_structure, others = call.finish(rest)
         both = (
@@ -145,7 +149,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _paired(value: Any, slope: Any) -> Any:
-    """One output: a `Dual`, or what is no array as it is."""
+    """Return one output as a `Dual`, or as it is if it is not an array."""
     if is_split(value):
         return _unchecked(value.merge(), value.structure.gradient(slope.trainable, value.rest))
     return _unchecked(value, slope) if _is_dual(value) or _is_array(value) else value

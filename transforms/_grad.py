@@ -38,13 +38,13 @@ def grad(
         from the end of the positional arguments. An `nnx.DiffState` gives a position and a filter: which variables of
         the module there are differentiated.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(gradient, aux)`.
-      cotangent: what multiplies the output's derivative from the left. None needs a scalar output. A Python number
-        stands for an array full of it, for each output. Arrays match the output in structure, shape and dtype.
+      cotangent: what multiplies the output's derivative from the left. None needs a scalar output. A Python number is
+        broadcast to each output. Arrays match the output in structure, shape and dtype.
       holomorphic: whether `fun` is a holomorphic function, as for `jax.grad`: its arguments and its output are complex,
         and so is the derivative. That it is one is not checked. Without it, complex arguments of a real function give
         the complex gradient that `jax.grad` gives.
-      allow_int: whether `argnums` may name arguments of integers and booleans, as for `jax.grad`: their gradients are
-        of dtype `jax.dtypes.float0`, since there are none.
+      allow_int: whether `argnums` may name arguments of integers and booleans, as for `jax.grad`: they have no
+        derivative, so their gradients are zeros of dtype `jax.dtypes.float0`.
 
     Returns:
       A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the arguments
@@ -95,7 +95,7 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Evaluate `fun` and differentiate it in reverse mode, in one pass.
 
-    As `jax.value_and_grad`, with what `grad` here adds to it.
+    As `jax.value_and_grad`, with the additions of `grad` here.
 
     Args:
       fun: as for `grad`. It runs once.
@@ -136,6 +136,7 @@ def _value_and_grad(
     holomorphic: bool,
     allow_int: bool,
 ) -> Callable[..., Any]:
+    """Return the function behind `grad` and `value_and_grad`; `api` is the one that errors name."""
     check_callable(api, fun)
     plain, filters = separate_filters(argnums)
     positions = check_argnums(api, plain)
@@ -143,6 +144,7 @@ def _value_and_grad(
     def both(*args: Any, **kwargs: Any) -> Any:
         call = Call(api, fun, positions, has_aux, args, kwargs, holomorphic=holomorphic, filters=filters)
         call.check_floating(allow_int=allow_int)
+        # `rest` carries the auxiliary output and the state of models through JAX; `finish` writes the state back.
         out, vjp, rest = jax.vjp(call, *call.primals, has_aux=True)
         if holomorphic:
             check_complex(api, out)
@@ -156,27 +158,32 @@ def _value_and_grad(
 
 
 def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
-    """The cotangent of `out`: ones for a scalar, a Python number broadcast, anything else checked against it."""
+    """Return the cotangent of `out`: one for a scalar, a Python number broadcast, anything else checked against it."""
     if cotangent is None and jax.tree.leaves(out):
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
         who = f"{api}: without a cotangent, fun"
         return scalar_seed(who, out, f"{cure}returns a pair (output, aux)", "complex" if holomorphic else "real")
+    # An output without arrays has no derivative, whatever the cotangent: `check_output` raises.
     if _is_number(cotangent) or not jax.tree.leaves(out):
         check_output(api, out)
         return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
-    if _structure(cotangent) != _structure(out):
+    expected: Any = jax.tree.structure(out)
+    found: Any = jax.tree.structure(cotangent)
+    if found != expected:
         raise ValueError(
-            f"{api}: cotangent has the structure {_structure(cotangent)}, but the output has {_structure(out)}; "
-            "give one array for each output."
+            f"{api}: cotangent has the structure {found}, but the output has {expected}; give one array for each "
+            "output."
         )
 
     def match(path: Any, seed: Any, leaf: Any) -> Any:
+        """Return the cotangent of one output, checked against it."""
         place = leaf_name("output", path)
         if _is_number(seed):
             check_output(api, leaf, place)
             return _broadcast(api, place, seed, leaf)
         if not hasattr(seed, "dtype"):
             raise TypeError(f"{api}: the cotangent of {place} must be a number or an array, but got {describe(seed)}.")
+        # The cotangent space of integers is empty: JAX takes zeros of dtype float0 for them, and nothing else.
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             if seed.dtype == jax.dtypes.float0 and jnp.shape(seed) == jnp.shape(leaf):
                 return seed
@@ -196,20 +203,23 @@ def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
 
 
 def scalar_seed(who: str, out: Any, cure: str, kind: str = "real") -> Any:
-    """The one that starts the transpose of a "real" or "complex" scalar; refuses other outputs."""
+    """Return the 1 that starts the transpose of a "real" or "complex" scalar; raise for other outputs."""
     dtypes = {"real": jnp.floating, "complex": jnp.complexfloating}[kind]
     if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(jnp.result_type(out), dtypes):
         raise TypeError(f"{who} must return one {kind} scalar, but it returned {_outline(out)}; {cure}.")
     return lax.full_like(out, 1)
 
 
+# NumPy's scalars have a dtype, so that they count as arrays: `np.float64` is a float as well.
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float, complex)) and not isinstance(x, (bool, np.generic))
 
 
 def _broadcast(api: str, place: str, number: complex, leaf: Any) -> Any:
+    """Return a number in the shape, dtype and weak type of an output."""
     if isinstance(number, complex) and not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
         raise TypeError(f"{api}: cotangent={number} is complex, but {place} is real; pass a real number.")
+    # Inside a `shard_map`, the cotangent of an output that differs over devices has to differ over the same.
     axes = varying_axes(leaf)
     return (
         varying(jnp.full(leaf.shape, number, leaf.dtype), axes)
@@ -219,14 +229,13 @@ def _broadcast(api: str, place: str, number: complex, leaf: Any) -> Any:
 
 
 def _is_leaf(out: Any) -> bool:
-    return _structure(out) == _structure(0)
-
-
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree)
+    # Not `treedef_is_leaf`, which counts nodes: `None` and `()` are one node too.
+    structure: Any = jax.tree.structure(out)
+    return structure == jax.tree.structure(0)
 
 
 def _outline(out: Any) -> str:
+    """Return a short description of an output for an error."""
     if not _is_leaf(out):
-        return f"a pytree {_structure(out)}"
+        return f"a pytree {jax.tree.structure(out)}"
     return f"an array of shape {jnp.shape(out)} and dtype {jnp.result_type(out)}"

@@ -1,4 +1,4 @@
-"""`jvp`, `vjp` and `linearize`: as JAX has them, with checked arguments, and for models."""
+"""`jvp`, `vjp` and `linearize`: those of JAX, with checked arguments, and for models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
       The output and its tangent, and with `has_aux` the auxiliary output, which may be anything.
 
     Raises:
-      TypeError: `primals` or `tangents` that are no tuple of the same length; an argument that has no derivative.
+      TypeError: `primals` or `tangents` that are not tuples of one length; an argument that has no derivative.
       ValueError: a tangent of another structure, shape or dtype than its primal.
 
     Cost:
@@ -49,14 +49,14 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
       (Array(9., dtype=float32, weak_type=True), Array(13., dtype=float32, weak_type=True))
     """
     call = all_of("jvp", fun, primals, has_aux)
-    call.check_arrays()
+    call.check_arrays()  # integers pass, unlike in `grad`: their tangents are zeros of dtype float0, as in JAX
     out, tangent, rest = jax.jvp(call, call.primals, call.tangents(tangents), has_aux=True)
     aux = call.finish(rest)
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """Evaluate `fun`, and give a function from cotangents of its output to gradients, in reverse mode.
+    """Evaluate `fun`, and return with its output a function from cotangents to gradients, in reverse mode.
 
     As `jax.vjp`, but cotangents are checked by name, and a module takes part with its parameters.
 
@@ -66,15 +66,14 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
       has_aux: as for `jvp`.
 
     Returns:
-      The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, for
-      arrays full of it) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
+      The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, which
+      is broadcast) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
       The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it; its method
-      `with_refs` says which gradients are added to a `jax.Ref` and which are left out, as in JAX. As there, too,
+      `with_refs` selects which gradients are added to a `jax.Ref` and which are left out, as in JAX. As in JAX,
       integers and booleans among primals and outputs have gradients and cotangents of dtype `jax.dtypes.float0`.
 
     Raises:
-      TypeError: an argument that is made of something else than arrays and numbers; a number as the cotangent of
-        integers.
+      TypeError: an argument with leaves other than arrays and numbers; a number as the cotangent of integers.
       ValueError: a cotangent of another structure, shape or dtype than the output.
 
     Cost:
@@ -94,12 +93,13 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     call.check_arrays()
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
+    # Only the types of primals and outputs are kept, to check cotangents by: the arrays are free to be deleted.
     gradients = Pullback(pull, call.form.outline(), HashablePytree.of(jax.tree.map(jax.typeof, out)))
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
 def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """Evaluate `fun`, and give its derivative at that point as a linear function of tangents.
+    """Evaluate `fun`, and return with its output the derivative at that point as a linear function of tangents.
 
     As `jax.linearize`, but tangents are checked by name, and a module takes part with its parameters.
 
@@ -110,7 +110,7 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 
     Returns:
       The output, and a function that takes a tangent for each primal and returns that of the output; with `has_aux`
-      the auxiliary output too. The function is a pytree, as that of `vjp`.
+      the auxiliary output too. The function is a pytree, like that of `vjp`.
 
     Raises:
       TypeError, ValueError: as for `jvp`.
@@ -139,7 +139,7 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
 @partial(register_dataclass, data_fields=["pull", "primals"], meta_fields=["out"])
 @dataclass(frozen=True, eq=False)
 class Pullback:
-    """From cotangents to gradients: what `vjp` returns, a pytree of its residuals."""
+    """The function from cotangents to gradients that `vjp` returns: a pytree of its residuals."""
 
     pull: Any
     primals: Primals
@@ -158,11 +158,12 @@ class Pullback:
         return tuple(self.primals.gradient(i, value) for i, value in enumerate(values))
 
     def with_refs(self, *refs: Any) -> Pullback:
-        """Return the function that leaves gradients where `refs` say, as that of `jax.vjp` does.
+        """Return a function that puts gradients where `refs` tell, like that of `jax.vjp`.
 
         Args:
-          *refs: one for each primal and of its structure, in place of each array a `jax.Ref`, to which its gradient is
-            added; `jax.ad.GradValue()`, for it to be returned; or `jax.ad.DontWant()`, for it not to be computed.
+          *refs: one for each primal and of its structure, with one of these in place of each array: a `jax.Ref`, to
+            which its gradient is added; `jax.ad.GradValue()`, for it to be returned; or `jax.ad.DontWant()`, for it not
+            to be computed.
         """
         return replace(self, pull=self.pull.with_refs(*self.primals.matched(refs, "with_refs", "with_refs")))
 
@@ -170,7 +171,7 @@ class Pullback:
 @partial(register_dataclass, data_fields=["push", "primals"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Pushforward:
-    """From tangents to that of the output: what `linearize` returns, a pytree of its residuals."""
+    """The function from tangents to that of the output that `linearize` returns: a pytree of its residuals."""
 
     push: Any
     primals: Primals
@@ -181,7 +182,7 @@ class Pushforward:
 
 
 def all_of(api: str, fun: Callable[..., Any], primals: Any, has_aux: bool) -> Call:
-    """The call of `fun` with these primals, all of which are differentiated."""
+    """Return the call of `fun` with these primals, all of which are differentiated."""
     check_callable(api, fun)
     if not isinstance(primals, (tuple, list)):
         raise TypeError(f"{api}: primals must be a tuple with the arguments of fun, but got {describe(primals)}.")

@@ -1,4 +1,4 @@
-"""`derivative`: of any order along ones, in one Taylor-mode pass where that is as accurate as nested forward mode."""
+"""`derivative`: of any order, along ones, in one Taylor-mode pass where that is as accurate as nested forward mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.lax import GatherScatterMode
 from ._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
 from ._core.compat import NeedsValues
 from ._core.jaxpr import evaluate, interpret
-from ._models.mutation import call_with_models, changes
+from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
@@ -37,7 +37,7 @@ _EXACT = frozenset(
 )
 
 # Linear in each operand, or in the first: where the others are constant, each coefficient goes through by itself. The
-# rules of jet would add products with zeros, which XLA computes.
+# rules of jet would add products with zeros, which XLA computes since 0 * inf is not 0.
 _LINEAR_IN_ONE = frozenset(["conv_general_dilated", "div", "dot_general", "mul"])
 
 
@@ -45,8 +45,8 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
     """Differentiate `fun` `order` times, with respect to its first argument along a direction of ones.
 
     As `jax.jvp` with ones for tangents, nested `order` times; for an elementwise function this is its derivative at
-    each element. It runs as a Taylor-mode pass, by the rules of `jax.experimental.jet`, where those for all primitives
-    that the argument reaches are as accurate as nesting, and in nested forward mode elsewhere (loops, branches,
+    each element. It runs as a Taylor-mode pass, by the rules of `jax.experimental.jet`, if those for all primitives
+    that the argument reaches are as accurate as nesting, and otherwise in nested forward mode (loops, branches,
     sorting, solving, custom rules, half precision; functions such as `tanh` and `log`). Where `fun` or a derivative
     overflows, one may give an infinity and the other NaN.
 
@@ -60,7 +60,8 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
       A function of the same arguments that returns the derivative, with the structure, shapes and dtypes of the output.
 
     Raises:
-      TypeError: `fun` is not callable; `order` is no integer; the first argument or an output is not of floating point.
+      TypeError: `fun` is not callable; `order` is not an integer; the first argument or an output is not of floating
+        point.
       ValueError: `order` is negative; there is no positional argument; a module would change its own state (BatchNorm
         in training, dropout); modules share a variable.
 
@@ -94,13 +95,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
         def of_first(x: Any) -> Any:
             arguments = (owner_parts, (x, *rest_parts), kwarg_parts)
             out, models = call_with_models(function, arguments)
-            for model, paths in zip(models, changes(function, arguments, models), strict=True):
-                if paths:
-                    raise ValueError(
-                        f"derivative: fun changes the state of {type(model).__name__} (`{paths[0]}`), which would be "
-                        "lost; use its evaluation mode: nnx.view(model, use_running_average=True) for BatchNorm, "
-                        "deterministic=True for dropout."
-                    )
+            refuse_changes("derivative: fun", function, arguments, models, "which would be lost; use")
             _check_floating("output", out)
             return out
 
@@ -110,6 +105,7 @@ def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
 
 
 def _check_floating(name: str, tree: Any) -> None:
+    """Raise if a leaf is not of floating point."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", type(leaf))
         if dtype not in (float, complex) and not (hasattr(leaf, "dtype") and jnp.issubdtype(dtype, jnp.inexact)):
@@ -121,6 +117,7 @@ def _check_floating(name: str, tree: Any) -> None:
 
 
 def _differentiate(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
+    """Return the derivative of a function of one argument, by Taylor mode where it is exact, else nested."""
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
     except NeedsValues:
@@ -135,13 +132,15 @@ def _differentiate(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
 
 
 def _nested(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
+    """Return the derivative by `order` nested `jax.jvp`s."""
     if order == 0:
         return fun(x)
     return jax.jvp(lambda x: _nested(fun, order - 1, x), (x,), (jax.tree.map(jnp.ones_like, x),))[1]
 
 
 def _taylor(closed: ClosedJaxpr, order: int, leaves: Sequence[Any]) -> list[Any]:
-    # The coefficients of x + t, and of fun(x + t): the last is the derivative by order!.
+    """Return the derivatives of the outputs of a program, from one pass over it with Taylor coefficients."""
+    # Those of x + t are 1, 0, 0, ... in t, t², t³, ...; the last of fun(x + t) is its derivative divided by order!.
     series = [[jnp.ones_like(x)] + [jnp.zeros_like(x)] * (order - 1) for x in leaves]
     outputs = _propagate(closed.jaxpr, closed.consts, list(zip(leaves, series, strict=True)))
     return [
@@ -150,12 +149,12 @@ def _taylor(closed: ClosedJaxpr, order: int, leaves: Sequence[Any]) -> list[Any]
 
 
 def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The outputs of `jaxpr`, and the coefficients of each; None stands for those of what does not depend on x."""
+    """Return the outputs of `jaxpr`, each with its coefficients, or with None if it does not depend on x."""
     return interpret(jaxpr, consts, pairs, _expand, lambda value: (value, None))
 
 
 def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The results of one operation with their coefficients."""
+    """Return the results of one operation with their coefficients."""
     name, values, series = eqn.primitive.name, [x for x, _ in pairs], [terms for _, terms in pairs]
     reached = [terms is not None for terms in series]
     if name == "jit":
@@ -175,13 +174,13 @@ def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]
 
 
 def _is_exact(jaxpr: Any, order: int, sources: Sequence[Any]) -> bool:
-    """Whether Taylor mode is as accurate as nested forward mode for what follows from `sources` in `jaxpr`."""
+    """Return whether Taylor mode is as accurate as nested forward mode for all that `sources` reach in `jaxpr`."""
     if not _fit(order, sources):
         return False
     reached = set(map(id, sources))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("custom_"):
-            return False
+            return False  # jet would differentiate the function instead of asking its rule
         operands = [id(x) in reached for x in eqn.invars]
         if any(operands) and eqn.primitive.name not in _CONSTANT:
             if not (_has_exact_rule(eqn, order, operands) and _fit(order, eqn.outvars)):
@@ -191,6 +190,7 @@ def _is_exact(jaxpr: Any, order: int, sources: Sequence[Any]) -> bool:
 
 
 def _has_exact_rule(eqn: Any, order: int, operands: list[bool]) -> bool:
+    """Return whether jet's rule for an operation is as accurate as nesting; `operands` tells which depend on x."""
     first, last = eqn.invars[0].aval.dtype, eqn.invars[-1].aval.dtype
     if eqn.primitive not in jet_rules:
         return False
@@ -211,7 +211,11 @@ def _has_exact_rule(eqn: Any, order: int, operands: list[bool]) -> bool:
 
 
 def _fit(order: int, variables: Sequence[Any]) -> bool:
-    """Whether Taylor coefficients, which are derivatives by order!, neither underflow nor round coarsely."""
+    """Return whether Taylor coefficients, which are derivatives divided by order!, neither underflow nor lose digits.
+
+    Half precision has too few digits for them. Products of two coefficients are as small as 1 / order!², which must be
+    above the least normal number of the dtype.
+    """
     dtypes = [x.aval.dtype for x in variables]
     if not dtypes or any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
         return False

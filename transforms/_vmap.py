@@ -20,7 +20,7 @@ from ._core.axes import (
     mapped_size,
 )
 from ._core.memory import check_budget, chunk_within
-from ._models.mutation import call_with_models, changes
+from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import (
     SplitModel,
     bound_model,
@@ -70,27 +70,26 @@ def vmap(
       chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
         and are written in place. Where the axis is divided over explicit axes of a mesh, each device maps its share of
         them.
-      memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in letters
-        of either case: takes the largest chunk whose temporaries, as the compiler counts them beside arguments and
-        results, are within it; inside of another `vmap`, a loop or a derivative those of one slice, turn or evaluation,
-        with a warning. In place of `chunk_size`.
+      memory_budget: in place of `chunk_size`: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB"
+        (1000**3) or "1e9", in letters of either case. The largest chunk is taken whose temporaries, as the compiler
+        counts them besides arguments and results, fit into it. Inside another `vmap`, a loop or a derivative it bounds
+        the temporaries of one slice, iteration or evaluation, with a warning.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis where `out_axes` says.
 
     Raises:
-      TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is no integer; `in_axes` is a dict.
+      TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is not an integer; `in_axes` is a dict.
       ValueError: an axis is out of range; `in_axes` or `out_axes` does not fit the structure; mapped sizes differ;
         nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; the axis of
         an ensemble, or of a model in the output, is not 0; a model would change its own state (BatchNorm in training,
         dropout) and is not returned; models share a variable.
 
     Warns:
-      UserWarning: a memory budget inside of another `vmap`, a loop or a derivative, for which the program around needs
-        more.
+      UserWarning: a memory budget inside another `vmap`, a loop or a derivative, where the whole program may need more.
 
     Cost:
-      One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, beside the
+      One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, besides the
       result; reverse-mode differentiation still saves its residuals for all of them unless `fun` is under
       `jax.checkpoint`. Outside `jit` every call with chunks compiles anew (about 0.1 s): wrap it in `jax.jit`.
 
@@ -121,7 +120,7 @@ def vmap_of(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """`vmap` for any transform, which `api` names in errors."""
+    """Map `fun` as `vmap` does, for any transform, which `api` names in errors."""
     check_callable(api, fun)
     in_axes = check_in_axes(api, in_axes)
     out_axes = check_axes(api, "out_axes", out_axes)
@@ -133,12 +132,16 @@ def vmap_of(
             f"{api}: {'chunk_size' if budget is None else 'memory_budget'} and axis_name exclude each other, since a "
             "collective would see the slices of one chunk only; leave one of them out."
         )
+    # A model that is `fun` is one more argument, the owner: its arrays are shared, those of an ensemble mapped.
     owner, function = bound_model(fun)
-    if is_members(fun) and axis_size not in (None, len(owner)):
-        raise ValueError(
-            f"{api}: axis_size={axis_size}, but the ensemble has {len(owner)} members; leave axis_size out."
-        )
-    owner_axis = 0 if is_members(fun) else None
+    owner_axis, expected, given_by = None, axis_size, "axis_size"
+    if is_members(fun):
+        owner_axis, expected, given_by = 0, len(owner), "the number of members"
+        if axis_size not in (None, expected):
+            raise ValueError(
+                f"{api}: axis_size={axis_size}, but the ensemble has {expected} members; leave axis_size out."
+            )
+    # As by `jax.vmap`; but in_axes=None for an ensemble hands each member the same arguments, those by keyword too.
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -148,54 +151,49 @@ def vmap_of(
                 len(model)  # refuses an ensemble whose axis 0 is not its members
         _check_model_axes(api, fun, args, argument_axes)
         refuse_shared_state(api, fun, owner, args, kwargs)
-        size = mapped_size(
-            api,
-            fun,
-            args,
-            kwargs,
-            argument_axes,
-            keyword_axis,
-            axis_size if owner_axis is None else len(owner),
-            "axis_size" if owner_axis is None else "the number of members",
-        )
+        size = mapped_size(api, fun, args, kwargs, argument_axes, keyword_axis, expected, given_by)
         axes = (owner_axis, argument_axes, keyword_axis)
-        leaves, treedef = jax.tree.flatten(_take_apart((owner, args, kwargs)))
+        leaves, treedef = jax.tree.flatten(_split_models((owner, args, kwargs)))
+        # Explicit sharding is part of an array's type, and JAX maps arrays of one type of axis only.
         leaves, parts = divided_alike(leaves, broadcast_axes(axes, jax.tree.unflatten(treedef, leaves)))
         arrays = jax.tree.unflatten(treedef, leaves)
 
-        def lane(owner: Any, args: Any, kwargs: Any) -> Any:
-            return _evaluate_lane(api, function, (owner, args, kwargs), axes, out_axes)
+        def of_slice(owner: Any, args: Any, kwargs: Any) -> Any:
+            return _evaluate_slice(api, function, (owner, args, kwargs), axes, out_axes)
 
-        def over_lanes(size: int) -> Callable[..., Any]:
-            return jax.vmap(lane, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name)
+        def over_slices(size: int) -> Callable[..., Any]:
+            return jax.vmap(
+                of_slice, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name
+            )
 
         def in_chunks(chunk: int | None) -> Any:
             if chunk is None or chunk >= size:
-                return over_lanes(size)(*arrays)
+                return over_slices(size)(*arrays)
             if parts > 1:
-                return map_parts_in_chunks(over_lanes, arrays, axes, out_axes, size, parts, chunk)
-            return map_in_chunks(over_lanes, arrays, axes, out_axes, size, chunk)
+                return map_parts_in_chunks(over_slices, arrays, axes, out_axes, size, parts, chunk)
+            return map_in_chunks(over_slices, arrays, axes, out_axes, size, chunk)
 
+        # For a budget `in_chunks` is compiled with several chunks; the one that is taken was found to fit.
         return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
 
-    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
         limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
         return vmap_of(api, fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, **limits)
 
-    return wrap_like(fun, api, mapped, again)
+    return wrap_like(fun, api, mapped, rebuild)
 
 
 def _is_stacked(x: Any) -> bool:
     return is_split(x) or is_members(x)
 
 
-def _take_apart(tree: Any) -> Any:
-    """`tree` with every model in it taken apart; ensembles stay, as the pytrees of arrays that they are."""
+def _split_models(tree: Any) -> Any:
+    """Return `tree` with every model in it split; ensembles stay, as the pytrees of arrays that they are."""
     return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
 
 
 def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
-    """Refuse axes for a model that are not one axis for all of it, for an ensemble that of its members."""
+    """Raise if a model has more than one axis for all of it, or an ensemble another one than that of its members."""
     for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
         if models_of(axes_of_value):
             raise ValueError(
@@ -206,7 +204,7 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
         try:
             leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
         except (ValueError, TypeError, KeyError):
-            continue  # refused with the structures, by `mapped_size`
+            continue  # `mapped_size` raises, with the structures
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
             if is_members(leaf) and axis not in (0, None):
                 raise ValueError(
@@ -215,35 +213,27 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
                 )
 
 
-def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
-    """`function` on one slice: models are put together for it, and what it returns is taken apart again."""
+def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
+    """Evaluate `function` on one slice: models are merged for it, and those that it returns are split."""
+    leaves, treedef = jax.tree.flatten(arrays, is_leaf=_is_stacked)
     ensembles: list[tuple[Any, SplitModel]] = []
-
-    def take_members(axis: Any, subtree: Any) -> Any:
-        def take_member(x: Any) -> Any:
-            if not is_members(x):
-                return x
-            if axis is None:
-                return split(x)
-            ensembles.append((x, split(x.__plurax_member__())))
-            return ensembles[-1][1]
-
-        return jax.tree.map(take_member, subtree, is_leaf=_is_stacked)
-
-    arguments = jax.tree.map(take_members, axes, arrays, is_leaf=lambda x: x is None)
+    for i, axis in enumerate(broadcast_axes(axes, arrays, is_leaf=_is_stacked)):
+        ensemble = leaves[i]
+        if is_members(ensemble):
+            leaves[i] = split(ensemble if axis is None else ensemble.__plurax_member__())
+            if axis is not None:
+                ensembles.append((ensemble, leaves[i]))
+    arguments = jax.tree.unflatten(treedef, leaves)
     out, models = call_with_models(function, arguments)
-    returned = models_of(out)
-    for model, lost in zip(models, changes(function, arguments, models, returned), strict=True):
-        if lost:
-            raise ValueError(
-                f"{api}: the mapped function changes the state of {type(model).__name__} (`{lost[0]}`), which would "
-                "be lost; return the model as well, or map its evaluation mode: nnx.view(model, "
-                "use_running_average=True) for BatchNorm, deterministic=True for dropout."
-            )
+    # There is one model after the map: what each slice has done to it would be lost, unless it is an output.
+    why = "which would be lost; return the model as well, or map"
+    refuse_changes(f"{api}: the mapped function", function, arguments, models, why, returned=models_of(out))
+    # `call_with_models` returns models in the order of their splits: so each member's split finds its model.
     befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 
-    def take_apart(x: Any) -> Any:
+    def split_output(x: Any) -> Any:
+        """Return a model as an ensemble if it has the structure of a member, and otherwise split."""
         if not is_model(x):
             return x
         if is_members(x):
@@ -257,6 +247,6 @@ def _evaluate_lane(api: str, function: Callable[..., Any], arrays: Any, axes: An
                 return ensemble.__plurax_stack__(x)
         return parts
 
-    out = jax.tree.map(take_apart, out, is_leaf=is_model)
+    out = jax.tree.map(split_output, out, is_leaf=is_model)
     check_out_axes(api, out_axes, out, _is_stacked)
     return out

@@ -642,7 +642,7 @@ def test_a_member_of_an_apply_function_is_differentiated() -> None:
 
     with pytest.raises(ValueError, match=r"^grad: fun assigns the parameter `params\.w` of a model"):
         grad(assign)(member)
-    with pytest.raises(ValueError, match=r"^grad: fun changes the structure of Applied \(`.*`\), but only the values"):
+    with pytest.raises(ValueError, match=r"^grad: fun changes the structure of FunctionalModel \(`.*`\), but only"):
         grad(extend)(member)
     assert sorted(member.variables) == ["mean", "params"]
 

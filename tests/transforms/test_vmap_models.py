@@ -403,7 +403,7 @@ def test_members_of_an_apply_function_carry_their_state() -> None:
     assert isinstance(after, Ensemble)
     assert_close([m.variables for m in after], [{"params": X[i, 0], "mean": XS[i].mean(0)} for i in range(SIZE)])
     assert_close(ys, XS * X[:SIZE, :1] - X[:SIZE, 1:])
-    with pytest.raises(ValueError, match=r"changes the state of Applied \(`mean`\), which would be lost"):
+    with pytest.raises(ValueError, match=r"changes the state of FunctionalModel \(`mean`\), which would be lost"):
         vmap(lambda model, x: step(model, x)[1])(made, XS)
 
 

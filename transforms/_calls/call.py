@@ -1,4 +1,4 @@
-"""A call as a function of the arguments it is differentiated for: `argnums`, `has_aux` and models, in one place."""
+"""A call as a function of the arguments it is differentiated in: `argnums`, `has_aux` and models, in one place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
-from .._models.mutation import call_with_models, changes, check_structure, passing_through, update
+from .._models.mutation import call_with_models, check_structure, passing_through, refuse_changes, update
 from .._models.split_model import (
     SplitModel,
     bound_model,
@@ -28,9 +28,9 @@ from .primals import Primals, dtype_of, trainable_of, with_trainable
 class Call:
     """`fun(*args, **kwargs)` as a function of some of its arguments.
 
-    Of a model what trains is differentiated, of any other argument all of it. Called with primals it returns
-    `(output, rest)`, which `jax` transforms with `has_aux=True`; `finish(rest)` then writes into the models what `fun`
-    changed of their other state, and gives back the auxiliary output.
+    A model is differentiated with respect to its trainable arrays, any other argument with respect to all of it. Called
+    with primals it returns `(output, rest)`, which `jax` transforms with `has_aux=True`; `finish(rest)` then writes
+    into the models what `fun` changed of their other state, and returns the auxiliary output.
 
     Args:
       api: what to call the transform in an error.
@@ -49,7 +49,7 @@ class Call:
       fun: the function.
       primals: what is differentiated, one for each of `argnums`.
       selected: their positions, none of them negative.
-      form: what they look like to the user.
+      form: their names, structures and shapes as the user knows them.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Call:
         self.holomorphic = holomorphic
         self._owner, self._function = bound_model(fun)
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
+        # Before models are split one by one: a variable that two of them share would be two arrays.
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
         split_by = dict(zip(self.selected, map((filters or {}).get, argnums), strict=True))
@@ -84,16 +85,16 @@ class Call:
         self.primals = self.form.values
 
     def remembered(self, fun: Any, options: Any, decide: Callable[[], Any]) -> Any:
-        """What was decided for `fun`, of which this is a call, and other calls like this one: see `decisions.py`."""
+        """Return what was decided for `fun`, of which this is a call, and calls like this one: see `decisions.py`."""
         arguments = self._owner_parts, self._parts, self._kwarg_parts
         return remembered(fun, arguments, (options, self.selected, self._has_aux, self.holomorphic), decide)
 
     def name(self, i: int) -> str:
-        """What `fun` calls the `i`-th of the primals."""
+        """Return what `fun` calls the `i`-th of the primals."""
         return argument_name(self.fun, self._args, self.selected[i])
 
     def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
-        """Refuse primals that cannot be differentiated; integers and booleans only without `allow_int`."""
+        """Raise if a primal cannot be differentiated; with `allow_int` integers and booleans pass."""
         kind: Any = jnp.inexact if complex_too else jnp.floating
         name = "floating point" if complex_too else "real floating point"
         if self.holomorphic:
@@ -102,12 +103,15 @@ class Call:
         for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
-                if isinstance(leaf, int) and constant:
+                if isinstance(leaf, int) and constant:  # a Python int or bool, which has no dtype
                     continue
                 if dtype is None or not any(jnp.issubdtype(dtype, one) for one in (kind, *constant)):
-                    split_up = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-                    cure = "give its real and imaginary parts, as arguments of their own" if split_up else "convert it"
-                    if split_up and self.holomorphic is False:
+                    # A function that is not holomorphic has no complex derivative, but one by each part.
+                    is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+                    cure = (
+                        "give its real and imaginary parts, as arguments of their own" if is_complex else "convert it"
+                    )
+                    if is_complex and self.holomorphic is False:
                         cure += ", pass holomorphic=True if fun is holomorphic"
                     raise TypeError(
                         f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
@@ -115,12 +119,12 @@ class Call:
                     )
 
     def _whole_if_none(self) -> list[Any]:
-        """The primals; the whole of an argument of which nothing is differentiated."""
+        """Return the primals, but the whole of an argument in which nothing is differentiated, for errors about it."""
         whole = (trainable_of(self._parts[i]) for i in self.selected)
         return [x if jax.tree.leaves(x) else every for x, every in zip(self.primals, whole, strict=True)]
 
     def check_arrays(self) -> None:
-        """Refuse primals that are not made of arrays and numbers."""
+        """Raise if a primal has a leaf that is not an array or a number."""
         for i, primal in enumerate(self._whole_if_none()):
             for path, leaf in jax.tree.leaves_with_path(primal):
                 if dtype_of(leaf) is None:
@@ -129,76 +133,73 @@ class Call:
                         "let fun close over it."
                     )
 
-    def __call__(self, *primals: Any) -> tuple[Any, Any]:
+    def _filled(self, primals: Sequence[Any]) -> list[Any]:
+        """Return the positional arguments, split, with these primals in their places."""
         filled = list(self._parts)
         for i, primal in zip(self.selected, primals, strict=True):
             filled[i] = with_trainable(self._parts[i], primal)
-        before = (self._owner_parts, tuple(filled), self._kwarg_parts)
+        return filled
+
+    def __call__(self, *primals: Any) -> tuple[Any, Any]:
+        before = (self._owner_parts, tuple(self._filled(primals)), self._kwarg_parts)
         out, left = call_with_models(self._function, before)
-        after = [
-            split(model, getattr(x.structure, "trains", None)) for model, x in zip(left, splits_of(before), strict=True)
-        ]
-        for i, (then, now) in enumerate(zip(splits_of(before), after, strict=True)):
-            check_structure(f"{self._api}: fun", type(left[i]).__name__, then, now)
+        after = []
+        for i, (then, model) in enumerate(zip(splits_of(before), left, strict=True)):
+            now = split(model, getattr(then.structure, "trains", None))
+            check_structure(f"{self._api}: fun", type(model).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))
+            # Inner transforms of NNX make new objects of unchanged arrays too: then the program of the call decides.
+            assigned = assigned and assigned - passing_through(self._function, before)[i]
             if assigned:
-                self._refuse_assigned(assigned - passing_through(self._function, before)[i])
+                raise ValueError(
+                    f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; "
+                    "keep values that fun computes in another kind of variable, such as nnx.BatchStat."
+                )
+            after.append(now)
+        # JAX transforms return arrays alone: whatever else is in `aux` waits here for `finish`.
         out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
         arrays, self._join_aux = separate_arrays(aux)
         return out, (arrays, after)
 
     def evaluate(self, primals: Sequence[Any], replaced: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The output and the auxiliary output for other arguments; refuses a call that changes a model's state.
+        """Return the output and the auxiliary output for other arguments; raise if the call changes a model's state.
 
         Args:
           primals: as for `__call__`.
           replaced: other positional arguments by their positions.
           kwargs: the keyword arguments.
         """
-        filled = list(self._parts)
-        for i, primal in zip(self.selected, primals, strict=True):
-            filled[i] = with_trainable(self._parts[i], primal)
+        filled = self._filled(primals)
         for i, value in replaced.items():
             filled[i] = value
         before = (self._owner_parts, tuple(filled), kwargs)
         out, left = call_with_models(self._function, before)
-        for model, lost in zip(left, changes(self._function, before, left), strict=True):
-            if lost:
-                raise ValueError(
-                    f"{self._api}: fun changes the state of {type(model).__name__} (`{lost[0]}`), of which there is "
-                    "one for all examples; use its evaluation mode: nnx.view(model, use_running_average=True) for "
-                    "BatchNorm, deterministic=True for dropout; call nnx.RNN with initial_carry=."
-                )
+        # This is called for one example of many: no single one of their states could be written back.
+        why, more = "of which there is one for all examples; use", "; call nnx.RNN with initial_carry="
+        refuse_changes(f"{self._api}: fun", self._function, before, left, why, more)
         return pair_of(self._api, out) if self._has_aux else (out, None)
 
     def finish(self, rest: Any) -> Any:
-        """Write what `fun` changed into the models; returns the auxiliary output."""
+        """Write what `fun` changed into the models; return the auxiliary output."""
         arrays, after = rest
         call = self._owner_parts, self._parts, self._kwarg_parts
         before = splits_of(call)
-        # What trains stays: it passes through the transform, and is another object behind that.
+        # The trainable arrays stay as they were: they are other objects after the transform, but equal.
         left = [SplitModel(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
         update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, call))
         return self._join_aux(arrays)
 
     def gradient(self, i: int, values: Any) -> Any:
-        """`values` for the `i`-th of the primals, in the form that its models ask for: `nnx.State` for a module."""
+        """Return `values` for the `i`-th of the primals in the form of its models: an `nnx.State` for a module."""
         return self.form.gradient(i, values)
 
     def tangents(self, values: Any) -> tuple[Any, ...]:
-        """`values`, one for each of the primals, as tangents of them: checked, and models' as what they train."""
+        """Return `values`, one for each of the primals, as checked tangents; those of models as trainable arrays."""
         return self.form.tangents(values)
-
-    def _refuse_assigned(self, assigned: set[str]) -> None:
-        if assigned:
-            raise ValueError(
-                f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; keep "
-                "values that fun computes in another kind of variable, such as nnx.BatchStat."
-            )
 
 
 def check_output(api: str, out: Any, name: str = "output") -> None:
-    """Refuse an output, called so in an error, that has no derivative, or a part that has none."""
+    """Raise if an output has no arrays, or a part that is not of floating point; errors call it `name`."""
     if not jax.tree.leaves(out):
         raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
     for path, leaf in jax.tree.leaves_with_path(out):
@@ -210,7 +211,7 @@ def check_output(api: str, out: Any, name: str = "output") -> None:
 
 
 def check_complex(api: str, out: Any) -> None:
-    """Refuse an output that no holomorphic function has."""
+    """Raise if a part of an output is not complex, as those of a holomorphic function are."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
             raise TypeError(
@@ -220,7 +221,7 @@ def check_complex(api: str, out: Any) -> None:
 
 
 def pair_of(api: str, out: Any) -> tuple[Any, Any]:
-    """What a function with `has_aux` has returned; refuses what is no pair."""
+    """Return what a function with `has_aux` has returned; raise if it is not a pair."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(
             f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
@@ -229,7 +230,7 @@ def pair_of(api: str, out: Any) -> tuple[Any, Any]:
 
 
 def separate_arrays(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
-    """The arrays of `tree`, which alone pass through a transform, and a function that puts such back among the rest."""
+    """Return the arrays of `tree`, which alone pass through a transform, and a function that merges them back."""
     leaves, treedef = jax.tree.flatten(tree)
     which = [isinstance(leaf, jax.Array) for leaf in leaves]
 

@@ -26,7 +26,7 @@ def map_in_chunks(
     size: int,
     chunk_size: int,
 ) -> Any:
-    """`mapped(size)(*args)`, `chunk_size` slices at a time; the last chunk holds what remains.
+    """Evaluate `mapped(size)(*args)`, `chunk_size` slices at a time; the last chunk holds what remains.
 
     Args:
       mapped: from a size to the function mapped by `jax.vmap` with these axes over an axis of that size.
@@ -39,14 +39,16 @@ def map_in_chunks(
     leaves, treedef = jax.tree.flatten(args)
     leaf_axes = broadcast_axes(in_axes, args)
     axes = {i: axis % leaves[i].ndim for i, axis in enumerate(leaf_axes) if axis is not None}
+    # A `jax.Ref` cannot be sliced: each chunk works on a new one, whose values are written back into the user's.
     references = [i for i in axes if isinstance(leaves[i], jax.Ref)]
     chunk_size = min(chunk_size, size)
 
     def evaluate(start: Any, length: int) -> Any:
+        """Return the output for `length` slices from `start` on."""
         slices = list(leaves)
         for i, axis in axes.items():
-            whole = leaves[i][...] if i in references else leaves[i]
-            slices[i] = lax.dynamic_slice_in_dim(whole, start, length, axis)
+            array = leaves[i][...] if i in references else leaves[i]
+            slices[i] = lax.dynamic_slice_in_dim(array, start, length, axis)
         for i in references:
             slices[i] = jax.new_ref(slices[i])
         out = mapped(length)(*_fitted(jax.tree.unflatten(treedef, slices)))
@@ -54,6 +56,7 @@ def map_in_chunks(
             leaves[i][...] = lax.dynamic_update_slice_in_dim(leaves[i][...], slices[i][...], start, axes[i])
         return out
 
+    # Read inside, from the types of the traced output.
     shardings: list[Any] = []
 
     def first() -> Any:
@@ -79,14 +82,16 @@ def map_in_chunks(
         return write(results, evaluate(start, chunk_size), start), None
 
     results = [
-        # Divided among devices as each chunk is.
+        # Every number is written below, so that nothing need be cleared; divided among devices as each chunk is.
         jnp.empty(_with_size(leaf.shape, axis, size), leaf.dtype, out_sharding=sharding)
         for leaf, axis, sharding in zip(out_leaves, positions, shardings, strict=True)
     ]
-    whole, remaining = divmod(size, chunk_size)
-    results, _ = lax.scan(step, results, jnp.arange(whole) * chunk_size)
+    # The last chunk has its own size: padding it would compute slices for nothing, and split random keys otherwise.
+    count, remaining = divmod(size, chunk_size)
+    results, _ = lax.scan(step, results, jnp.arange(count) * chunk_size)
     if remaining:
-        results = write(results, evaluate(whole * chunk_size, remaining), whole * chunk_size)
+        results = write(results, evaluate(count * chunk_size, remaining), count * chunk_size)
+    # `jnp.empty` makes strong types, but `jax.vmap` keeps weak ones.
     results = [weak_like(result, leaf) for result, leaf in zip(results, out_leaves, strict=True)]
     return _fitted(jax.tree.unflatten(out_treedef, results))
 
@@ -104,14 +109,14 @@ def map_parts_in_chunks(
     parts: int,
     chunk_size: int,
 ) -> Any:
-    """As `map_in_chunks`, of an axis that is divided among devices, each of which takes slices of its own part.
+    """Map in chunks over an axis that is divided among devices, each of which takes slices of its own part.
 
     Args:
       mapped: as for `map_in_chunks`.
-      args: likewise.
-      in_axes: likewise.
-      out_axes: likewise.
-      size: likewise.
+      args: as for `map_in_chunks`.
+      in_axes: as for `map_in_chunks`.
+      out_axes: as for `map_in_chunks`.
+      size: as for `map_in_chunks`.
       parts: how many parts the axis is divided into.
       chunk_size: how many slices to evaluate at once, over all devices.
     """
@@ -121,6 +126,8 @@ def map_parts_in_chunks(
         for leaf, axis in zip(leaves, broadcast_axes(in_axes, args), strict=True)
     ]
 
+    # A chunk of consecutive slices would lie on one device. So the axis becomes (parts, slices of a part), and every
+    # device takes a chunk of its own part at the same time.
     def split(x: Any, axis: int | None) -> Any:
         return x if axis is None else x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
 
@@ -128,7 +135,8 @@ def map_parts_in_chunks(
         args = jax.tree.unflatten(treedef, leaves)
         return map_in_chunks(mapped, args, in_axes, out_axes, size // parts, -(-chunk_size // parts))
 
-    # The axis of parts is in front of that of the slices, also where that is counted from the end.
+    # The axis of parts goes in front of that of the slices. Counted from the end, that is one place further, since the
+    # inner map has added an axis behind it.
     outer = jax.tree.map(lambda axis: axis if axis >= 0 else axis - 1, out_axes)
     # Compiled as one program, which goes where its arguments are: outside of one, a new array has no mesh.
     out = jax.jit(jax.vmap(of_part, leaf_axes, outer))(*map(split, leaves, leaf_axes))
@@ -142,7 +150,7 @@ def map_parts_in_chunks(
 
 
 def _fitted(tree: Any) -> Any:
-    """`tree`, in which sparse arrays, which keep a shape beside their arrays, have as many slices as these."""
+    """Return `tree` with the shapes of sparse arrays, which they keep as static data, changed to fit their arrays."""
 
     def fit(x: Any) -> Any:
         if not _is_sparse(x) or not x.n_batch:

@@ -1,4 +1,4 @@
-"""What was decided for a function and a kind of arguments, remembered as long as the function lives."""
+"""Decisions for a function and a kind of arguments, remembered as long as the function lives."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ _lock = threading.Lock()
 def remembered(fun: Any, arguments: Any, options: Hashable, decide: Callable[[], Decision]) -> Decision:
     """Return what `decide` gave when it was first called for this function, such arguments and these options.
 
-    The values of arrays and floats, and what the function closes over, may have changed since. What is decided so must
-    not be made wrong by that (which of two ways to one result is the cheaper), or be decided anew where it fails.
+    The values of arrays and floats, and what the function closes over, may have changed since. So only what those
+    cannot make wrong may be decided here (such as which of two ways to one result is cheaper), or what is decided anew
+    where it fails.
 
     Args:
-      fun: a function, which is not kept alive. A method counts by its object and its code, both by their identity; a
-        model or Equinox module by its class and structure, kept until `_MOST` others of the class have been asked for.
-      arguments: a pytree, models in it taken apart. Its structure counts by its value, and is kept as long as the
-        function lives. Arrays and floats count by their types, other numbers and strings by their values, anything else
+      fun: a function, which is not kept alive. A method is known by the identity of its object and its code; a model or
+        Equinox module by its class and structure, kept until `_MOST` others of the class have been asked for.
+      arguments: a pytree, with split models. Its structure is compared by value, and kept as long as the function
+        lives. Arrays and floats are compared by their types, other numbers and strings by their values, anything else
         by its identity; none of these is kept alive.
-      options: what else bears on the decision.
+      options: what else the decision depends on.
       decide: makes it. It is called each time where the function or a leaf cannot be referred to weakly, or a part of
         a structure cannot be compared.
     """
@@ -59,7 +60,7 @@ def remembered(fun: Any, arguments: Any, options: Hashable, decide: Callable[[],
 
 
 def _owner_of(fun: Any) -> tuple[Any, Any]:
-    """Return what lives as long as a function shall be remembered, and what else tells it from other functions."""
+    """Return the object whose life bounds how long a function is remembered, and what tells it from others of that."""
     if is_model(fun):
         return type(fun), None  # its structure is among the arguments
     if is_equinox(fun):  # or a method of one
@@ -70,8 +71,10 @@ def _owner_of(fun: Any) -> tuple[Any, Any]:
 
 
 def _known(owner: Any) -> OrderedDict[Hashable, Any]:
+    """Return the decisions of an owner, which go when it does; a TypeError if it has no weak references."""
     found = _decisions.get(id(owner))
     if found is None:
+        # An `id` is used again once its object is gone: the decisions go first.
         weakref.finalize(owner, _decisions.pop, id(owner), None).atexit = False
         found = _decisions[id(owner)] = OrderedDict()
     return found
@@ -93,6 +96,7 @@ class _Same:
 
 
 def _kind(leaf: Any) -> Hashable:
+    """Return what a leaf is compared by: a program depends on the values of integers and strings, not of arrays."""
     if leaf is None or isinstance(leaf, (bool, int, str, bytes)):
         return type(leaf), leaf
     if isinstance(leaf, (float, complex)) or hasattr(leaf, "dtype"):

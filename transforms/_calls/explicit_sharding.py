@@ -1,8 +1,8 @@
-"""Explicit axes of a mesh: the type of an array says how it is divided over them.
+"""Explicit axes of a mesh: the type of an array tells how it is divided over them.
 
 With them JAX (0.10, 0.11) refuses much of what it does with automatic ones: to map arrays of which some are divided and
-others are not, to map a lookup, to contract what is divided. Where examples are divided, no example knows, so that
-inside nothing needs such a type, and the axes are made automatic there.
+others are not, to map a lookup, to contract what is divided. Where the examples of a batch are divided, one example is
+not: a function of one example needs no such types, and the axes are made automatic inside of it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .call import separate_arrays
 
 
 def explicit_spec(x: Any) -> PartitionSpec:
-    """How an array is divided over explicit axes of a mesh."""
+    """Return how an array is divided over explicit axes of a mesh."""
     return jax.typeof(x).sharding.spec if _is_array(x) else PartitionSpec()
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
-    """How an array is divided, where its mesh has explicit axes."""
+    """Return how an array is divided, or None if its mesh has no explicit axes."""
     sharding = jax.typeof(x).sharding
     return sharding if sharding.mesh.explicit_axes else None
 
 
 def explicit_axes(arrays: Any) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """How axis 0 of some arrays is divided over explicit axes of a mesh: in the first that is, and these of all."""
+    """Return how axis 0 is divided over explicit axes of a mesh: in the first array that is, and the axes of all."""
     entries = [explicit_spec(x)[:1] for x in jax.tree.leaves(arrays)]
     entries = [entry for entry in entries if any(entry)]
     names = dict.fromkeys(name for entry in entries for name in axis_names(entry))
@@ -41,21 +41,21 @@ def explicit_axes(arrays: Any) -> tuple[PartitionSpec, tuple[str, ...]]:
 
 
 def along(axes: Sequence[str], x: Any) -> PartitionSpec:
-    """How an array is divided over these explicit axes of a mesh."""
+    """Return how an array is divided over these explicit axes of a mesh, without the others."""
     entries = (tuple(name for name in axis_names([entry]) if name in axes) for entry in explicit_spec(x))
     return PartitionSpec(*(entry or None for entry in entries))
 
 
 def divided_as(x: Any, other: Any) -> Any:
-    """`x`, divided over explicit axes of a mesh as another array is of the same shape."""
+    """Return `x`, divided over explicit axes of a mesh as another array of the same shape."""
     sharding = jax.typeof(other).sharding
     return x if jax.typeof(x).sharding.spec == sharding.spec else jax.sharding.reshard(x, sharding)
 
 
 def divided_alike(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], int]:
-    """Arrays to be mapped over `axes`, all divided as the first of those that are; and into how many parts.
+    """Return arrays to be mapped over `axes`, all divided as the first that is divided there, and the number of parts.
 
-    JAX refuses to map some that are divided beside others that are not.
+    JAX refuses to map arrays that are divided together with others that are not.
     """
     mapped = [(x, axis % x.ndim) for x, axis in zip(leaves, axes, strict=True) if axis is not None]
     entries = [(x, explicit_spec(x)[axis]) for x, axis in mapped if _is_array(x)]
@@ -78,7 +78,7 @@ def divided_alike(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[li
 
 
 def axis_names(spec: Iterable[Any]) -> tuple[str, ...]:
-    """The axes of a mesh in a partition spec."""
+    """Return the axes of a mesh in a partition spec."""
     return tuple(name for entry in spec if entry for name in (entry if isinstance(entry, tuple) else (entry,)))
 
 
@@ -89,7 +89,7 @@ def with_automatic(
     axes: Sequence[str],
     place: Callable[[Any], Sequence[PartitionSpec]],
 ) -> Any:
-    """`function(*arguments)` with explicit axes of a mesh made automatic inside, and explicit again in the result.
+    """Return `function(*arguments)`, with explicit axes of a mesh made automatic inside, and explicit in the result.
 
     Args:
       api: what the user called.
@@ -98,7 +98,8 @@ def with_automatic(
       axes: the axes of the mesh. An array that `function` closes over must not know them.
       place: from the result to partition specs over these axes, one for each of its arrays.
     """
-    leaves, join = separate_arrays(jax.tree.map(_as_array, split_tree(arguments)))
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, split_tree(arguments))
+    leaves, join = separate_arrays(arrays)
     mesh = next(jax.typeof(x).sharding.mesh for x in leaves if set(axes) & set(axis_names(explicit_spec(x))))
     found: list[Any] = []
 
@@ -108,14 +109,15 @@ def with_automatic(
         found[:] = [join_result, [_merged(jax.typeof(x), spec) for x, spec in zip(arrays, place(out), strict=True)]]
         return arrays
 
-    def traced(leaves: list[Any]) -> jax.Array:
+    def run_for_types(leaves: list[Any]) -> jax.Array:
         run(leaves)
         return jnp.zeros(())
 
-    whole = NamedSharding(mesh, PartitionSpec())  # says which mesh, where none is set
+    undivided = NamedSharding(mesh, PartitionSpec())  # names the mesh, where none is set
     try:
-        # Once for how the result is divided over other explicit axes, which its type tells only inside.
-        jax.eval_shape(jax.sharding.auto_axes(traced, axes=tuple(axes), out_sharding=whole), leaves)
+        # `auto_axes` wants the shardings of the result in advance, but how that is divided over other explicit axes
+        # shows only in its type inside: so `run` is traced once for the types, and once more for the result.
+        jax.eval_shape(jax.sharding.auto_axes(run_for_types, axes=tuple(axes), out_sharding=undivided), leaves)
     except ValueError as error:
         if "should match the aval mesh" not in str(error):
             raise
@@ -126,19 +128,14 @@ def with_automatic(
     if not found[1]:
         return found[0]([])
     shardings = [NamedSharding(mesh, spec) for spec in found[1]]
-    arrays = jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves)
-    return found[0](arrays)
+    return found[0](jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves))
 
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
 
 
-def _as_array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
 def _merged(kind: Any, spec: PartitionSpec) -> PartitionSpec:
-    """How an array is divided over both: the explicit axes that it knows, and others."""
+    """Return how an array is divided over both the explicit axes in its type and those of `spec`."""
     known, others = ([*x, *[None] * kind.ndim][: kind.ndim] for x in (kind.sharding.spec, spec))
     return PartitionSpec(*(tuple(axis_names([x, y])) or None for x, y in zip(others, known, strict=True)))

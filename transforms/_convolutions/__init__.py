@@ -1,1 +1,16 @@
-"""Convolutions rewritten for CPUs: as matrix products, and with quick derivatives inside scans."""
+"""Convolutions as matrix products, for XLA's CPU backend, which is slow at many of the convolutions of training.
+
+Slow are a convolution whose weights are mapped over (the members of an ensemble), one inside a loop, and the gradients
+of both and of pooling; large matrix products are quick. Both files take a function, trace it, and return a function
+of the same arguments whose program has products in place of convolutions:
+
+- `as_products.py` rewrites a function that is not differentiated any more (`convolutions_as_products`): convolutions
+  of any layout, grouping, stride, dilation and padding become one product each, pooling and its gradient become slices,
+  and arrays keep the batch as their innermost axis from one operation to the next;
+- `in_scans.py` rewrites a function that is yet to be differentiated inside a loop (`with_scannable_gradients`):
+  forward convolutions stay where XLA is good at them, and only their derivatives are products.
+
+`convolved` in `as_products.py` is the one place where a convolution becomes a product: by patches of the input, by
+parts of the result, or by places of the result, whichever holds fewer numbers. What has no such form stays. How the
+gradient of each single example is formed is not here, but in `privacy/_per_example/rules.py`.
+"""

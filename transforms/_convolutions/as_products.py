@@ -34,21 +34,25 @@ WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` with its convolutions as matrix products and its pooling as slices; the same to rounding.
+    """Return `fun` with its convolutions as matrix products and its pooling as slices; equal to rounding.
 
     It is for functions that are not differentiated any more: custom derivative rules are lost.
     """
+    return run_by(_run, fun)
+
+
+def run_by(run: Callable[..., list[Any]], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that traces `fun` and evaluates its program by `run(jaxpr, consts, args)`."""
 
     def rewritten(*args: Any) -> Any:
         closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-        values = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), values)
+        return jax.tree.unflatten(jax.tree.structure(out), run(closed.jaxpr, closed.consts, jax.tree.leaves(args)))
 
     return rewritten
 
 
 def has_convolution(jaxpr: Jaxpr) -> bool:
-    """Whether a program contains a convolution."""
+    """Return whether a program contains a convolution, at any depth."""
     return any(
         eqn.primitive.name == "conv_general_dilated" or any(map(has_convolution, bodies(eqn))) for eqn in jaxpr.eqns
     )
@@ -56,7 +60,7 @@ def has_convolution(jaxpr: Jaxpr) -> bool:
 
 @dataclass(frozen=True)
 class _Permuted:
-    """An array whose axes are held in another order: axis i of `array` is axis `order[i]` of what it stands for."""
+    """An array with its axes in another order: axis i of `array` is axis `order[i]` of the array in the program."""
 
     array: jax.Array
     order: tuple[int, ...]
@@ -67,9 +71,10 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    """Return the results of one operation, permuted arrays among them where it keeps the order of the axes."""
     name = eqn.primitive.name
     if name in CALLS and name not in REMAT:
-        # The axes stay in their order through a call: activation functions are one.
+        # Interpreted rather than evaluated, so that permuted arrays pass through calls: activation functions are calls.
         with at_source(eqn):
             return interpret(*called(eqn), values, _visit)
     if name in WITH_BODIES and any(map(has_convolution, bodies(eqn))):
@@ -77,7 +82,7 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if name in _PRODUCTS_AND_SLICES:
         with at_source(eqn):
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
-        if out is not None:
+        if out is not None:  # None: not a case for products, so it is evaluated as it is
             return [out]
     permuted = next((x for x in values if isinstance(x, _Permuted)), None)
     if permuted is not None and name in ELEMENTWISE:
@@ -86,30 +91,33 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if permuted is not None and name in _REDUCTIONS:
         return [_reduce(eqn, permuted)]
     if permuted is not None and name == "transpose":
+        # No number is moved: axis `a` of the operand becomes axis `permutation.index(a)` of the result.
         order = tuple(eqn.params["permutation"].index(i) for i in permuted.order)
         return [_permuted(permuted.array, order)]
     return evaluate(eqn, *map(plain, values))
 
 
 def with_bodies(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> JaxprEqn:
-    """The operation with its bodies traced again, each by `run(jaxpr, consts, args)`."""
-    return eqn.replace(params={key: _traced_again(value, run) for key, value in eqn.params.items()})
+    """Return the operation with its bodies traced anew, each by `run(jaxpr, consts, args)`."""
+    return eqn.replace(params={key: _retraced(value, run) for key, value in eqn.params.items()})
 
 
-def _traced_again(value: Any, run: Callable[..., list[Any]]) -> Any:
+def _retraced(value: Any, run: Callable[..., list[Any]]) -> Any:
+    """Return a parameter of an operation with the programs in it traced anew, and anything else as it is."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_traced_again(x, run) for x in value)
+        return type(value)(_retraced(x, run) for x in value)
     if not isinstance(value, (ClosedJaxpr, Jaxpr)):
         return value
     closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, closed.jaxpr.invars)]
-    again = jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*avals)
+    retraced = jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*avals)
     if isinstance(value, ClosedJaxpr):
-        return again
-    return value if again.consts else again.jaxpr
+        return retraced
+    return value if retraced.consts else retraced.jaxpr  # an open program has no place for constants
 
 
 def _reduce(eqn: JaxprEqn, permuted: _Permuted) -> Any:
+    """Return a reduction over some axes of a permuted array, whose other axes keep their order."""
     axes = eqn.params["axes"]
     kept = [axis for axis in permuted.order if axis not in axes]
     params = {**eqn.params, "axes": tuple(i for i, axis in enumerate(permuted.order) if axis in axes)}
@@ -126,13 +134,14 @@ def _array(x: Any) -> Any:
 
 
 def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
-    """The array that stands for `x` with its axes in the given order."""
+    """Return `x` as an array with its axes in the given order."""
     held = x.order if isinstance(x, _Permuted) else tuple(range(len(order)))
-    turn = tuple(held.index(axis) for axis in order)
-    return _array(x) if turn == tuple(range(len(turn))) else lax.transpose(_array(x), turn)
+    permutation = tuple(held.index(axis) for axis in order)
+    return _array(x) if permutation == tuple(range(len(permutation))) else lax.transpose(_array(x), permutation)
 
 
 def plain(x: Any) -> Any:
+    """Return a permuted array with its axes in the order of the program, and anything else as it is."""
     return _in_order(x, range(len(x.order))) if isinstance(x, _Permuted) else x
 
 
@@ -169,11 +178,11 @@ class _Convolution:
         self._settings = {"precision": params["precision"], "preferred_element_type": wide}
 
     def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
-        """The product summed over some axes of each, for each place along others."""
+        """Return the product summed over some axes of each, for each place along others."""
         return lax.dot_general(left, right, (over, along), **self._settings)
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """The input, its places behind the first axis, with its padding and its dilation."""
+        """Return the input, whose places follow its first axis, with padding, and zeros between for its dilation."""
         spread = zip(self.padding, self.spread, strict=True)
         config = [(0, 0, 0), *((low, high, step - 1) for (low, high), step in spread)]
         config += [(0, 0, 0)] * (x.ndim - len(config))
@@ -181,12 +190,18 @@ class _Convolution:
 
 
 def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
-    """A convolution as a product; None where its window has too many positions."""
+    """Return a convolution as a product; None if its window has too many positions.
+
+    Three products give the same. By patches copies the input as many times as the window has positions; by parts
+    computes with the input as it is and copies the result as many times; by results is for the gradient of weights,
+    where the "window" is an image and the result as small as a kernel.
+    """
     of = _Convolution(eqn)
     lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
     positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
     if 0 in (*lhs_shape, *rhs_shape, results) or min(positions, results) > _MOST_SLICES:
         return None
+    # Numbers that each way holds besides its operands, for one position of the window and one example.
     patches = results * lhs_shape[of.channels]
     parts = math.prod(lhs_shape[i] for i in of.places) * rhs_shape[of.features]
     if positions > results:
@@ -199,7 +214,10 @@ def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
 
 
 def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
-    """One product of the weights with the patches, of shape (positions, channels, places, batch)."""
+    """Return one product of the weights with the patches, of shape (positions, channels, places, batch).
+
+    out[f, y, b] = Σ over positions k and channels c of w[k, c, f] x[c, y·stride + k·dilation, b].
+    """
     x = of.padded(_in_order(lhs, (of.channels, *of.places, of.batch)))
     w = _in_order(rhs, (*of.window, of.inputs, of.features))
     patches = _slices(x, of.dilation, w.shape[:-2], of.strides, of.sizes)
@@ -218,7 +236,10 @@ def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
 
 
 def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
-    """One product of the weights with the input, whose parts, one for each position, are added up where they belong."""
+    """Return one product of the weights with the input, whose parts, one for each position, are added up shifted.
+
+    The same sum as by patches, with the channels summed first: parts[k, f, y, b] = Σ over c of w[k, c, f] x[c, y, b].
+    """
     x = _in_order(lhs, (of.channels, *of.places, of.batch))
     w = _in_order(rhs, (*of.window, of.inputs, of.features))
     counts = w.shape[:-2]
@@ -230,7 +251,8 @@ def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
         right = x.reshape(of.groups, -1, math.prod(x.shape[1:]))
         parts = of.product(left, right, ((1,), (1,)), ((2,), (0,))).swapaxes(0, 1)
     parts = parts.reshape(*counts, -1, *x.shape[1:])
-    axis = len(counts)  # of a place, once the axis of its positions is taken away, which is always the first
+    # One axis of the window after another: the first axis of `parts` holds the positions along it, and goes.
+    axis = len(counts)  # of the places along it, once its positions are gone
     for i, (size, count) in enumerate(zip(of.sizes, counts, strict=True)):
         begin, length = of.padding[i][0], (size - 1) * of.strides[i] + 1
         shifted = [
@@ -242,7 +264,10 @@ def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
 
 
 def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
-    """For a window larger than the result, as in the gradient of weights: one slice for each place of the result."""
+    """Return the product for a window larger than the result, with one slice of the input for each place of the result.
+
+    In the gradient of weights the output's cotangent is the window, and the result has the size of a kernel.
+    """
     x = of.padded(_in_order(lhs, (of.batch, *of.places, of.channels)))
     w = _in_order(rhs, (of.features, *of.window, of.inputs))
     slices = _slices(x, of.strides, of.sizes, of.dilation, w.shape[1:-1])
@@ -262,7 +287,7 @@ def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
 def _slices(
     x: jax.Array, steps: Sequence[int], counts: Sequence[int], strides: Sequence[int], sizes: Sequence[int]
 ) -> jax.Array:
-    """Stacked along a new axis 0: for each position a slice of the axes behind the first, shifted by `steps`.
+    """Return slices of the axes after the first, shifted by `steps` for each position, stacked along a new axis 0.
 
     One axis after another, since XLA computes the operations that lead to `x` once more for each slice of it.
     """
@@ -275,8 +300,9 @@ def _slices(
 
 
 def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, stride: int) -> jax.Array:
-    """Every `stride`-th of `length` places along an axis, zero but where `x` is: from `begin` on, each `dilation`."""
+    """Return every `stride`-th of `length` places along an axis: `x` from `begin` on, each `dilation`, else zero."""
     config = [(0, 0, 0)] * x.ndim
+    # A negative padding cuts off what falls outside.
     config[axis] = (begin, length - begin - (x.shape[axis] - 1) * dilation - 1, dilation - 1)
     return lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, None, stride, axis)
 
@@ -285,7 +311,7 @@ def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, str
 
 
 def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: Any) -> Any:
-    """The slices of a window, one for each of its positions, combined element by element."""
+    """Return the slices of a window, one for each of its positions, combined element by element."""
     order = x.order if isinstance(x, _Permuted) else tuple(range(len(x.shape)))
     x = _array(x)
     window, strides, padding, base, dilation = (
@@ -304,7 +330,7 @@ def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], ja
 def _window_slices(
     x: jax.Array, window: Sequence[int], strides: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """For each position of a window, the elements that are there."""
+    """Return for each position of a window the elements that are there."""
     found = []
     for position in itertools.product(*map(range, window)):
         start = [i * step for i, step in zip(position, dilation, strict=True)]
@@ -314,7 +340,7 @@ def _window_slices(
 
 
 def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
-    """The gradient of a maximum (or minimum) over windows: each goes to the first element that is it."""
+    """Return the gradient of a maximum (or minimum) over windows: each goes to the first element that is it."""
     params = eqn.params
     given = next((x for x in (operand, source) if isinstance(x, _Permuted)), None)
     order = given.order if given else tuple(range(len(operand.shape)))
@@ -325,14 +351,16 @@ def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
     select = {"ge": lax.ge, "le": lax.le}.get(params["select_prim"].name)
     if select is None or math.prod(window) > _MOST_SLICES or any(map(any, padding)) or 0 in source.shape:
         return None
+    # As XLA selects: an element stays while `select(it, next)` holds, so that of equal ones the first is chosen.
     best, *others = _window_slices(operand, window, strides, [1] * len(window), source.shape)
     chosen = jnp.zeros(best.shape, jnp.int8)
     for i, other in enumerate(others, 1):
         stays = select(best, other)
         best, chosen = jnp.where(stays, best, other), jnp.where(stays, chosen, jnp.int8(i))
+    # For each position of the window the cotangents that go there, interleaved where windows stand side by side.
     parts = [jnp.where(chosen == i, source, 0) for i in range(1 + len(others))]
     for axis in reversed(range(source.ndim)):
-        # The positions along the axis are the last that are left to be put in their places.
+        # `itertools.product` varies the last axis fastest: its positions are neighbours in the list.
         parts = [
             _interleaved(parts[i : i + window[axis]], axis, strides[axis], operand.shape[axis])
             for i in range(0, len(parts), window[axis])
@@ -341,30 +369,25 @@ def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
 
 
 def _interleaved(parts: list[jax.Array], axis: int, stride: int, length: int) -> jax.Array:
-    """The sum of some arrays, each `stride` apart along an axis of `length`, from 0, 1, 2 and so on."""
-    if len(parts) == stride:
+    """Return the sum of arrays whose elements lie `stride` apart along an axis of `length`, from 0, 1, 2 and so on."""
+    if len(parts) == stride:  # windows side by side: nothing overlaps, so that stacking does it
         x = jnp.stack(parts, axis + 1)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         return _placed(x, axis, 0, 1, length, 1) if x.shape[axis] != length else x
     return reduce(jnp.add, [_placed(x, axis, i, stride, length, 1) for i, x in enumerate(parts)])
 
 
-def _least(dtype: Any) -> Any:
+def _range(dtype: Any) -> tuple[Any, Any]:
+    """Return the least and the greatest value of a dtype."""
     if jnp.issubdtype(dtype, jnp.bool_):
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _greatest(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+        return False, True
+    return (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.floating) else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
 
 
 _PRODUCTS_AND_SLICES: dict[str, Callable[..., Any]] = {
     "conv_general_dilated": convolved,
-    "reduce_window_max": partial(_pool, combine=lax.max, empty=_least),
-    "reduce_window_min": partial(_pool, combine=lax.min, empty=_greatest),
+    "reduce_window_max": partial(_pool, combine=lax.max, empty=lambda dtype: _range(dtype)[0]),
+    "reduce_window_min": partial(_pool, combine=lax.min, empty=lambda dtype: _range(dtype)[1]),
     "reduce_window_sum": partial(_pool, combine=lax.add, empty=lambda _: 0),
     "select_and_scatter_add": _scatter,
 }

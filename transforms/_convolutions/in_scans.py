@@ -16,24 +16,19 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from .._core.jaxpr import at_source, bodies, evaluate, interpret
-from .as_products import WITH_BODIES, convolved, has_convolution, plain, with_bodies
+from .as_products import WITH_BODIES, convolved, has_convolution, plain, run_by, with_bodies
 
 
 def with_scannable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` with convolutions whose derivatives are products; the same to rounding, and for a loop on a CPU.
+    """Return `fun` with convolutions whose derivatives are products, for a loop on a CPU; equal to rounding.
 
     Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.
     """
-
-    def rewritten(*args: Any) -> Any:
-        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-        values = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), _visit)
-        return jax.tree.unflatten(jax.tree.structure(out), values)
-
-    return rewritten
+    return run_by(partial(interpret, visit=_visit), fun)
 
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    """Return the results of one operation, with convolutions replaced in it."""
     name = eqn.primitive.name
     if name == "conv_general_dilated":
         with at_source(eqn):
@@ -48,14 +43,15 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
-    """A convolution, linear in each operand, with derivatives by products.
+    """Return a convolution whose derivatives are products: it is linear in each operand, so they are convolutions too.
 
-    Slices of the operand are taken again where they are needed: held, they would be as many copies as the window has
-    positions. Of half precision, what comes back from them is added up in single, as XLA does.
+    Slices of the operand are recomputed where they are needed: held, they would be as many copies as the window has
+    positions. Half precision is added up in single, as XLA does.
     """
     half = jnp.issubdtype(lhs.dtype, jnp.floating) and jnp.finfo(lhs.dtype).bits < 32
     by_xla = partial(eqn.primitive.bind, **eqn.params)
 
+    # Without barriers against common subexpressions, as JAX advises for the body of a scan, where they only cost time.
     @partial(jax.checkpoint, prevent_cse=False)
     def as_products(lhs: Any, rhs: Any) -> Any:
         operands = (x.astype(jnp.float32) if half else x for x in (lhs, rhs))
@@ -69,6 +65,8 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     @partial(convolve.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
         (lhs, rhs), (lhs_tangent, rhs_tangent) = primals, tangents
+        # The product rule, d(x * w) = dx * w + x * dw. An operand that is not differentiated costs nothing: its tangent
+        # is a symbolic zero.
         terms = []
         if not isinstance(lhs_tangent, SymbolicZero):
             terms.append(as_products(lhs_tangent, rhs))
@@ -80,6 +78,7 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
 
 
 def _is_channels_last(eqn: JaxprEqn) -> bool:
+    """Return whether a convolution has layout NHWC for images and HWIO for weights, at which XLA is quick in loops."""
     lhs, rhs, out = eqn.params["dimension_numbers"]
     places = tuple(range(1, len(lhs) - 1))
     last = (0, len(lhs) - 1, *places)

@@ -18,13 +18,13 @@ Argnums = int | Sequence[int]
 
 
 def check_callable(api: str, fun: Any, name: str = "fun") -> None:
-    """Refuse a `fun` that cannot be called."""
+    """Raise if `fun` cannot be called."""
     if not callable(fun):
         raise TypeError(f"{api}: {name} must be a function, a bound method or a module, but got {describe(fun)}.")
 
 
 def describe(value: Any) -> str:
-    """A short description of a value for an error: its type, and its shape and dtype where it has them."""
+    """Return a short description of a value for an error: its type, and its shape and dtype where it has them."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     if value is None:
@@ -33,16 +33,16 @@ def describe(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """`repr(value)`, cut where it is long: that of a module takes dozens of lines."""
+    """Return `repr(value)`, cut where it is long: that of a module takes dozens of lines."""
     line, _, more = repr(value).partition("\n")
     return f"{line[:100]}..." if more or len(line) > 100 else line
 
 
 def argument_name(fun: Any, args: Sequence[Any], position: int) -> str:
-    """The name that `fun` gives its positional argument `position`, or its number where it has none."""
+    """Return the name that `fun` gives its positional argument `position`, or its number where it has none."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # many builtins have no signature
         return f"argument {position}"
     for i, parameter in enumerate(parameters):
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -53,19 +53,19 @@ def argument_name(fun: Any, args: Sequence[Any], position: int) -> str:
 
 
 def leaf_name(name: str, path: tuple[Any, ...]) -> str:
-    """`name` with a pytree path behind it, such as `batch['image']` or `model.conv.kernel`."""
+    """Return `name` followed by a pytree path, such as `batch['image']` or `model.conv.kernel`."""
     return name + keystr(path).removesuffix(".value")  # the key of an `nnx.Variable`'s array
 
 
 def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, ...]:
-    """The positions that `argnums` selects, not yet resolved against a call; refuses what cannot select any."""
+    """Return the positions that `argnums` selects, not yet resolved against a call; raise if it can select none."""
     sequence = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not sequence:
         raise ValueError(f"{api}: {name} is empty; name at least one positional argument.")
     try:
         positions = tuple(operator.index(number) for number in sequence)
         if any(isinstance(number, bool) for number in sequence):
-            raise TypeError
+            raise TypeError  # True has an index, 1, but means a flag that was passed in the wrong place
     except TypeError:
         raise TypeError(f"{api}: {name} must be an int or a tuple of ints, but got {argnums!r}.") from None
     if len(set(positions)) < len(positions):
@@ -74,12 +74,12 @@ def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, .
 
 
 def is_int(x: Any) -> bool:
-    """Whether `x` is an int or one of NumPy's. Arrays are none, though they have `__index__`; nor is True or False."""
+    """Return whether `x` is an int of Python or NumPy; arrays and booleans, which have `__index__` too, are not."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> None:
-    """Refuse what is no int, or too small a one; an optional count may be None."""
+    """Raise if a count is not an int or is too small; an optional one may be None."""
     if value is None and optional:
         return
     if not is_int(value):
@@ -89,14 +89,21 @@ def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bo
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a real number of Python or NumPy: no bool, and no array."""
+    """Return whether a value is a real number of Python or NumPy; booleans and arrays are not."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool], what: str) -> float:
-    """The number `value`, exactly; refused if it is none or does not fit, and `what` says in the error which do.
+    """Return `value` as a Python float, exactly; raise if it is not a number or does not fit.
 
-    As one of Python's, since with NumPy's half precision others would be computed in it.
+    A Python float, since an expression with a NumPy scalar of half precision would be computed in half precision.
+
+    Args:
+      api: what to call the caller in an error.
+      name: what the caller calls the value.
+      value: a number, or a 0-d array with one.
+      fits: whether a number is allowed.
+      what: which numbers are, for the error.
     """
     scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
     if not (scalar or is_real(value)):
@@ -110,7 +117,7 @@ def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool],
 def resolve_argnums(
     api: str, fun: Any, positions: tuple[int, ...], args: Sequence[Any], name: str = "argnums"
 ) -> tuple[int, ...]:
-    """`positions` with negative ones counted from the end, checked against a call with `args`."""
+    """Return `positions` with negative ones counted from the end, checked against a call with `args`."""
     count = len(args)
     for position in positions:
         if not -count <= position < count:
@@ -119,6 +126,7 @@ def resolve_argnums(
                 "arguments that it selects by position, not by keyword."
             )
     resolved = tuple(position % count for position in positions)
+    # `check_argnums` refused equal positions, but 1 and -1 are one argument in a call with two.
     if len(set(resolved)) < len(resolved):
         twice = next(r for r in resolved if resolved.count(r) > 1)
         raise ValueError(
@@ -129,7 +137,7 @@ def resolve_argnums(
 
 
 def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[Any]) -> int:
-    """The size of axis 0 of all arrays in the arguments that `batch_argnums` selects; refuses several sizes."""
+    """Return the size of axis 0 of all arrays that `batch_argnums` selects; raise if they have several."""
     size, first = None, ""
     for i in positions:
         for path, leaf in leaves_with_path(args[i]):
@@ -158,24 +166,27 @@ def wrap_like(
     fun: Callable[..., Any],
     api: str,
     wrapper: Callable[..., Any],
-    again: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    rebuild: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """`wrapper` with the signature of `fun`, and a name and docstring that tell what it wraps.
+    """Give `wrapper` the signature of `fun`, and a name and docstring that tell what it wraps; return it.
 
-    Where `wrapper` is a transform of `fun`, `again` is the same transform of another function: see `transform_of`.
+    Where `wrapper` is a transform of `fun`, `rebuild` applies the same transform to another function: see
+    `transform_of`.
     """
+    # Sets `__wrapped__`, from which `inspect.signature` takes the signature; names and docstring are our own.
     functools.update_wrapper(wrapper, fun, assigned=(), updated=())
     name = getattr(fun, "__name__", type(fun).__name__)
     wrapper.__name__ = wrapper.__qualname__ = f"{api}({name})"
     wrapper.__doc__ = f"`{name}` under `{api}`.\n\n{inspect.getdoc(fun) or ''}".rstrip()
-    vars(wrapper)["_plurax_again"] = wrapper, again
+    vars(wrapper)["_plurax_rebuild"] = wrapper, rebuild
     return wrapper
 
 
 def transform_of(wrapper: Any) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]] | None:
-    """What a transform or partial was made of: the function, and how to make it of another; None for anything else."""
+    """Return the function inside a transform or partial, and how to rebuild it around another; None for all else."""
     if isinstance(wrapper, functools.partial):
         return wrapper.func, lambda fun: functools.partial(fun, *wrapper.args, **wrapper.keywords)
-    # A decorator may have copied the attributes of a transform onto a function of its own.
-    pair: Any = getattr(wrapper, "_plurax_again", None)
+    # A decorator such as `functools.wraps` may have copied the attributes of a transform onto a function of its own,
+    # which does more than the transform: the wrapper in the pair tells them apart.
+    pair: Any = getattr(wrapper, "_plurax_rebuild", None)
     return (wrapper.__wrapped__, pair[1]) if pair and pair[0] is wrapper and pair[1] else None

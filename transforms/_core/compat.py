@@ -5,29 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer, eval_context
+from jax.core import Tracer as Tracer
+from jax.core import eval_context
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, default_registry
-
-__all__ = [
-    "PERMUTES_AS_MESH",
-    "Jitted",
-    "NeedsValues",
-    "Tracer",
-    "devices_of",
-    "forget_cache",
-    "inside_a_transform",
-    "loaded",
-    "lowered_for",
-    "node",
-    "one_of",
-    "scan_counts",
-    "serialized",
-    "transforms_around",
-    "varying",
-    "varying_axes",
-]
 
 # The class of functions under `jax.jit`, which has no public name.
 Jitted: Any = type(jax.jit(len))
@@ -46,7 +28,7 @@ PERMUTES_AS_MESH = "jax_raise_on_ppermute_sort_diff" not in jax.config.values
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a `scan` with these parameters are the same in each turn, and how many are carried."""
+    """Return how many operands of a `scan` are the same in each iteration, and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     shared, carry, _ = params["ft_in"].unpack()  # from jax 0.11 on
@@ -54,19 +36,19 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The axes of the `shard_map` around us over whose devices an array, or an abstract value, differs."""
+    """Return the axes of the `shard_map` around us over whose devices an array, or an abstract value, differs."""
     differs = (x if hasattr(x, "manual_axis_type") else jax.typeof(x)).manual_axis_type
     return differs.varying if differs else frozenset()
 
 
 def varying(x: Any, axes: Iterable[str]) -> Any:
-    """An array as one that differs over the devices of these axes, of which the gradient is that of each device."""
-    missing = tuple(sorted(set(axes) - varying_axes(x)))
+    """Return an array as one that differs over the devices of these axes, so that each has a gradient of its own."""
+    missing = tuple(sorted(set(axes) - varying_axes(x)))  # `pcast` refuses axes over which it differs already
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def one_of(examples: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of one of some examples, and over which devices of a `shard_map` they differ."""
+    """Return the shape and dtype of one of some examples, and over which devices of a `shard_map` they differ."""
     shape, dtype, kind = examples.shape[1:], jax.dtypes.result_type(examples), jax.typeof(examples)
     if not varying_axes(kind):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -75,7 +57,11 @@ def one_of(examples: Any) -> jax.ShapeDtypeStruct:
 
 
 def transforms_around(tracer: Tracer) -> list[str]:
-    """Which of vmap, derivatives and loops JAX is tracing around a tracer, the innermost first, as far as it tells."""
+    """Return which of vmap, derivatives and loops JAX is tracing around a tracer, innermost first, as far as it tells.
+
+    The attributes that are read here are private to JAX. They are used for a warning only (see `memory.py`), and where
+    one is missing the list is shorter.
+    """
     found = []
     trace: Any = getattr(tracer, "_trace", None)
     while trace is not None:
@@ -97,7 +83,7 @@ _TRANSFORMS = {
 
 
 def serialized(compiled: Any) -> bytes:
-    """A compiled program as bytes; one that calls Python back has none, for which there are many kinds of error."""
+    """Return a compiled program as bytes; one that calls back into Python has none, and raises one of many errors."""
     from jax.experimental.serialize_executable import serialize
 
     payload, _, _ = serialize(compiled)
@@ -105,28 +91,29 @@ def serialized(compiled: Any) -> bytes:
 
 
 def loaded(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Any:
-    """The compiled program that `serialized` gave, on these devices; reading it runs what is in it."""
+    """Return the compiled program that `serialized` gave, on these devices; reading it runs the code in it."""
     from jax.experimental.serialize_executable import deserialize_and_load
 
     return deserialize_and_load(payload, in_tree, out_tree, backend=devices[0].client, execution_devices=tuple(devices))
 
 
 def devices_of(compiled: Any) -> list[Any]:
-    """The devices of a compiled program, in its order."""
+    """Return the devices of a compiled program, in its order."""
     return list(compiled.runtime_executable().local_devices())
 
 
 def lowered_for(lowered: Any) -> list[Any]:
-    """The devices of a lowered program, in its order: its text does not name them."""
-    found = getattr(lowered._lowering, "_device_list", None)
+    """Return the devices of a lowered program, in its order: its text does not name them."""
+    found = getattr(lowered._lowering, "_device_list", None)  # private to JAX, but spares a compilation
     return devices_of(lowered.compile()) if found is None else list(found)
 
 
 def inside_a_transform() -> bool:
-    """Whether a `jax.jit`, `jax.grad`, `jax.vmap` or the like is around us, whatever our arguments are."""
+    """Return whether a `jax.jit`, `jax.grad`, `jax.vmap` or the like is around us, whatever our arguments are."""
     return get_opaque_trace_state() != _outside()
 
 
+# Cached, since it never changes and `inside_a_transform` is asked at each call.
 @functools.cache
 def _outside() -> Any:
     with eval_context():
@@ -134,7 +121,7 @@ def _outside() -> Any:
 
 
 def node(kind: type, static: Any, children: Sequence[Any]) -> Any:
-    """The inverse of a `PyTreeDef`'s `node_data()` and `children()`."""
+    """Return the `PyTreeDef` with this `node_data()` and these `children()`."""
     return PyTreeDef.from_node_data_and_children(default_registry, (kind, static), children)
 
 

@@ -10,9 +10,9 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-# What `jax.checkpoint` is called in a program, by version.
+# The name of `jax.checkpoint` in a program, by version.
 REMAT = frozenset({"checkpoint", "remat2"})
-# Operations that only call a program, and where that is among their parameters.
+# Operations that only call a program, and the parameter that holds it.
 CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -29,7 +29,7 @@ IDENTITIES = frozenset(
     """.split()  # noqa: SIM905 (words read better)
 )
 
-# Operations of which each number of the result depends on the numbers at its place alone.
+# Operations whose result has at each position a function of the operands' numbers at that position alone.
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type
@@ -53,12 +53,13 @@ def interpret(
     Args:
       jaxpr: the program.
       consts: the values of its constants.
-      args: what stands for each of its arguments; anything, such as an array, or a pair of one and something else.
-      visit: from an operation and what stands for each of its operands to what stands for each of its results.
-      constant: from a constant or a literal to what stands for it.
+      args: the interpreter's value for each of its arguments: anything, such as an array, or a pair of an array and its
+        Taylor coefficients.
+      visit: from an operation and the values of its operands to the values of its results.
+      constant: from a constant or a literal to its value.
 
     Returns:
-      What stands for each of its outputs.
+      The value of each of its outputs.
     """
     known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     known |= zip(jaxpr.invars, args, strict=True)
@@ -72,35 +73,36 @@ def interpret(
 
 
 def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
-    """The results of one operation on arrays, as from `at_source`."""
+    """Return the results of one operation on arrays, with its own scopes and source line."""
     with at_source(eqn):
+        # Some, such as `custom_jvp_call`, are bound with functions where the jaxpr holds programs.
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def at_source(eqn: JaxprEqn) -> AbstractContextManager[None]:
-    """Where what is computed bears the named scopes and the source line of an operation."""
+    """Return a context in which all that is computed has the named scopes and the source line of an operation."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
 def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
-    """The program that one of the operations in `CALLS` calls, and its constants."""
+    """Return the program that one of the operations in `CALLS` calls, and its constants."""
     body = eqn.params[CALLS[eqn.primitive.name]]
-    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())  # that of `checkpoint` is not closed
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an operation: what it calls, or repeats, or chooses from."""
+    """Return the programs inside an operation: those it calls, repeats or chooses from."""
     found = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
     return [x for x in found if isinstance(x, Jaxpr)]
 
 
 def holds_refs(eqn: JaxprEqn) -> bool:
-    """Tell whether an operation takes or gives a `jax.Ref`."""
+    """Return whether an operation takes or gives a `jax.Ref`."""
     return any(isinstance(aval(x), jax.ref.AbstractRef) for x in (*eqn.invars, *eqn.outvars))
 
 
 def aval(variable: Any) -> Any:
-    """The shape and dtype of a variable or literal of a program."""
+    """Return the shape and dtype of a variable or literal of a program."""
     return variable.aval

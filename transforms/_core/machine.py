@@ -1,4 +1,4 @@
-"""What the machine is, as far as times depend on it: the model of its processor, and how many cores there are."""
+"""The machine, as far as times depend on it: the model of its processor, and its number of cores."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The model of the processor, where the system says it: to JAX a device of any is a "cpu"."""
+    """Return the model of the processor, where the system tells it: JAX calls every model a "cpu"."""
     try:
         found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         found = None
     return found[1] if found else platform.processor() or platform.machine()
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
+    # In a container or under `taskset` these are fewer than the machine has; macOS and Windows do not tell.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

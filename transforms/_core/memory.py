@@ -1,7 +1,7 @@
 """A memory budget: the largest chunk whose compiled temporaries fit into it.
 
-How much a program needs is what XLA says of it once it is compiled. Nothing is run or allocated for that, so it works
-inside other traces, from shapes.
+The memory that a program needs is what XLA reports once it is compiled. Nothing is run or allocated for that, so it
+works inside other traces, where there are shapes only.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .compat import NeedsValues, Tracer, transforms_around
 _UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
 _UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate(["k", "m", "g", "t"], 1)}
 _SIZE = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)"
-# A chunk that fills this share of the budget is large enough, and so many programs are compiled at most to find one
-# that does; more only until any fits.
+# The search ends with a chunk that fills this share of the budget, or after so many compiled programs; it goes on
+# longer only until any chunk fits.
 _ENOUGH, _PROBES = 0.9, 6
 
-# Whose lines may be between what the user called and what warns.
+# Libraries whose frames may lie between the user's line and the warning.
 _LIBRARIES = ("plurax", "jax", "flax", "equinox")
 
 
 def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
-    """The budget in bytes, or None; refuses what is no size, and a chunk size beside it."""
+    """Return the budget in bytes, or None; raise if it is not a size, or if there is a chunk size too."""
     if budget is None:
         return None
     if chunk_size is not None:
@@ -53,9 +53,10 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
 
 
 def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: int) -> int:
-    """The largest chunk of `size` slices whose temporaries fit into `budget` bytes; refuses where none does.
+    """Return the largest chunk of `size` slices whose temporaries fit into `budget` bytes; raise if none does.
 
-    Of the chunks that are equally many only the smallest is tried, since a larger one costs as many and more memory.
+    Of all sizes that make equally many chunks only the smallest is tried: a larger one takes as many iterations and
+    more memory.
 
     Args:
       api: what to call the caller in an error.
@@ -67,7 +68,6 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
 
     def need(chunk: int) -> int:
         if chunk not in needs:
-            # Within the larger program, copies of small arrays and the counters of loops come on top.
             try:
                 alone = need_of(chunk)
             except NeedsValues as error:
@@ -75,19 +75,22 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
                     f"{api}: memory_budget needs a program that can be compiled, but fun asks for a value (it branches "
                     "on one, or hands it to NumPy); use lax.cond or jnp.where, or leave the budget out."
                 ) from error
+            # Within the larger program, copies of small arrays and the counters of loops are added.
             needs[chunk] = alone + alone // 64 + 256
         return needs[chunk]
 
     if need(size) <= budget:
         return size
-    # What fits, and what does not; 0 stands for nothing, which needs nothing.
+    # `low` fits and `high` does not; a chunk of 0 is nothing, which needs nothing.
     low, high = 0, size
     while high - low > 1 and not (low and (len(needs) >= _PROBES or needs[low] >= _ENOUGH * budget)):
+        # Temporaries are taken to be linear in the chunk between the two: the secant through them meets the budget at
+        # low + (high - low) (budget - need(low)) / (need(high) - need(low)).
         needed = needs.get(low, 0)
         guess = low + int((high - low) * (budget - needed) / max(needs[high] - needed, 1))
         # One slice at a time is often compiled to something worse than two: it is the last to be tried.
         guess = min(max(guess, low + 1, 2), high - 1 if low else max(high // 2, 1))
-        chunk = -(-size // -(-size // guess))
+        chunk = -(-size // -(-size // guess))  # the smallest with as many chunks as `guess` makes
         if chunk in needs:
             break
         low, high = (chunk, high) if need(chunk) <= budget else (low, chunk)
@@ -115,16 +118,16 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
       UserWarning: what is computed is part of a larger program that maps, repeats or differentiates it, whose
         temporaries are not known here.
     """
-    needs: dict[int, int] = {}
-    around: list[str] = []
+    found: dict[int, tuple[int, list[str]]] = {}
 
     def need(chunk: int) -> int:
-        needs[chunk], around[:] = temporaries(partial(compute, chunk))
-        return needs[chunk]
+        found[chunk] = temporaries(partial(compute, chunk))
+        return found[chunk][0]
 
     chunk = largest_chunk(api, need, size, budget)
+    needed, around = found[chunk]
     if around:
-        need_of_part = in_words(needs[chunk]) if needs[chunk] else "nothing beside arguments and results"
+        need_of_part = in_words(needed) if needed else "nothing beside arguments and results"
         warnings.warn(
             f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
             f"{need_of_part}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "
@@ -143,22 +146,23 @@ def _level_of_the_user() -> int:
 
 
 def temporaries(fun: Callable[[], Any]) -> tuple[int, list[str]]:
-    """How many bytes `fun` needs beside its arguments and results, and which transforms around will transform it.
+    """Return the bytes that `fun` needs besides arguments and results, and the transforms around that transform it.
 
-    It is compiled as a program of its own. What depends on none of their arguments they leave as it is.
+    It is compiled as a program of its own.
     """
     lowered, tracers = _lower_apart(fun)
     analysis: Any = lowered.compile().memory_analysis()
+    # Only a transform that traces something `fun` closes over will map, repeat or differentiate it.
     return analysis.temp_size_in_bytes, max(map(transforms_around, tracers), key=len, default=[])
 
 
 def lower_apart(fun: Callable[[], Any]) -> Any:
-    """`fun` lowered as a program of its own."""
+    """Return `fun` lowered as a program of its own."""
     return _lower_apart(fun)[0]
 
 
 def _lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
-    """`fun` lowered as a program of its own, and what of an outer trace it closes over."""
+    """Return `fun` lowered as a program of its own, and the tracers of outer traces that it closes over."""
     # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program. In such
     # a trace arrays with values become constants of the outer program, for which XLA chooses other layouts and copies.
     closed = jax.make_jaxpr(fun)()
@@ -176,7 +180,7 @@ def _lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
 
 
 def in_words(size: int) -> str:
-    """A number of bytes as one reads it."""
+    """Return a number of bytes in the largest unit that it fills, as in "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         size_in_unit = size / _UNITS[unit.lower()]
         if size_in_unit < 1024:

@@ -1,4 +1,4 @@
-"""Random keys: what is one."""
+"""Random keys: what is one, and what is not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .arguments import describe
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is a key, or an array of keys."""
+    """Return whether `x` is a key, or an array of keys."""
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check_key(api: str, key: Any, name: str = "key") -> None:
-    """Refuse what is not one key: words without a type, and several keys."""
+    """Raise if `key` is not one typed key: legacy uint32 words and arrays of keys are refused."""
     if not isinstance(key, jax.Array) or not is_key(key) or key.shape != ():
         raise TypeError(f"{api}: {name} must be one key, such as jax.random.key(0), but got {describe(key)}.")

@@ -1,4 +1,4 @@
-"""Weak types: what is made of Python's numbers alone takes the dtype of what it meets, here as in JAX."""
+"""Weak types: a result of Python's numbers alone takes the dtype of whatever it is combined with, as in JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def weak_like(x: Any, *like: Any) -> Any:
     zero = all(map(is_weak, like)) and weak_zero(x.dtype)
     if zero is False or zero is None or is_weak(x) or any(jnp.result_type(one) != x.dtype for one in like):
         return x
-    # `full_like` gives a number the type of another; mapped over all of them it is one operation.
+    # No public function sets a weak type. `full_like(zero, value)` gives a scalar the weak type of `zero`; mapped over
+    # every axis it is one operation.
     convert = partial(lax.full_like, zero)
     for _ in jnp.shape(x):
         convert = jax.vmap(convert)
@@ -32,5 +33,5 @@ def weak_zero(dtype: Any) -> Any:
 
 
 def is_weak(x: Any) -> bool:
-    """Whether an array, a shape or a number is weakly typed."""
+    """Return whether an array, a shape or a number is weakly typed."""
     return (x if hasattr(x, "weak_type") else jax.typeof(x)).weak_type

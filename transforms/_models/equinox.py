@@ -13,26 +13,27 @@ from jax.tree_util import GetAttrKey, keystr, register_pytree_with_keys
 
 
 def is_equinox(x: Any) -> bool:
-    """Whether `x` is an Equinox module, which cannot be if nobody has imported Equinox."""
+    """Return whether `x` is an Equinox module, which it cannot be if nobody has imported Equinox."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(x, equinox.Module)
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array of JAX or NumPy."""
+    """Return whether `x` is an array of JAX or NumPy."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
 def differentiated(tree: Any, integers: bool = False) -> Any:
-    """`tree` with None in place of each leaf that is not differentiated.
+    """Return `tree` with None in place of each leaf that is not differentiated.
 
     Args:
-      tree: any pytree. Of an Equinox module the arrays of floating point are differentiated, as by `eqx.filter_grad`;
-        of anything else all arrays and numbers.
-      integers: whether arrays and numbers of other dtypes are passed over too.
+      tree: any pytree. In an Equinox module the arrays of floating point are differentiated, as by `eqx.filter_grad`;
+        in anything else all arrays and numbers.
+      integers: whether arrays and numbers of other dtypes are left out too.
     """
 
     def keep(x: Any) -> Any:
+        # Numbers in a module are configuration; elsewhere they are arguments, which JAX takes for 0-d arrays.
         if is_equinox(x):
             return jax.tree.map(lambda leaf: leaf if isinstance(leaf, _ARRAYS) and _is_inexact(leaf) else None, x)
         number = isinstance(x, (bool, int, float, complex))
@@ -41,7 +42,7 @@ def differentiated(tree: Any, integers: bool = False) -> Any:
     return jax.tree.map(keep, tree, is_leaf=is_equinox)
 
 
-# The last is the shape that stands for an array in `Primals.outline`.
+# The last is the shape in place of an array in `Primals.outline`.
 _ARRAYS = (jax.Array, np.ndarray, jax.core.ShapedArray)
 
 
@@ -55,8 +56,8 @@ class Held:
 
     Args:
       arrays: its arrays, in order.
-      static: its structure, and of each leaf the path, what it is if it is no array, and its type: 1, 1.0 and True are
-        equal.
+      static: its structure, and for each leaf the path, its value if it is not an array, and the type of that: 1, 1.0
+        and True are equal, but a function may do something else with each.
     """
 
     __slots__ = ("arrays", "static")
@@ -65,18 +66,18 @@ class Held:
         self.arrays, self.static = list(arrays), static
 
     def module(self) -> Any:
-        """The module again."""
+        """Return the module with these arrays."""
         treedef, leaves = self.static
         given = iter(self.arrays)
         return jax.tree.unflatten(treedef, [next(given) if leaf is _ARRAY else leaf for _, leaf, _ in leaves])
 
     def keyed(self) -> list[tuple[GetAttrKey, Any]]:
-        """Its arrays with their paths."""
+        """Return its arrays with their paths."""
         paths = [path for path, leaf, _ in self.static[1] if leaf is _ARRAY]
         return [(GetAttrKey(path), x) for path, x in zip(paths, self.arrays, strict=True)]
 
 
-# Stands for an array among the leaves of a module.
+# Placeholder for an array among the leaves of a module: a type, which no leaf of a module is by accident.
 _ARRAY = jax.Array
 
 register_pytree_with_keys(
@@ -88,7 +89,7 @@ register_pytree_with_keys(
 
 
 def held(tree: Any) -> Any:
-    """`tree` with its Equinox modules as pytrees of their arrays alone."""
+    """Return `tree` with its Equinox modules as pytrees of their arrays alone."""
 
     def hold(x: Any) -> Any:
         if not is_equinox(x):
@@ -103,5 +104,5 @@ def held(tree: Any) -> Any:
 
 
 def released(tree: Any) -> Any:
-    """The inverse of `held`."""
+    """Return `tree` with its modules as they were before `held`."""
     return jax.tree.map(lambda x: x.module() if isinstance(x, Held) else x, tree, is_leaf=lambda x: isinstance(x, Held))

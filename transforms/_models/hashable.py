@@ -1,4 +1,4 @@
-"""Arguments with their arrays taken out, so that what remains can be a static argument of `jax.jit`."""
+"""Arguments with their arrays taken out, so that the remainder can be a static argument of `jax.jit`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .split_model import by_value
 
 
 class Placeholder(Enum):
-    """What stands in place of an array. It stays itself when it is copied or pickled."""
+    """Marks in place of arrays: members of an Enum, since those stay themselves when they are copied or pickled."""
 
     ARRAY = "array"
     TRAINABLE = "trainable"
@@ -33,34 +33,34 @@ class HashablePytree:
 
     @classmethod
     def separate(cls, tree: Any) -> tuple[list[Any], HashablePytree]:
-        """The arrays of `tree`, and the rest of it."""
+        """Return the arrays of `tree`, and the rest of it."""
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [leaf for leaf in leaves if cls.is_array(leaf)]
         return arrays, cls(tuple(Placeholder.ARRAY if cls.is_array(leaf) else leaf for leaf in leaves), treedef)
 
     @classmethod
     def of(cls, tree: Any) -> HashablePytree:
-        """`tree` as it is, with None as a leaf."""
+        """Return `tree` as a hashable value, with None as a leaf."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
         return cls(tuple(leaves), treedef)
 
     @staticmethod
     def is_array(x: Any) -> bool:
-        """Whether `x` is an array rather than configuration."""
+        """Return whether `x` is an array rather than configuration."""
         return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
     def join(self, arrays: list[Any]) -> Any:
-        """The inverse of `separate`."""
+        """Return the tree that `separate` was given, with these arrays."""
         rest = iter(arrays)
         return self.map(lambda leaf: next(rest) if leaf is Placeholder.ARRAY else leaf)
 
     def map(self, fun: Callable[[Any], Any]) -> Any:
-        """The tree with `fun` of each leaf."""
+        """Return the tree with `fun` applied to each leaf."""
         return jax.tree.unflatten(self._treedef, map(fun, self._leaves))
 
     @property
     def value(self) -> Any:
-        """The tree that `of` was given."""
+        """Return the tree that `of` was given."""
         return self.map(lambda leaf: leaf)
 
     def __reduce__(self) -> Any:

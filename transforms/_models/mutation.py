@@ -1,4 +1,9 @@
-"""What a call changes of the models that it is given, and what merely passes through it."""
+"""State that a call changes in its models: found, checked, and written back; and state that merely passes through.
+
+A change is found by identity: an array that a traced function leaves alone is the same object afterwards. Inner
+transforms of NNX break that, since they hand back every array as a new object; then the program of the call decides
+(`passing_through`).
+"""
 
 from __future__ import annotations
 
@@ -23,20 +28,25 @@ from .split_model import (
 
 
 def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any, list[Any]]:
-    """`function(owner, *args, **kwargs)`, and the models that were put together for it, in the order of their parts."""
-    owner, args, kwargs = together = merge_tree(arguments)
+    """Return `function(owner, *args, **kwargs)`, and the models merged for it, in the order in which they were split.
+
+    `arguments` is the triple of `owner`, `args` and `kwargs`, with split models.
+    """
+    owner, args, kwargs = merged = merge_tree(arguments)
     out = function(owner, *args, **kwargs)
-    return out, models_of(together)
+    return out, models_of(merged)
 
 
 def call_purely(
     api: str, function: Callable[..., Any], arguments: Any, *, may_assign: bool = False
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """`function(owner, *args, **kwargs)`, and for each model the arrays that it has changed, by their dotted paths.
+    """Return `function(owner, *args, **kwargs)`, and for each model the arrays that it has changed, by dotted path.
 
     Raises:
-      ValueError: the call changes the structure of a model, or assigns what trains (which it `may_assign` in modules).
+      ValueError: the call changes the structure of a model, or assigns a trainable array (which it `may_assign` in
+        modules).
     """
+    # Changes are identified by dotted path, so that two arrays of one path would be taken for each other.
     for parts_before in splits_of(arguments):
         names = [dotted(path[1:]) for path, _ in jax.tree.leaves_with_path((parts_before.trainable, parts_before.rest))]
         if len(set(names)) < len(names):
@@ -61,7 +71,7 @@ def call_purely(
 
 
 def check_structure(who: str, whose: str, before: SplitModel, after: SplitModel) -> None:
-    """Refuse a call that adds or removes variables of a model, or changes its configuration."""
+    """Raise if a call has added or removed variables of a model, or changed its configuration."""
     if after.structure != before.structure:
         path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
         raise ValueError(
@@ -71,7 +81,7 @@ def check_structure(who: str, whose: str, before: SplitModel, after: SplitModel)
 
 
 def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]]) -> list[SplitModel]:
-    """Models taken apart, with the arrays that `call_purely` says were changed."""
+    """Return split models with the arrays in place that `call_purely` reports as changed."""
 
     def put(before: SplitModel, new: dict[str, Any]) -> SplitModel:
         if not new:
@@ -91,22 +101,23 @@ def update(
     after: Sequence[SplitModel],
     passing: Callable[[], list[set[str]]] | None = None,
 ) -> None:
-    """Write into models what differs between their parts `before` and `after` a call.
+    """Write into models what differs between them `before` and `after` a call.
 
     Args:
       api: what the user called.
       models: the models.
-      before: their parts as they are.
-      after: as they shall be.
-      passing: gives what `passing_through` says of the call, if `after` has other objects for arrays that it leaves.
+      before: the models, split, as they are.
+      after: the models, split, as they shall be.
+      passing: returns what `passing_through` finds for the call, if `after` has other objects for unchanged arrays.
 
     Raises:
-      ValueError: what differs is of a module from outside of a transform that we are inside of, where `nnx.update`
+      ValueError: what differs belongs to a module from outside of a transform that we are inside of, where `nnx.update`
         would leave tracers in it. Nothing is written then.
     """
     changed = [then.changes(now) for then, now in zip(before, after, strict=True)]
     lost = next(filter(None, map(_out_of_reach, models, changed)), None)
     if lost and passing:
+        # Perhaps nothing has really changed: only then is the call traced once more, which is slow.
         arrays = [parts.arrays() for parts in after]
         new = [{path: x for path, x in a.items() if path not in b} for a, b in zip(arrays, passing(), strict=True)]
         update(api, models, before, with_changes(before, new))
@@ -129,7 +140,7 @@ def update(
 
 
 def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
-    """The first variable with one of these arrays that Flax would not let its user assign here."""
+    """Return the first variable with one of these arrays that Flax would not let its user assign here."""
     if not paths or not is_module(model):
         return None
     from flax import errors, nnx
@@ -138,7 +149,7 @@ def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
         name = dotted(path)
         if not any(f"{changed}.".startswith(f"{name}.") for changed in paths):
             continue
-        try:  # what it holds already
+        try:  # to assign what it holds already, which changes nothing but makes Flax check its trace
             if isinstance(x, nnx.Variable):
                 x.set_raw_value(x.get_raw_value())
             else:
@@ -151,7 +162,7 @@ def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
 def changes(
     function: Callable[..., Any], arguments: Any, models: list[Any], returned: Sequence[Any] = ()
 ) -> list[list[str]]:
-    """For each of the `models` that a call has left, but for those `returned`, the paths of what it changed."""
+    """Return for each of the `models` after a call the paths of what it changed; none for those it has `returned`."""
     found = [
         [] if any(x is model for x in returned) else before.changes(split(model))
         for before, model in zip(splits_of(arguments), models, strict=True)
@@ -162,11 +173,32 @@ def changes(
     return found
 
 
+def refuse_changes(
+    who: str,
+    function: Callable[..., Any],
+    arguments: Any,
+    models: list[Any],
+    why: str,
+    more: str = "",
+    returned: Sequence[Any] = (),
+) -> None:
+    """Raise if a call has changed the state of one of its models, but for those that it has `returned`.
+
+    The error goes from `why` that is refused to the model's evaluation mode, and ends with what `more` there is to do.
+    """
+    for model, paths in zip(models, changes(function, arguments, models, returned), strict=True):
+        if paths:
+            raise ValueError(
+                f"{who} changes the state of {type(model).__name__} (`{paths[0]}`), {why} its evaluation mode: "
+                f"nnx.view(model, use_running_average=True) for BatchNorm, deterministic=True for dropout{more}."
+            )
+
+
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
-    """For each model in `arguments` the paths of the arrays that `function` leaves as they are, by its program.
+    """Return for each model in `arguments` the paths of the arrays that `function` leaves as they are, by its program.
 
     An inner transform of `nnx` hands back every array of a module as a new object, whether it has changed or not;
-    so where objects differ, `function` is traced once more and each array is followed back.
+    so where objects differ, `function` is traced once more and each output is followed back through its program.
     """
     before = splits_of(arguments)
     outputs: list[tuple[int, str]] = []
@@ -181,6 +213,7 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
     inputs = {
         (i, path): number for number, (i, path) in enumerate((i, p) for i, x in enumerate(before) for p in x.arrays())
     }
+    # An array is kept if it is the input of its own name, with its axes in the same order.
     kept = {
         name
         for name, source, out in zip(outputs, _sources(jaxpr), jaxpr.outvars, strict=True)
@@ -189,12 +222,13 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
     return [{path for j, path in kept if j == i} for i in range(len(before))]
 
 
-# Which input or operand something is, and in which order it has the axes of that.
+# The number of an input or operand, and the order of its axes: an array transposed twice is that input.
 _Source = tuple[int, tuple[int, ...]]
 
 
 def _sources(jaxpr: Any) -> list[_Source | None]:
-    """For each output of `jaxpr` the input that it is, or None where it was computed."""
+    """Return for each output of `jaxpr` the input that it is, or None where it was computed."""
+    # By identity, since operands may be literals, which cannot be hashed.
     known = {id(variable): (i, _axes(variable)) for i, variable in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for variable, operands in zip(eqn.outvars, _operands_left(eqn), strict=True):
@@ -206,13 +240,13 @@ def _sources(jaxpr: Any) -> list[_Source | None]:
 
 
 def _followed(known: dict[int, _Source], operands: Sequence[Any], source: _Source | None) -> _Source | None:
-    """The input that an operand is, with the axes of both steps."""
+    """Return the input that an operand is, with its axes permuted by both steps."""
     before = None if source is None else known.get(id(operands[source[0]]))
     return before and source and (before[0], tuple(before[1][axis] for axis in source[1]))
 
 
 def _operands_left(eqn: Any) -> list[list[_Source | None]]:
-    """For each result of an operation the operands that it may be; None where it may be computed."""
+    """Return for each result of an operation the operands that it may be, with None where it may be computed."""
     name, params = eqn.primitive.name, eqn.params
     if name in IDENTITIES:
         return [[(i, _axes(variable))] for i, variable in enumerate(eqn.outvars)]
@@ -220,24 +254,23 @@ def _operands_left(eqn: Any) -> list[list[_Source | None]]:
         return [[(0, tuple(params["permutation"]))]]
     if name in CALLS:
         return [[source] for source in _sources(called(eqn)[0])]
-    if name == "cond":  # the first operand says which branch
+    if name == "cond":  # one source for each branch; the first operand is the number of the branch
         branches = [_sources(branch.jaxpr) for branch in params["branches"]]
         return [[x and (x[0] + 1, x[1]) for x in each] for each in zip(*branches, strict=True)]
-    if name in ("scan", "while"):  # in every iteration: as the same part of what is carried, or of the slices
+    # A loop leaves a result alone if its body does in every iteration: the output at a place of the carry (or of the
+    # slices, in a scan) is the input at the same place.
+    if name in ("scan", "while"):
         loop = params["jaxpr"] if name == "scan" else params["body_jaxpr"]
         shared = scan_counts(params)[0] if name == "scan" else params["body_nconsts"]
         before = 0 if name == "scan" else params["cond_nconsts"]
-        found = _sources(loop.jaxpr)
-        stays = [
-            x == (shared + k, _axes(out)) for k, (x, out) in enumerate(zip(found, loop.jaxpr.outvars, strict=True))
-        ]
+        inner = zip(_sources(loop.jaxpr), loop.jaxpr.outvars, eqn.outvars, strict=True)
         return [
-            [(before + shared + k, _axes(out)) if left else None]
-            for k, (left, out) in enumerate(zip(stays, eqn.outvars, strict=True))
+            [(before + shared + k, _axes(result)) if source == (shared + k, _axes(out)) else None]
+            for k, (source, out, result) in enumerate(inner)
         ]
     return [[None]] * len(eqn.outvars)
 
 
 def _axes(variable: Any) -> tuple[int, ...]:
-    """The axes of a variable, in order."""
+    """Return the axes of a variable, in order."""
     return tuple(range(len(aval(variable).shape)))

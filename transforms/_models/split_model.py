@@ -1,4 +1,4 @@
-"""What a model is, and how it comes apart into arrays and goes together again.
+"""Models, split into arrays and a static structure, and merged from them.
 
 A model is a Flax NNX module, or an object that follows the small protocol `Model`. JAX sees a model as `SplitModel`: a
 static structure, the trainable arrays and the other arrays. Several models of one structure along axis 0 follow
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial, reduce
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
 from operator import getitem
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,43 +30,43 @@ class Structure(Protocol):
     """The static part of a model: hashable, and equal for models of one architecture and configuration."""
 
     def merge(self, trainable: Any, rest: Any) -> Any:
-        """The model with these arrays."""
+        """Return the model with these arrays."""
 
     def gradient(self, trainable: Any, rest: Any) -> Any:
-        """A gradient of the trainable arrays as the user shall see it."""
+        """Return a gradient of the trainable arrays in the form that the user expects."""
 
 
 class Model(Protocol):
     """An object with trainable parameters that is not an NNX module."""
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
-        """The structure, the trainable arrays and the other arrays: pytrees that have no path in common."""
+        """Return the structure, the trainable arrays and the other arrays: pytrees that have no path in common."""
 
     def __plurax_update__(self, rest: Any) -> None:
-        """Put in place of the other arrays those that a call has left."""
+        """Replace the other arrays by these, which a call has left."""
 
 
 class Members(Protocol):
     """Several models of one structure, stored with axis 0 of every array as the members."""
 
     def __len__(self) -> int:
-        """How many there are. Raises ValueError where axis 0 is not the members."""
+        """Return how many there are; raise a ValueError if axis 0 is not the members."""
 
     def __plurax_member__(self) -> Any:
-        """The model that is left when axis 0 has been mapped away."""
+        """Return the one model that is left when axis 0 has been mapped away."""
 
     def __plurax_stack__(self, model: Any) -> Any:
-        """The inverse: `model` as a `Members`, without its axis 0 where this one is."""
+        """Return `model` as a `Members` without its axis 0, for `vmap` to add: the inverse of `__plurax_member__`."""
 
 
 def is_module(x: Any) -> bool:
-    """Whether `x` is a Flax NNX module (or another NNX object: an optimizer, a metric, `Rngs`)."""
+    """Return whether `x` is a Flax NNX module (or another NNX object: an optimizer, a metric, `Rngs`)."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
 def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
-    """`argnums` without the `nnx.DiffState` in them, and the filters that these give to their positions."""
+    """Return `argnums` with plain positions for `nnx.DiffState`s, and the filters of those by position."""
     nnx = sys.modules.get("flax.nnx")
     filters: dict[int, Any] = {}
 
@@ -81,17 +81,17 @@ def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
 
 
 def is_members(x: Any) -> bool:
-    """Whether `x` holds several models along axis 0."""
+    """Return whether `x` holds several models along axis 0."""
     return hasattr(type(x), "__plurax_member__")
 
 
 def is_model(x: Any) -> bool:
-    """Whether `x` is a model: an NNX module or an object that can be split like one."""
+    """Return whether `x` is a model: an NNX module or an object that can be split like one."""
     return is_module(x) or hasattr(type(x), "__plurax_split__")
 
 
 def by_value(x: Any) -> Any:
-    """What stands for `x` where two are compared: partials are equal if what they are made of is."""
+    """Return a value to compare `x` by: partials, which Python compares by identity, are equal if their parts are."""
     if type(x) is tuple:
         return tuple(map(by_value, x))
     if type(x) is not partial:
@@ -102,43 +102,38 @@ def by_value(x: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return x
+        return x  # bound to an array, say: by identity, as Python has it
     return value
 
 
+@dataclass(eq=False, repr=False)
 class ModuleStructure:
-    """A `GraphDef` and where its arrays are.
+    """A `GraphDef` and the places of its arrays.
 
-    What the `GraphDef` is compared by and its hash are computed once: they take 0.3 ms for a small network.
+    The key that it is compared by and its hash are computed once: they take 0.3 ms for a small network.
 
     Args:
       graphdef: the static part of a module.
-      paths: for each array of the module, in the order of `graphdef`, its path and whether it trains. Where a variable
-        holds a pytree, this is the path of the whole of it.
+      paths: for each variable of the module, in the order of `graphdef`, its path and whether it trains. A variable
+        that holds a pytree has one path.
       trains: which variables train, as a filter of NNX; None for `nnx.Param`.
     """
 
-    __slots__ = ("_hash", "_key", "_paths", "graphdef", "trains")
-
-    def __init__(
-        self, graphdef: nnx.GraphDef[Any], paths: Sequence[tuple[tuple[Any, ...], bool]], trains: Any = None
-    ) -> None:
-        self.graphdef = graphdef
-        self._paths = paths
-        self.trains = trains
-        self._key: nnx.GraphDef[Any] | None = None
-        self._hash: int | None = None
+    graphdef: nnx.GraphDef[Any]
+    paths: Sequence[tuple[tuple[Any, ...], bool]]
+    trains: Any = None
 
     def merge(self, trainable: Any, rest: Any) -> Any:
+        """Return the module with these arrays."""
         from flax import nnx
 
         # A list, since dicts of nested dicts do not say where a variable that holds a dict begins.
         return nnx.merge(
-            self.graphdef, [reduce(getitem, path, trainable if trains else rest) for path, trains in self._paths]
+            self.graphdef, [reduce(getitem, path, trainable if trains else rest) for path, trains in self.paths]
         )
 
     def gradient(self, trainable: Any, rest: Any) -> Any:
-        """The `nnx.State` of parameters that `nnx.grad` gives."""
+        """Return the `nnx.State` of parameters that `nnx.grad` gives."""
         from flax import nnx
 
         return nnx.state(self.merge(trainable, rest), nnx.Param if self.trains is None else self.trains)
@@ -151,48 +146,49 @@ class ModuleStructure:
         return self  # it never changes, and functions in a copied `GraphDef` would no longer be equal
 
     def __reduce__(self) -> Any:
-        return ModuleStructure, (self.graphdef, self._paths, self.trains)
+        return ModuleStructure, (self.graphdef, self.paths, self.trains)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, ModuleStructure) and self._comparable() == other._comparable())
+        return self is other or (isinstance(other, ModuleStructure) and self._key == other._key)
 
     def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash(self._comparable())
         return self._hash
 
-    def _comparable(self) -> nnx.GraphDef[Any]:
-        if self._key is None:
-            attributes = [(name, _attribute_by_value(attribute)) for name, attribute in self.graphdef.attributes]
-            self._key = replace(self.graphdef, attributes=attributes)
-        return self._key
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> nnx.GraphDef[Any]:
+        """Return the graph to compare by."""
+
+        # Python compares partials by identity, so that two models built alike would differ.
+        def compared(attribute: Any) -> Any:
+            value = getattr(attribute, "value", None)
+            return replace(attribute, value=by_value(value)) if isinstance(value, (tuple, partial)) else attribute
+
+        attributes = [(name, compared(attribute)) for name, attribute in self.graphdef.attributes]
+        return replace(self.graphdef, attributes=attributes)
 
 
-def _attribute_by_value(attribute: Any) -> Any:
-    value = getattr(attribute, "value", None)
-    return replace(attribute, value=by_value(value)) if isinstance(value, (tuple, partial)) else attribute
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class SplitModel:
-    """A model taken apart, as a pytree of its arrays."""
+    """A model as a pytree of its arrays, with a static structure."""
 
-    __slots__ = ("rest", "structure", "trainable")
-
-    def __init__(self, structure: Structure, trainable: Any, rest: Any) -> None:
-        self.structure = structure
-        self.trainable = trainable
-        self.rest = rest
+    structure: Structure
+    trainable: Any
+    rest: Any
 
     def merge(self) -> Any:
-        """The model again."""
+        """Return the model with these arrays."""
         return self.structure.merge(self.trainable, self.rest)
 
     def arrays(self) -> dict[str, Any]:
-        """All arrays by their dotted paths, in the order of the leaves."""
+        """Return all arrays by their dotted paths, in the order of the leaves."""
         return named_arrays(self.trainable) | named_arrays(self.rest)
 
     def changes(self, after: SplitModel) -> list[str]:
-        """What differs between these parts and those `after` a call: dotted paths of arrays, by identity."""
+        """Return the dotted paths of the arrays that are other objects `after` a call, or "configuration"."""
         then, now = self.arrays(), after.arrays()
         paths = [path for path in now if path not in then or now[path] is not then[path]]
         paths += [path for path in then if path not in now]
@@ -211,14 +207,15 @@ register_pytree_with_keys(
 
 
 def split(model: Any, trains: Any = None) -> SplitModel:
-    """`model` taken apart: what `trains` of an NNX module is given by a filter, or is its `nnx.Param`."""
+    """Return `model` split; of an NNX module the variables train that match the filter `trains`, or are `nnx.Param`."""
     if not is_module(model):
         return SplitModel(*model.__plurax_split__())
     from flax import nnx
 
     # Pure: a `State` would hold the module's own variables, and a copy made from it would change with the original.
-    apart: Any = nnx.split(model, nnx.Param if trains is None else trains, ...)
-    graphdef, trainable, rest = apart
+    parts: Any = nnx.split(model, nnx.Param if trains is None else trains, ...)
+    graphdef, trainable, rest = parts
+    # In the order of the leaves of `graphdef`, in which `merge` has to give them back.
     paths = sorted(
         (path, trains) for state, trains in ((trainable, True), (rest, False)) for path, _ in nnx.to_flat_state(state)
     )
@@ -228,49 +225,49 @@ def split(model: Any, trains: Any = None) -> SplitModel:
 
 
 def _held(variable: Any) -> Any:
-    """What a variable holds, which is not what it shows where its class or a hook computes that."""
+    """Return what a variable holds, which is not what it shows where its class or a hook computes that."""
     return variable.get_raw_value() if hasattr(variable, "get_raw_value") else variable
 
 
 def to_pure(tree: Any) -> Any:
-    """`tree` as plain dicts of arrays where it is an `nnx.State`."""
+    """Return an `nnx.State` as plain dicts of arrays, and anything else as it is."""
     nnx = sys.modules.get("flax.nnx")
     return nnx.to_pure_dict(tree) if nnx is not None and isinstance(tree, nnx.State) else tree
 
 
 def is_split(x: Any) -> bool:
-    """Whether `x` is a model taken apart."""
+    """Return whether `x` is a split model."""
     return isinstance(x, SplitModel)
 
 
 def split_tree(tree: Any, trains: Any = None) -> Any:
-    """`tree` with every model in it taken apart, as by `split`."""
+    """Return `tree` with every model in it split, as by `split`."""
     return jax.tree.map(lambda x: split(x, trains) if is_model(x) else x, tree, is_leaf=is_model)
 
 
 def merge_tree(tree: Any) -> Any:
-    """The inverse of `split_tree`."""
+    """Return `tree` with every split model in it merged."""
     return jax.tree.map(lambda x: x.merge() if is_split(x) else x, tree, is_leaf=is_split)
 
 
 def with_splits(tree: Any, parts: Sequence[SplitModel]) -> Any:
-    """`tree` with others in the place of the models taken apart in it."""
+    """Return `tree` with other split models in place of those in it, in order."""
     given = iter(parts)
     return jax.tree.map(lambda x: next(given) if is_split(x) else x, tree, is_leaf=is_split)
 
 
 def models_of(tree: Any) -> list[Any]:
-    """The models among the leaves of `tree`."""
+    """Return the models among the leaves of `tree`."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
 
 
 def splits_of(tree: Any) -> list[SplitModel]:
-    """The models taken apart among the leaves of `tree`."""
+    """Return the split models among the leaves of `tree`."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_split) if is_split(x)]
 
 
 def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
-    """The model whose state `fun` uses (None where there is none), and `fun` as a function of that model first.
+    """Return the model whose state `fun` uses, or None, and `fun` as a function that takes that model first.
 
     `fun` may be a model, a method of one, or a transform or partial of either.
     """
@@ -282,24 +279,25 @@ def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
         return owner, function
     transform = transform_of(fun)
     owner = bound_model(transform[0])[0] if transform else None
+    # The model is inside a transform or partial: that is made anew around the model which a call merges.
     if owner is not None:
         return owner, lambda owner, /, *args, **kwargs: _with_owner(fun, owner)(*args, **kwargs)
     return None, lambda _, /, *args, **kwargs: fun(*args, **kwargs)
 
 
 def _with_owner(fun: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """`fun`, of which `bound_model` finds a model, with `owner` in the place of that."""
+    """Return `fun` with `owner` in place of the model that `bound_model` finds in it."""
     transform = transform_of(fun)
     if transform:
-        inner, again = transform
-        return again(_with_owner(inner, owner))
+        inner, rebuild = transform
+        return rebuild(_with_owner(inner, owner))
     return MethodType(fun.__func__, owner) if isinstance(fun, MethodType) else owner
 
 
 def refuse_shared_state(
     api: str, fun: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse NNX modules of one call that share a variable: taken apart one by one they would stop sharing it."""
+    """Raise if NNX modules of one call share a variable: split one by one they would stop sharing it."""
     named = [("fun", model) for model in models_of(owner)]
     named += [(argument_name(fun, args, i), model) for i, value in enumerate(args) for model in models_of(value)]
     named += [(name, model) for name, value in kwargs.items() for model in models_of(value)]
@@ -313,7 +311,7 @@ def refuse_shared_state(
 
 
 def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, str]] | None:
-    """The first variable that two of the models hold, as the number and the path of each; None if there is none."""
+    """Return the first variable that two of the models hold, as the number and path in each; None if there is none."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or len(models) < 2:
         return None
@@ -323,16 +321,16 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
             if isinstance(node, nnx.Variable):
                 place = i, dotted(path)
                 first = places.setdefault(id(node), place)
-                if first[0] != i:
+                if first[0] != i:  # shared within one module it stays shared, since that is split as a whole
                     return first, place
     return None
 
 
 def dotted(path: Iterable[Any]) -> str:
-    """A path of a pytree or of Flax with dots, such as `blocks.0.kernel`, as one would write it in code."""
+    """Return a path of a pytree or of Flax with dots, such as `blocks.0.kernel`."""
     return keystr(tuple(path), simple=True, separator=".")
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
-    """The arrays of one part of a model by their dotted paths."""
+    """Return the arrays of one part of a split model by their dotted paths."""
     return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

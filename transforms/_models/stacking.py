@@ -1,4 +1,4 @@
-"""Several models of one architecture as one, along axis 0 of every array, and what keeps models from that."""
+"""Several models of one architecture stacked into one, along axis 0 of every array, or the first difference named."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .split_model import SplitModel, by_value, dotted, is_module, shared_variabl
 
 @dataclass(frozen=True)
 class Stacking:
-    """Stacks models, and names in its refusals the first difference and the model that has it.
+    """A function that stacks models; its errors name the first difference and the model that has it.
 
     Args:
       api: what the user called.
       noun: what one of the models is called there.
-      remedy: what to do where configurations differ, and where only the objects in them do.
+      remedy: what to do where configurations differ, and where they differ only in the identity of objects.
     """
 
     api: str
@@ -32,7 +32,7 @@ class Stacking:
     remedy: tuple[str, str]
 
     def __call__(self, models: Sequence[Any]) -> SplitModel:
-        """The models as one, with their axis in front of each array.
+        """Return the models as one, with their axis in front of each array.
 
         Raises:
           TypeError: the classes differ, or a variable holds something that is not an array.
@@ -45,11 +45,10 @@ class Stacking:
             check_leaves(self.api, f"{self.noun} {i}", part)
         for i in range(1, len(parts)):
             self._check_same(i, (models[0], parts[0]), (models[i], parts[i]))
-        together = stack([(part.trainable, part.rest) for part in parts])
-        return SplitModel(parts[0].structure, *strong(together))
+        return SplitModel(parts[0].structure, *strong(stack([(part.trainable, part.rest) for part in parts])))
 
     def _check_separate(self, models: Sequence[Any]) -> None:
-        """Refuse NNX modules that share a variable, since stacking would give each its own."""
+        """Raise if NNX modules share a variable, since stacking would give each its own."""
         shared = shared_variable(models)
         if shared:
             (i, path), (j, other_path) = shared
@@ -60,6 +59,7 @@ class Stacking:
             )
 
     def _check_same(self, index: int, first: tuple[Any, SplitModel], other: tuple[Any, SplitModel]) -> None:
+        """Raise if a model differs from the first in class, arrays or configuration, in this order."""
         (model, parts), (other_model, other_parts) = first, other
         whose = f"{self.api}: {self.noun} {index}"
         if type(model) is not type(other_model):
@@ -67,6 +67,7 @@ class Stacking:
                 f"{whose} is a {type(other_model).__name__}, but {self.noun} 0 is a {type(model).__name__}; stack "
                 "models of one class."
             )
+        # Arrays before configuration: one that is missing changes the configuration too, but its path says more.
         expected, found = ({path: outline(x) for path, x in each.arrays().items()} for each in (parts, other_parts))
         for path in [*expected, *found]:
             if expected.get(path) != found.get(path):
@@ -82,7 +83,7 @@ class Stacking:
 
 
 def check_leaves(api: str, whose: str, parts: SplitModel) -> None:
-    """Refuse a model with a variable that holds no array."""
+    """Raise if a variable of a model holds something that is not an array or a number."""
     for path, leaf in parts.arrays().items():
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
             raise TypeError(
@@ -92,22 +93,22 @@ def check_leaves(api: str, whose: str, parts: SplitModel) -> None:
 
 
 def stack(trees: Sequence[Any]) -> Any:
-    """One pytree with the given ones along axis 0 of its arrays."""
+    """Return one pytree with the given ones along axis 0 of its arrays."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def strong(tree: Any) -> Any:
-    """`tree` without weak types: an update makes them strong, and a program would be compiled for both."""
+    """Return `tree` without weak types: an update makes them strong, and a program would be compiled for both."""
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
 def _same_structure(tree: Any, other: Any) -> bool:
-    structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(other)]
+    structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(other)]  # a `PyTreeDef` has no typed `==`
     return structures[0] == structures[1]
 
 
 def outline(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype; a variable may hold a Python number."""
+    """Return the shape and dtype of a leaf, which may be a Python number."""
     return np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
@@ -116,7 +117,10 @@ def _say(found: tuple[tuple[int, ...], Any] | None) -> str:
 
 
 def _configuration(model: Any, other: Any) -> tuple[str, bool]:
-    """Where two models first differ in something that is not an array, and whether only the objects do."""
+    """Return where two models first differ in their configuration, and whether only in the identity of an object.
+
+    NNX modules are walked node by node: `GraphDef`s compare as a whole, and would not tell where they differ.
+    """
     if not is_module(model):
         return _of_variables(model.variables, other.variables)
     from flax import nnx
@@ -131,6 +135,7 @@ def _configuration(model: Any, other: Any) -> tuple[str, bool]:
             return f"{place} is a {type(counterpart).__name__}, but there a {type(node).__name__}", False
         ours, theirs = (x.get_metadata() if isinstance(x, nnx.Variable) else vars(x) for x in (node, counterpart))
         for name, value in ours.items():
+            # NNX's own bookkeeping, and arrays and modules, which are compared elsewhere.
             if name.startswith("_pytree__") or nnx.is_data(value) or by_value(value) == by_value(theirs.get(name)):
                 continue
             return _difference(f"{name} of {place}", theirs.get(name), value)
@@ -138,9 +143,11 @@ def _configuration(model: Any, other: Any) -> tuple[str, bool]:
 
 
 def _of_variables(variables: Any, other: Any) -> tuple[str, bool]:
+    """Return what `_configuration` does, for models that are pytrees."""
     if _same_structure(variables, other):
         both = zip(jax.tree.leaves_with_path(variables), jax.tree.leaves(other), strict=True)
         for (path, value), theirs in both:
+            # By type and value: `HashablePytree.of` tells 1 from 1.0 and True, which are equal.
             if not HashablePytree.is_array(value) and HashablePytree.of(theirs) != HashablePytree.of(value):
                 return _difference(f"`{dotted(path)}`", theirs, value)
     return "their variables are in other containers, have other static fields, or train in other places", False
@@ -152,5 +159,6 @@ def _difference(place: str, theirs: Any, value: Any) -> tuple[str, bool]:
     return f"{place} is {short(theirs)}, but there {short(value)}", False
 
 
+# Two objects that read alike but for their address are most likely made by one constructor twice.
 def _without_address(x: Any) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", repr(x))

@@ -14,7 +14,7 @@ import numpy as np
 
 
 def put(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a new directory, all or none."""
+    """Write arrays to a new directory, all of them or, if one fails, none."""
     import tensorstore as ts
 
     context, transaction = ts.Context(), ts.Transaction()
@@ -25,19 +25,20 @@ def put(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
             create=True,
             dtype=ts.dtype(array.dtype),
             shape=array.shape,
-            chunk_layout=ts.ChunkLayout(chunk_shape=array.shape),
+            chunk_layout=ts.ChunkLayout(chunk_shape=array.shape),  # one chunk: no array is ever read in part
             context=context,
             transaction=transaction,
         )
         for name, array in arrays.items()
     ]
+    # Every write is started before any is waited for: they run side by side.
     for written in [store.result().write(array) for store, array in zip(stores, arrays.values(), strict=True)]:
         written.result()
     transaction.commit_sync()
 
 
 def get(directory: Path, names: list[str]) -> dict[str, np.ndarray]:
-    """Read some of the arrays of a directory, and no others."""
+    """Return some of the arrays of a directory, and read no others."""
     import tensorstore as ts
 
     context = ts.Context()
@@ -47,5 +48,6 @@ def get(directory: Path, names: list[str]) -> dict[str, np.ndarray]:
 
 
 def _spec(directory: Path, name: str) -> dict[str, Any]:
+    """Return where tensorstore finds an array; all of a directory are in one database, so they are few files."""
     base = {"driver": "file", "path": f"{directory}/"}
     return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}

@@ -3,8 +3,8 @@
 A checkpoint is a directory: `arrays/0/` and so on, one for each process that has written its members, with arrays
 called `members.000003.ensemble.0000`; `history.npz`, where there is a history; and `plurax.json`, which names every
 array with its path, shape, dtype and checksums, and every file with its size. It is written under another name and
-renamed when it is whole, so what has its name is whole, unless somebody damages it later; the sizes and the checksums
-tell.
+renamed when it is complete, so a directory with its name is complete, unless somebody damages it later; the sizes and
+the checksums show that.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, api: str, path: str | os.PathLike[str]) -> Checkpoint:
-        """Read the manifest, and check that every file has the size that it names."""
+        """Read the manifest, check that every file has the size that it names, and return the checkpoint."""
         path = Path(path).resolve()
         if not path.exists():
+            # A process killed between the two renames of `_replace` leaves the old one under this name.
             earlier = sorted(path.parent.glob(f".{path.name}.*.replaced"))
             hint = f" The one that a save was replacing is at {earlier[-1]}; rename it back." if earlier else ""
             raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.{hint}")
@@ -72,11 +73,11 @@ class Checkpoint:
         return checkpoint
 
     def damaged(self, fact: object) -> Damaged:
-        """The error that says so."""
+        """Return the error for this damage."""
         return Damaged(f"{self.api}: the checkpoint at {self.path} is damaged: {fact}.")
 
     def history(self) -> dict[str, np.ndarray]:
-        """The arrays that `write` was given."""
+        """Return the arrays that `write` was given as its history."""
         try:
             with np.load(self.path / _HISTORY, allow_pickle=False) as file:
                 return {name: file[f"{i}"] for i, name in enumerate(self.manifest["history"])}
@@ -84,7 +85,7 @@ class Checkpoint:
             raise self.damaged(f"{_HISTORY}: {error}") from error
 
     def order(self, part: str, expected: list[dict[str, Any]], size: int | None = None) -> list[int]:
-        """Where the expected arrays stand in the checkpoint; refuses other arrays than those it has."""
+        """Return the place of each expected array in the checkpoint; raise if it has others, or lacks some."""
         if part not in self.manifest["arrays"]:
             *others, last = self.manifest["arrays"]
             held = f"{', '.join(others)} and {last}" if others else last
@@ -110,14 +111,15 @@ class Checkpoint:
         return [places[key] for key in wanted]
 
     def read(self, members: Sequence[int], order: Mapping[str, list[int]]) -> dict[int, dict[str, list[np.ndarray]]]:
-        """For each of some members, a dict from parts to their arrays as stored, in the order that `order` gives."""
+        """Return for each of some members a dict from parts to its arrays as stored, in the order of `order`."""
         entries = self.manifest["arrays"]
         wanted: dict[Path, list[str]] = {}
         for i in members:
             for part in order:
                 for j, array in enumerate(entries[part]):
                     if 0 not in array["stored"]:
-                        wanted.setdefault(self.path / _home(self.manifest, i), []).append(_name(i, part, j))
+                        home = self.path / f"arrays/{self.manifest['owners'][i]}"
+                        wanted.setdefault(home, []).append(_name(i, part, j))
         read: dict[str, np.ndarray] = {}
         try:
             for directory, names in wanted.items():
@@ -130,15 +132,15 @@ class Checkpoint:
         }
 
     def member(self, i: int, part: str, order: list[int]) -> list[jax.Array]:
-        """The arrays of one member's part, in the order given."""
+        """Return the arrays of one member's part, in the order given."""
         entries = self.manifest["arrays"][part]
         stored = self.read([i], {part: order})[i][part]
         return [as_saved(array, entries[j]["dtype"]) for array, j in zip(stored, order, strict=True)]
 
     def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> np.ndarray:
-        """Array `j` of a part of member `i`, checked."""
+        """Return array `j` of a part of member `i`, checked."""
         entry = self.manifest["arrays"][part][j]
-        if stored is None:  # of what has no elements, nothing
+        if stored is None:  # an array without elements is not written
             stored = np.zeros(entry["stored"], entry["stored_dtype"])
         if list(stored.shape) != entry["stored"] or str(stored.dtype) != entry["stored_dtype"]:
             raise self.damaged(f"`{entry['path']}` is stored as {describe(stored)}")
@@ -162,7 +164,7 @@ def write(
     about: Mapping[str, Any] | None = None,
     history: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Write a checkpoint, atomically.
+    """Write a checkpoint atomically, together with the other processes that hold parts of it.
 
     Args:
       api: who writes it, for errors.
@@ -170,8 +172,8 @@ def write(
       parts: pytrees of arrays by name, with the members along axis 0 of every array.
       size: how many members there are.
       outlines: for each part its arrays as `outline` describes them, in the order of its leaves.
-      about: what else its manifest shall hold; values for JSON.
-      history: arrays to write beside those of the members.
+      about: further entries of its manifest; values for JSON.
+      history: arrays to write besides those of the members.
 
     Raises:
       FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
@@ -188,6 +190,7 @@ def write(
                 unfinished.mkdir()
 
         def write_members() -> dict[str, Any]:
+            """Write the members that this process owns; return what the manifest needs of them."""
             owners = _owners(api, parts, size, group)
             mine = [i for i in range(size) if owners[i] == jax.process_index()]
             stored = {part: [_rows(leaf, mine) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
@@ -197,16 +200,18 @@ def write(
                     _name(i, p, j): a[i] for p in stored for j, a in enumerate(stored[p]) for i in mine if a[i].size
                 }
                 array_store.put(home, arrays)
-                _sync_all(home)
+                for file in [*home.rglob("*"), home]:
+                    sync(file)
             checksums = {p: {str(i): [zlib.crc32(a[i].tobytes()) for a in stored[p]] for i in mine} for p in stored}
-            return {"owners": owners, "checksums": checksums, "files": _sizes(unfinished, home)}
+            files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.rglob("*") if f.is_file()}
+            return {"owners": owners, "checksums": checksums, "files": files}
 
         def finish() -> None:
+            """Write history and manifest in the first process, and rename the directory."""
             if not group.is_first:
                 return
             manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
-            manifest["arrays"] = outlines
-            manifest["owners"] = written[0]["owners"]
+            manifest |= {"arrays": outlines, "owners": written[0]["owners"]}
             by_member = {p: {i: c for w in written for i, c in w["checksums"][p].items()} for p in parts}
             manifest["checksums"] = {p: [by_member[p][str(i)] for i in range(size)] for p in parts}
             manifest["files"] = {name: n for w in written for name, n in w["files"].items()}
@@ -218,10 +223,13 @@ def write(
                 manifest["files"][_HISTORY] = (unfinished / _HISTORY).stat().st_size
                 sync(unfinished / _HISTORY)
             (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
+            # On the disk before the rename, or a power cut could leave the final name with files that are not.
             for file in [unfinished / _MANIFEST, unfinished / "arrays", unfinished]:
                 sync(file)
             _replace(unfinished, path)
 
+        # Each step in all processes before the next in any: a directory is there before others write into it, and all
+        # arrays are written before the first process renames it.
         group.agree(prepare)
         written = group.gather(group.agree(write_members))
         group.agree(finish)
@@ -231,13 +239,14 @@ def write(
 
 
 def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
-    """For each member the first process that has all of its arrays."""
+    """Return for each member the first process that has all of its arrays, and writes them."""
     holders = [set(group.processes) for _ in range(size)]
     for leaf in jax.tree.leaves(parts):
         if getattr(leaf, "is_fully_addressable", True):
             continue  # every process has one
         here: list[set[int]] = [set() for _ in range(size)]
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            # A device that has but a part of a member's array cannot write it.
             if all(i.indices(n) == (0, n, 1) for i, n in zip(index[1:], leaf.shape[1:], strict=True)):
                 for i in range(*index[0].indices(size)):
                     here[i].add(device.process_index)
@@ -251,12 +260,12 @@ def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
 
 
 def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
-    """The arrays of some members that this process has, as they are stored."""
+    """Return the arrays of some members that this process has, as they are stored."""
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
     if getattr(leaf, "is_fully_addressable", True):
-        array = _to_stored(leaf)
+        array = np.asarray(leaf)
         return {i: array[i] for i in members}
     rows: dict[int, np.ndarray] = {}
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
     for shard in leaf.addressable_shards:
         if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True)):
             held = range(*shard.index[0].indices(leaf.shape[0]))
@@ -267,7 +276,7 @@ def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
 
 
 def members_of(tree: Any, size: int) -> list[int]:
-    """The members of which this process needs the arrays, to make a tree like this one."""
+    """Return the members whose arrays this process needs to make a tree like this one."""
     needed: set[int] = set()
     for leaf in jax.tree.leaves(tree):
         if not _is_spread(leaf):
@@ -278,7 +287,7 @@ def members_of(tree: Any, size: int) -> list[int]:
 
 
 def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) -> jax.Array:
-    """The stacked array of some members, sharded as `like`, whose further members are the last again and again."""
+    """Return the stacked array of members, sharded as `like`; beyond `size` the last member is repeated, as padding."""
 
     def stacked(places: Any) -> np.ndarray:
         return np.stack([rows[min(i, size - 1)] for i in range(*places.indices(like.shape[0]))])
@@ -292,12 +301,11 @@ def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) ->
         members, *others = index
         return stacked(members)[(slice(None), *others)]
 
-    data = jax.make_array_from_callback(shape, like.sharding, of_shard)
-    return as_saved(data, dtype)
+    return as_saved(jax.make_array_from_callback(shape, like.sharding, of_shard), dtype)
 
 
 def as_saved(data: Any, dtype: str) -> jax.Array:
-    """Keys, where the array held keys."""
+    """Return stored data as an array, of keys where it held keys."""
     if not dtype.startswith("key<"):
         return jnp.asarray(data)
     return jax.random.wrap_key_data(jnp.asarray(data), impl=dtype.removeprefix("key<").removesuffix(">"))
@@ -308,41 +316,29 @@ def _is_spread(leaf: Any) -> bool:
     return sharding is not None and len(sharding.device_set) > 1
 
 
-def _home(manifest: Mapping[str, Any], i: int) -> str:
-    """The directory of a member's arrays."""
-    return f"arrays/{manifest['owners'][i]}"
-
-
 def _name(i: int, part: str, j: int) -> str:
     return f"members.{i:06d}.{part}.{j:04d}"
 
 
-def _sizes(root: Path, directory: Path) -> dict[str, int]:
-    return {f.relative_to(root).as_posix(): f.stat().st_size for f in directory.rglob("*") if f.is_file()}
-
-
-def _sync_all(directory: Path) -> None:
-    for file in [*directory.rglob("*"), directory]:
-        sync(file)
-
-
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
-    """Path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
+    """Return path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
         shape = leaf.shape[1:] if drop_axis else leaf.shape
         # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
         named = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}
+        # Keys are stored as their data, of which the dtype does not tell the implementation: its name does.
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        dtype = f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>" if is_key(leaf) else str(leaf.dtype)
         stored = data.shape[1:] if drop_axis else data.shape
-        return {**named, "dtype": _dtype_name(leaf.dtype), "stored": list(stored), "stored_dtype": str(data.dtype)}
+        return {**named, "dtype": dtype, "stored": list(stored), "stored_dtype": str(data.dtype)}
 
     return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def _check_replaceable(api: str, path: Path) -> None:
-    """Refuse to replace anything but what `write` wrote."""
+    """Raise if `path` is something that `write` did not write, or holds files that it did not write."""
     if not path.exists():
         return
     manifest = _manifest(path)
@@ -359,6 +355,7 @@ def _check_replaceable(api: str, path: Path) -> None:
 
 def _replace(new: Path, path: Path) -> None:
     """Put the directory `new` where `path` is. Between the two renames `path` is absent, but never half written."""
+    # A directory that is not empty cannot be replaced by a single rename.
     old = new.with_suffix(".replaced")
     if not path.exists():
         new.rename(path)
@@ -374,7 +371,7 @@ def _replace(new: Path, path: Path) -> None:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """What the checkpoint at `path` says of itself, or None where that is no checkpoint."""
+    """Return the manifest of the checkpoint at `path`, or None if there is no checkpoint."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
     except (OSError, ValueError):
@@ -384,16 +381,6 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 def _say(entry: dict[str, Any] | None) -> str:
     return "nothing" if entry is None else f"shape {tuple(entry['shape'])} and dtype {entry['dtype']}"
-
-
-def _dtype_name(dtype: Any) -> str:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return f"key<{jax.random.key_impl(jnp.empty((), dtype))}>"
-    return str(dtype)
-
-
-def _to_stored(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:

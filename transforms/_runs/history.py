@@ -10,12 +10,12 @@ import numpy as np
 
 History = list[dict[str, Any]]
 
-# Under this name, which no metric has, stands which members have a record.
+# The entry of a record that tells which members have it; no metric has this name.
 _MEMBERS = "members"
 
 
 class Recorder:
-    """Records the metrics that are one number for each member; not all members need to have one.
+    """A record of the metrics that are one number for each member; not all members need to have one.
 
     Args:
       every: steps between two records.
@@ -37,13 +37,13 @@ class Recorder:
     def add(
         self, step: int, metrics: Mapping[str, Any], members: np.ndarray | None = None, *, always: bool = False
     ) -> bool:
-        """Record the metrics of a step, where it is one to be recorded; says whether it is.
+        """Record the metrics of a step if it is one to be recorded; return whether it is.
 
         Args:
           step: its number.
-          metrics: what there is of it; recorded is what has one number for each member.
-          members: whether each member has any, or None where all have.
-          always: whether it is recorded whatever its number.
+          metrics: its metrics; those with one number for each member are recorded.
+          members: whether each member has any, or None if all have.
+          always: whether to record the step whatever its number.
         """
         if step % self._every and not always:
             return False
@@ -55,7 +55,7 @@ class Recorder:
         return True
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What was recorded: "step", and for each metric the records that have it and their values by member."""
+        """Return what was recorded: "step", and for each metric the records that have it and their values by member."""
         arrays = {"step": np.asarray(self._steps, np.int64)}
         for name in dict.fromkeys(name for metrics in self._metrics for name in metrics):
             having = [record for record, metrics in enumerate(self._metrics) if name in metrics]
@@ -64,7 +64,7 @@ class Recorder:
         return arrays
 
     def rows(self, about: Mapping[str, Sequence[Any]] | None = None) -> History:
-        """One dict for each record and member, with what there is to say `about` each member."""
+        """Return one dict for each record and member, with the entries of `about` for the member."""
         about = about or {}
         return [
             {"step": step, "member": i, **{name: x[i] for name, x in about.items()}}
@@ -76,11 +76,11 @@ class Recorder:
 
 
 def is_recorded(value: Any) -> bool:
-    """Whether a metric has one number for each member."""
+    """Return whether a metric has one number for each member."""
     return getattr(value, "ndim", None) == 1 and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
 
 
 def numbers(value: Any) -> np.ndarray:
-    """As NumPy's own dtypes, which files have: bfloat16 and its like become float32, which holds their values."""
+    """Return an array in one of NumPy's own dtypes, for files: bfloat16 and the like become float32, without loss."""
     array = np.asarray(value)
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)

@@ -6,8 +6,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +19,8 @@ from .._core.arguments import check_count, describe
 State = TypeVar("State")
 Metrics = TypeVar("Metrics")
 
-# Steps that may be waiting on the device: enough to hide the host's work, few enough to bound memory.
+# Steps that may be waiting on the device: enough to hide the host's work between them, few enough to bound memory,
+# since each holds its batch and metrics until it is done.
 _AHEAD = 2
 
 
@@ -43,20 +45,20 @@ def run(
 
     Args:
       state: where to start; anything that `advance` takes.
-      source: the batches. None is taken that is not used.
-      advance: one step: the next state and the metrics, for the state and a batch. The state it is given is not
-        used again.
+      source: the batches. A batch is taken only when it is used.
+      advance: one step: from a state and a batch to the next state and the metrics. The state it is given is not used
+        again.
       step: how many steps `state` has taken.
       target: how many steps the last state shall have taken; None for as many as there are batches.
       record: takes the number of each step and its metrics, once they are computed and before its state is saved.
-      say: what the bar shows behind a step, for its number and metrics.
-      save: writes a checkpoint of a state; None where there are none.
-      checkpoint_every: steps between checkpoints; None for one at the end only. One at the end there is always.
+      say: what the bar shows after a step, from its number and metrics.
+      save: writes a checkpoint of a state; None for no checkpoints.
+      checkpoint_every: steps between checkpoints; None for one at the end only. There is always one at the end.
       progress: whether to show the bar.
-      interruptible: whether Ctrl-C ends the loop after the step; else it interrupts it.
+      interruptible: whether Ctrl-C ends the loop after the current step; otherwise it interrupts the step.
       done: how many steps of the bar were taken before.
       total: how many steps the bar has, if known.
-      finished: says before each step whether there is no more to do.
+      finished: returns before each step whether there is no more to do.
 
     Returns:
       The last state, how many steps it has taken, and whether Ctrl-C ended the loop.
@@ -64,10 +66,11 @@ def run(
     saved = step
     waiting: deque[tuple[int, Metrics]] = deque()
     with (
-        Interrupt(interruptible) as interrupt,
+        _on_interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
     ):
-
+        # JAX returns before a step is computed. Waiting for the oldest of several, not for the newest, keeps the device
+        # busy while the host records and prepares the next batch.
         def settle(leave: int) -> None:
             while len(waiting) > leave:
                 settled, metrics = waiting.popleft()
@@ -81,7 +84,7 @@ def run(
                 batch = next(source)
             except StopIteration:
                 break
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # raised while a batch was made, where our handler is not installed
                 if interrupt.requested or not interruptible:
                     raise
                 interrupt.requested = True
@@ -102,36 +105,31 @@ def run(
     return state, step, interrupt.requested
 
 
-class Interrupt:
-    """While it is entered, and wanted, Ctrl-C sets `requested`; a second one raises `KeyboardInterrupt`.
+@contextmanager
+def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
+    """Yield an object whose `requested` Ctrl-C sets, if `wanted`; a second Ctrl-C raises `KeyboardInterrupt`."""
+    # No `threading.Event`: setting one takes a lock, at which a second signal inside the handler would wait for ever.
+    interrupt = SimpleNamespace(requested=False)
 
-    Signals reach the main thread only, and a program's own handler stays in place.
-    """
-
-    def __init__(self, wanted: bool = True) -> None:
-        self.requested = False
-        self._wanted = wanted
-        self._installed = False
-
-    def __enter__(self) -> Interrupt:
-        main = threading.current_thread() is threading.main_thread()
-        if self._wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interrupt.requested:
             signal.default_int_handler(number, frame)
-        self.requested = True
+        interrupt.requested = True
+
+    # Python lets only the main thread set a handler, and a program's own handler stays in place.
+    main = threading.current_thread() is threading.main_thread()
+    if not (wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield interrupt
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
-    """An iterator over the batches; refuses what has none."""
+    """Return an iterator over the batches; raise if they cannot be iterated."""
     try:
         return iter(batches)
     except TypeError:
@@ -139,8 +137,8 @@ def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def skip(api: str, source: Iterator[Any], count: int) -> None:
-    """Take the batches that a checkpoint has used; refuses to go on where there are fewer."""
-    # Some need not make what is passed over.
+    """Skip the batches that a checkpoint has used; raise if there are fewer."""
+    # A source with a `skip` of its own need not make the batches that it skips.
     skipped = source.skip(count) if hasattr(source, "skip") else sum(1 for _ in islice(source, count))
     if skipped < count:
         raise ValueError(
@@ -150,19 +148,17 @@ def skip(api: str, source: Iterator[Any], count: int) -> None:
 
 
 def total_steps(batches: Any, steps: int | None) -> int | None:
-    """How many steps there will be, if known."""
-    try:
-        length = len(batches)
-    except TypeError:  # an iterator, or batches without end
-        length = None
-    known = [count for count in (steps, length) if count is not None]
-    return min(known) if known else None
+    """Return how many steps there will be, if known."""
+    known = [] if steps is None else [steps]
+    with suppress(TypeError):  # an iterator, or batches without end
+        known.append(len(batches))
+    return min(known, default=None)
 
 
 def check_options(
     api: str, steps: Any, checkpoint_dir: Any, checkpoint_every: Any, checkpoint_keep: Any, history_every: Any
 ) -> None:
-    """Refuse options of a `fit` that say nothing."""
+    """Raise if an option of a `fit` has a wrong type, is too small, or lacks another that it needs."""
     check_count(api, "steps", steps, 0, optional=True)
     check_count(api, "checkpoint_every", checkpoint_every, 1, optional=True)
     check_count(api, "checkpoint_keep", checkpoint_keep, 1)

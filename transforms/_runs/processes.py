@@ -1,4 +1,4 @@
-"""What several processes that share some arrays tell each other."""
+"""Messages between the processes that share some arrays: small values, and whether all have succeeded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Damaged(ValueError):
-    """A checkpoint that cannot be read whole."""
+    """A checkpoint that cannot be read completely."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Group:
 
     @classmethod
     def of(cls, tree: Any) -> Group:
-        """The processes of the arrays in a tree; this one alone, where it can read all of them by itself."""
+        """Return the processes of the arrays in a tree; this one alone if it can read all of them by itself."""
         found: dict[int, jax.Device] = {}
         for leaf in jax.tree.leaves(tree):
             sharding = getattr(leaf, "sharding", None)
@@ -42,47 +42,49 @@ class Group:
 
     @property
     def processes(self) -> list[int]:
-        """Their indices."""
+        """Return their indices."""
         return [device.process_index for device in self.devices]
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody else."""
+        """Return whether this process is the only one."""
         return len(self.devices) == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what one of them does for all."""
+        """Return whether this is the process that does for all what only one may do, such as renaming a directory."""
         return jax.process_index() == self.processes[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process gives, by process; plain values, for JSON. Waits until all have given theirs."""
+        """Return what each process gives, by process; plain values, for JSON. Wait until all have given theirs."""
         if self.is_alone:
             return [value]
+        # JAX can exchange arrays of one shape only: first the lengths, then the bytes, padded to the longest.
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = self._gather_row(np.asarray([data.size], np.int32))[:, 0]
-        # Powers of two: few programs to compile.
+        # Powers of two, since each length is a program to compile.
         padded = np.zeros(max(1024, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
         padded[: data.size] = data
         return [json.loads(row[:size].tobytes()) for row, size in zip(self._gather_row(padded), sizes, strict=True)]
 
     def agree(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives in this process, once it has succeeded in all; raises in all where it fails in one."""
+        """Return what `work` gives in this process once it has succeeded in all; raise in all if it fails in one."""
         result, error = None, None
         try:
             result = work()
         except BaseException as raised:
             error = raised
-        told = self.gather(None if error is None else [type(error).__name__, str(error)])
-        for process, failure in zip(self.processes, told, strict=True):
+        failures = self.gather(None if error is None else [type(error).__name__, str(error)])
+        for process, failure in zip(self.processes, failures, strict=True):
             if failure is not None:
-                # The same in all, so that all do the same about it.
+                # The first failure, the same in all processes, so that all do the same about it.
                 name, message = failure
-                mine = error is not None and process == jax.process_index()
+                mine = process == jax.process_index()
                 raise error if error is not None and mine else _error(name, message, process)
         return result  # type: ignore[return-value]  # nobody has failed, so it has one
 
     def _gather_row(self, row: np.ndarray) -> np.ndarray:
+        """Return the rows of all processes: a sharded array with a row on each device, replicated by a program."""
         mesh = Mesh(np.asarray(self.devices), ("process",))
         device = self.devices[self.processes.index(jax.process_index())]
         rows = jax.make_array_from_single_device_arrays(
@@ -99,8 +101,9 @@ def _same(x: Any) -> Any:
 
 
 def _error(name: str, message: str, process: int) -> Exception:
-    """What another process has raised, where it is an error of arguments or files."""
+    """Return an error like that of another process if its kind is built in, for arguments or files."""
     kind = Damaged if name == "Damaged" else getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, (OSError, ValueError, TypeError))):
         return RuntimeError(f"{name}: {message} (In process {process}.)")
+    # Such as `UnicodeDecodeError`, which cannot be made of a message alone.
     return RuntimeError(message) if issubclass(kind, UnicodeError) else kind(f"{message} (In process {process}.)")

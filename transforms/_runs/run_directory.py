@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which is the newest whole one, and which are no longer kept."""
+"""The checkpoints of a run: the newest undamaged one is found, and old ones are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The checkpoints of one run, `step_00000100` and so on, in a directory. What else is there stays as it is."""
+    """The checkpoints of one run, `step_00000100` and so on, in a directory. Other files in it stay as they are."""
 
     api: str
     directory: Path
@@ -29,7 +29,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, api: str, directory: Any, keep: int, group: Group) -> RunDirectory:
-        """Make the directory where it is missing, and remove what a run that was killed had begun to write there."""
+        """Make the directory if it is missing, remove what a killed run had begun to write there, and return it."""
         directory = Path(directory).resolve()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -44,10 +44,10 @@ class RunDirectory:
         return cls(api, directory, keep, group)
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:
-        """What `read` makes of the newest whole checkpoint, or None where there is none.
+        """Return what `read` makes of the newest undamaged checkpoint, or None if there is none.
 
         Args:
-          read: gives anything for a checkpoint. Where it raises `Damaged`, the one before is next, with a warning.
+          read: returns anything for a checkpoint. If it raises `Damaged`, the one before is tried, with a warning.
         """
 
         def open_and_read(path: Path) -> Found:
@@ -56,7 +56,7 @@ class RunDirectory:
                 raise checkpoint.damaged("it has no history, so no run wrote it")
             return read(checkpoint)
 
-        # All of them try those that the first one sees: another may see them later.
+        # All processes try those that the first one sees: a shared file system may show them to others later.
         names = self.group.gather([path.name for path in self._paths()])[0]
         for path in [self.directory / name for name in reversed(names)]:
             try:
@@ -70,10 +70,12 @@ class RunDirectory:
         """Let `write` write the checkpoint of a step at a path, and remove those that are no longer to be kept."""
         path = self.directory / f"step_{step:08d}"
 
+        # A damaged one is renamed, not removed: it may be all that is left of a long run.
         def make_room() -> None:
             if self.group.is_first and path.exists() and not self._is_whole(path):
                 path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.damaged"))
 
+        # Damaged ones do not count, so that `keep` checkpoints that can be read are always left.
         def remove_old() -> None:
             if self.group.is_first:
                 for old in [path for path in self._paths() if self._is_whole(path)][: -self.keep]:
@@ -84,7 +86,7 @@ class RunDirectory:
         self.group.agree(remove_old)
 
     def _paths(self) -> list[Path]:
-        """What is named as a checkpoint, by step."""
+        """Return the paths that are named as checkpoints, by step."""
         paths = [path for path in self.directory.iterdir() if re.fullmatch(r"step_\d{8,}", path.name)]
         return sorted(paths, key=lambda path: int(path.name[5:]))
 
