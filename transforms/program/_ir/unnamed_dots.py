@@ -1,7 +1,8 @@
 """Matrix products and convolutions of a compiled program that have lost their names.
 
 XLA's rewrites of a convolution, above all of the gradient of its weights, leave no name on what they make. But the
-program as JAX wrote it has the product, with a result of the same lengths, and computed from the same neighbours.
+jaxpr has the product, with a result of the same lengths, and computed from the same neighbours. So the products of both
+are matched: first those that have their names, then the others by lengths and neighbours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .hlo import HloProgram, Instruction
 from .provenance import PRODUCTS, Provenance, around, is_product, place_of
 from .scopes import scope_of
 
-# What only puts the numbers of an operand elsewhere, between a product and what it is computed from.
+# Operations that only rearrange an operand, between a product and what it is computed from.
 _VIEWS = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
 )
@@ -24,7 +25,7 @@ Lengths = tuple[int, ...]
 
 
 class _Written(NamedTuple):
-    """A product of the program as JAX wrote it: where, the lengths of its result, and what it is computed from."""
+    """A product of the jaxpr: its place, the lengths of its result, and the places it is computed from."""
 
     place: Provenance
     lengths: Lengths
@@ -32,11 +33,11 @@ class _Written(NamedTuple):
 
 
 def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
-    """Where the products without a name come from, by the names of their instructions.
+    """Return the places of products without a name, by the names of their instructions.
 
     Args:
       program: the compiled program.
-      closed: the program before XLA has changed it.
+      closed: its jaxpr, closed.
     """
     products = [x for x in program.instructions.values() if is_product(x)]
     nameless = [x for x in products if place_of(program, x) is None]
@@ -45,19 +46,18 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
     flat = FlatProgram(closed.jaxpr, closed.consts, [Value(x.aval) for x in closed.jaxpr.invars])
     written = list(_products(flat, ""))
     for x in products:
+        # Each product of the jaxpr is one of the compiled program, so those with a name are no candidates.
         place = place_of(program, x)
         if place is not None:
-            alike = [
-                y for y in written if (y.place.op, y.place.scope, y.lengths) == (place.op, place.scope, _lengths(x))
-            ]
-            if alike:
-                written.remove(max(alike, key=lambda y: y.place.source == place.source))
+            key = place.op, place.scope, _lengths(x)
+            if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
+                written.remove(max(same, key=lambda y: y.place.source == place.source))
     found = {}
     for x in nameless:
         near = set(around(program, x, users=False))
         candidates = [y for y in written if y.lengths == _lengths(x)]
         if candidates:
-            # Of several that are alike, the one with most neighbours in common, else the first that is left.
+            # Of several with these lengths, the one with most neighbours in common, else the first that is left.
             best = max(candidates, key=lambda y: len(near & y.sources))
             written.remove(best)
             found[x.name] = best.place
@@ -65,6 +65,7 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
 
 
 def _products(flat: FlatProgram, scope: str) -> Iterator[_Written]:
+    """Yield the products of a program, those inside its loops and branches included, in order."""
     for node in flat.nodes:
         place = _place(node, scope)
         if node.name in PRODUCTS.values():
@@ -80,7 +81,7 @@ def _place(node: Node, scope: str) -> Provenance:
 
 
 def _makers(value: Value) -> Iterator[Node]:
-    """The operation that a value comes from, past those that only put it elsewhere."""
+    """Yield the operation that a value comes from, past those that only rearrange it; nothing for an argument."""
     node = value.node
     if node is not None and node.name in _VIEWS:
         yield from _makers(node.inputs[0])
@@ -93,4 +94,5 @@ def _lengths(instruction: Instruction) -> Lengths:
 
 
 def _sorted(shape: tuple[int, ...]) -> Lengths:
+    # XLA orders axes as it likes, and drops those of size 1.
     return tuple(sorted(length for length in shape if length > 1))

@@ -133,19 +133,19 @@ def _checked(content: dict[str, Any]) -> Capture:
 
 def captures(api: str, prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
     """Run some programs in turns, and say what each runs."""
-    programs = [one.apart for one in prepared]
+    programs = [one.separated for one in prepared]
     for compiled in programs:
         jax.block_until_ready(compiled.calls(1)[0]())
     return [_captured(*one) for one in zip(prepared, timelines(api, programs, repeats), strict=True)]
 
 
 def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
-    program = prepared.apart.program
+    program = prepared.separated.program
     counts: dict[tuple[str, str], int] = dict(count_operations(prepared.traced.jaxpr.jaxpr))
     seconds: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
     added: dict[tuple[str, str], int] = defaultdict(int)
     for name, times in runs[0].counts.items() if runs else ():
-        for share in prepared.apart.shares(program.instructions[name]):
+        for share in prepared.separated.shares(program.instructions[name]):
             key = share.place.op, share.place.scope
             for i, run in enumerate(runs):
                 seconds[key][i] += share.part * run.seconds.get(name, 0.0)
@@ -155,7 +155,7 @@ def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
 
 
 def _digest(prepared: TracedProgram) -> str:
-    return hashlib.sha256(prepared.apart.program.anonymous().encode()).hexdigest()
+    return hashlib.sha256(prepared.separated.program.anonymous().encode()).hexdigest()
 
 
 def _machine() -> str:

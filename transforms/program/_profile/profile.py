@@ -266,7 +266,7 @@ def _clock(compiled: Compiled, repeats: int) -> float:
 
 
 def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
-    compiled = prepared.apart
+    compiled = prepared.separated
     program = compiled.program
     if compiled is not prepared.compiled:
         jax.block_until_ready(compiled.calls(1)[0]())
