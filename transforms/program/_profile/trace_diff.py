@@ -1,4 +1,4 @@
-"""What differs between two programs when they run: `trace_diff`."""
+"""The differences between two programs when they run: `trace_diff`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .table import check_groups, seconds, table
 
 _GROUPS = ("op", "scope")
 _MICRO = 1e6
-# Of the two durations' larger, and of the whole time of a call: less is not worth the name of a change.
+# A smaller change, relative to the larger of two durations and to the time of a call, does not count as one.
 _LEAST, _LEAST_OF_ALL = 0.1, 0.01
-# The part of the runs at each end that does not tell how far a duration wanders.
+# The part of the runs at each end that the spread of durations leaves out.
 _TAIL = 0.1
 
 _SORTS: dict[str, Callable[[Difference], Any]] = {
@@ -38,16 +38,16 @@ class Difference:
     """An operation of two programs; durations are in microseconds a call, the medians over the runs.
 
     Attributes:
-      op: the operation, such as `dot_general`; empty in what is added up by scope.
-      scope: the scopes it is in; empty in what is added up by operation.
+      op: the operation, such as `dot_general`; empty in rows that are added up by scope.
+      scope: the scopes it is in; empty in rows that are added up by operation.
       control_counts, test_counts: how often it runs in a call: see `trace_diff`.
       control_total_duration, test_total_duration: how long that takes.
-      diff_counts: how much oftener it runs in the test.
+      diff_counts: how much more often it runs in the test.
       diff_duration: how much longer it takes in the test.
-      counts_change_categories: `+` where it runs oftener, `-` less often, `=` as often.
-      noise: how far the durations of both wander from run to run.
+      counts_change_categories: `+` where it runs more often, `-` less often, `=` as often.
+      noise: how far the durations of both vary from run to run.
       category: `added` and `deleted` where it runs in one of the two alone; `increased` and `decreased` where it runs
-        oftener or less often, or as often but longer or shorter by more than the noise; else `unchanged`.
+        more or less often, or as often but longer or shorter by more than the noise; else `unchanged`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -72,10 +72,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class TraceDiff:
-    """What differs between two programs.
+    """The differences between two programs.
 
     Attributes:
-      control, test: what each runs.
+      control, test: the operations of each, with their times.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -90,44 +90,44 @@ class TraceDiff:
 
     @property
     def same_program(self) -> bool:
-        """Whether the two are the same instructions on the same kind of machine, so that no duration is a change."""
+        """Return whether both are the same instructions on the same kind of machine: then no duration is a change."""
         return (self.control.program, self.control.machine) == (self.test.program, self.test.machine)
 
     @property
     def _can_differ(self) -> bool:
-        """Whether a duration can be a change: of another program on the same kind of machine."""
+        """Return whether a duration can be a change: of another program on the same kind of machine."""
         return self.control.machine == self.test.machine and not self.same_program
 
     @property
     def added(self) -> tuple[Difference, ...]:
-        """The operations that the test alone runs."""
+        """Return the operations that the test alone runs."""
         return self._of("added")
 
     @property
     def deleted(self) -> tuple[Difference, ...]:
-        """The operations that the control alone runs."""
+        """Return the operations that the control alone runs."""
         return self._of("deleted")
 
     @property
     def increased(self) -> tuple[Difference, ...]:
-        """The operations that the test runs oftener, or longer by more than the noise."""
+        """Return the operations that the test runs more often, or longer by more than the noise."""
         return self._of("increased")
 
     @property
     def decreased(self) -> tuple[Difference, ...]:
-        """The operations that the test runs less often, or shorter by more than the noise."""
+        """Return the operations that the test runs less often, or shorter by more than the noise."""
         return self._of("decreased")
 
     @property
     def unchanged(self) -> tuple[Difference, ...]:
-        """The other operations."""
+        """Return the other operations."""
         return self._of("unchanged")
 
     def _of(self, category: Category) -> tuple[Difference, ...]:
         return tuple(row for row in self.differences() if row.category == category)
 
     def differences(self, by: str | Sequence[str] = _GROUPS) -> tuple[Difference, ...]:
-        """All operations of the two.
+        """Return all operations of the two.
 
         Args:
           by: what they are added up by: `op`, `scope`, or both.
@@ -147,6 +147,7 @@ class TraceDiff:
         )
 
     def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
+        """Compare one operation in the two."""
         medians = statistics.median(control.durations), statistics.median(test.durations)
         more, longer, noise = test.count - control.count, medians[1] - medians[0], control.spread() + test.spread()
         category: Category = "unchanged"
@@ -170,14 +171,14 @@ class TraceDiff:
     def table(
         self, *, sort: str = "change", top: int | None = 20, by: str | Sequence[str] = _GROUPS, unchanged: bool = False
     ) -> str:
-        """What differs, as a table for a terminal.
+        """Return the differences as a table for a terminal.
 
         Args:
           sort: `change` (in duration), `duration` (the longer of the two) or `count` (the change in it), largest first;
             `op` or `scope` by the alphabet.
           top: how many rows to show of each category; None shows all.
           by: what is added up: `op`, `scope`, or both.
-          unchanged: whether to show what does not differ as well.
+          unchanged: whether to show operations that do not differ as well.
 
         Returns:
           A heading, and a row for each operation that differs, category by category.
@@ -202,7 +203,7 @@ class TraceDiff:
         return "\n".join([lines[0], ", ".join(lines[1:]), *([table(head, cells, 1 + len(groups))] if cells else [])])
 
     def heading(self) -> str:
-        """What was compared, in words."""
+        """Return a description of what was compared."""
         times = _call(self.control), _call(self.test)
         names = [
             f"{x.name} ({seconds(time / _MICRO)})" for x, time in zip((self.control, self.test), times, strict=True)
@@ -215,7 +216,7 @@ class TraceDiff:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences as plain numbers and strings, with the columns of Holistic Trace Analysis."""
+        """Return the differences as plain numbers and strings, with the columns of Holistic Trace Analysis."""
         rows = [{"name": _name(row), **asdict(row)} for row in self.differences()]
         return {
             "control": self.control.name,
@@ -225,7 +226,7 @@ class TraceDiff:
         }
 
     def plot_counts(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
-        """Draw how often operations run in both, of those where that differs most; needs the extra `plot`.
+        """Draw how often the operations run whose counts differ most; needs the extra `plot`.
 
         Args:
           top: how many operations.
@@ -246,7 +247,7 @@ class TraceDiff:
         return pairs_of_bars(values, (self.control.name, self.test.name), "times a call", ax)
 
     def plot_durations(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
-        """Draw how long operations take in both, of those where that differs most; needs the extra `plot`.
+        """Draw how long the operations take whose durations differ most; needs the extra `plot`.
 
         Args:
           top: as for `plot_counts`.
@@ -275,28 +276,28 @@ def trace_diff(
     *args: Any,
     repeats: int = 20,
 ) -> TraceDiff:
-    """Compare what two functions run for the same arguments, and how long it takes.
+    """Compare the operations that two functions run for the same arguments, and how long they take.
 
-    Operations are those of the program as JAX wrote it (and what XLA has added, such as copies), by scope, each with
-    how often it runs and how long it takes. How often is what the program says: a scan counts as often as it turns, the
-    body of a `while` and each branch of a `cond` once, as how often these run depends on data. How long is measured,
-    the two in turns. A duration counts as changed only where it does by more than it wanders from run to run in both
-    together, by a tenth of itself and by a hundredth of the call. Programs that are the same instructions, and captures
-    of different machines, have no change of duration. An operation that JAX writes out as others, such as random
-    numbers, has its time there.
+    Operations are those of the program as JAX wrote it (and those that XLA has added, such as copies), by scope, each
+    with how often it runs and how long it takes. How often follows from the program: the body of a scan counts once for
+    each iteration, the body of a `while` and each branch of a `cond` once, since these depend on data. How long is
+    measured, the two alternately. A duration counts as changed only if the change is larger than the variation from run
+    to run in both together, than a tenth of the duration and than a hundredth of the call. Programs that are the same
+    instructions, and captures of different machines, have no change of duration. An operation that JAX writes out as
+    others, such as random numbers, has its time there.
 
     Args:
       control: a function, a bound method or a module, or the path of a capture: see `capture`.
-      test: what to compare with it; both are functions or both are captures.
+      test: the other one to compare; both are functions or both are captures.
       *args: the arguments for both functions; none for captures.
-      repeats: how many calls of each are watched, as for `profile`; at least two.
+      repeats: the number of calls of each that are watched, as for `profile`; at least two.
 
     Returns:
       A `TraceDiff`: `print` it; its categories are `added`, `deleted`, `increased`, `decreased` and `unchanged`.
 
     Raises:
-      TypeError: `control` or `test` is neither a function nor a path, or one is this and the other that; arguments for
-        captures; `repeats` is not a whole number.
+      TypeError: `control` or `test` is neither a function nor a path, or they are one of each; arguments for captures;
+        `repeats` is not a whole number.
       ValueError: a file is not a capture; `repeats` is less than two.
       OSError: a file cannot be read.
 
@@ -342,26 +343,28 @@ class _Runs:
     durations: list[float]
 
     def spread(self) -> float:
-        """How far the durations wander, apart from a few at each end."""
+        """Return how far the durations vary, without a few at each end."""
         ordered = sorted(self.durations)
         tail = int(_TAIL * len(ordered))
         return ordered[-1 - tail] - ordered[tail]
 
 
 def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], _Runs]:
+    """Add up the operations of a capture by `op`, `scope`, both or neither."""
     together: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for key in capture.counts:
         together[tuple(dict(zip(_GROUPS, key, strict=True))[name] for name in groups)].append(key)
     found = {}
     for group, keys in together.items():
         runs = [capture.seconds[key] for key in keys if key in capture.seconds]
+        # The sums of each run, and not of medians, which do not add up.
         durations = [sum(run) * _MICRO for run in zip(*runs, strict=True)] or [0.0]
         found[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
     return found
 
 
 def _call(capture: Capture) -> float:
-    """Microseconds of a call, the median."""
+    """Return the microseconds of a call, the median."""
     return statistics.median(_added_up(capture, ()).get((), _Runs(0, [0.0])).durations)
 
 
@@ -374,6 +377,7 @@ def _name(row: Difference) -> str:
 
 
 def _cells(row: Difference, groups: Sequence[str]) -> list[str]:
+    """Return the cells of a row of the table."""
     durations = row.control_total_duration / _MICRO, row.test_total_duration / _MICRO
     change = row.diff_duration / _MICRO
     return [
