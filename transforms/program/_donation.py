@@ -71,15 +71,12 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     if not wasted:
         return
     first, *others = wasted
-    why = "no result has its shape and dtype that is not in the memory of another argument already"
-    if first not in {x.op_name for x in inputs}:
-        why = "fun does not use it"
+    why = "fun does not use it"
+    if first in {x.op_name for x in inputs}:
+        why = "no result has its shape and dtype that is not in the memory of another argument already"
     also = f" The same holds for {', '.join(f'`{name}`' for name in others)}." if others else ""
+    info = donated[first]
     raise AssertionError(
-        f"assert_donated: `{first}`, {_kind(donated[first])}, is donated, but its memory is not reused, since {why}; "
-        f"return an array like it, or do not donate it.{also}"
+        f"assert_donated: `{first}`, an array of shape {info.shape} and dtype {info.dtype}, is donated, but its memory "
+        f"is not reused, since {why}; return an array like it, or do not donate it.{also}"
     )
-
-
-def _kind(info: Any) -> str:
-    return f"an array of shape {info.shape} and dtype {info.dtype}"

@@ -55,7 +55,7 @@ def written(tree: PyTreeDef, known: Sequence[PyTreeDef]) -> Any:
     if kind is type(None):
         return None
     if _is_global(kind) and _is_literal(static):
-        return [_name(kind), repr(static), *children]
+        return [f"{kind.__module__}:{kind.__qualname__}", repr(static), *children]
     for i, other in enumerate(known):
         there: Any = other.node_data()
         if there is not None and there[0] is kind and (there[1] is static or there[1] == static):
@@ -88,10 +88,6 @@ def _is_literal(value: Any) -> bool:
         return False
     # The `repr` too: inside of a tuple there may be an object of another class that equals a number, written as 0x1.
     return type(rebuilt) is type(value) and rebuilt == value and repr(rebuilt) == repr(value)
-
-
-def _name(x: Any) -> str:
-    return f"{x.__module__}:{x.__qualname__}"
 
 
 def _is_global(x: Any) -> bool:

@@ -9,8 +9,7 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +84,7 @@ def _settle_all() -> None:
         if found.process != os.getpid():  # this is a fork of it, without the threads of JAX
             continue
         try:
-            with _settings_of(found):
+            with _restored(found):
                 message = found.program.compare(at_end=True)
         except Exception as error:  # an error of the function itself, say: at the end nobody could catch it
             message = (
@@ -106,18 +105,14 @@ def _warn(message: str) -> None:
         sys.stderr.write(f"{message}\n")
 
 
-@contextmanager
-def _settings_of(found: _Waiting) -> Iterator[None]:
-    """Restore the settings and the mesh around a program's call, as the process ends: the settings stay."""
+def _restored(found: _Waiting) -> AbstractContextManager[Any]:
+    """Restore the settings around a program's call, for good as the process ends, and return a context of its mesh."""
     values = jax.config.values
     for name, value in found.settings.items():
         if values[name] != value:
             jax.config.update(name, value)
     if found.mesh == current_mesh():
-        around: Any = nullcontext()
-    elif isinstance(found.mesh, AbstractMesh):
-        around = jax.sharding.use_abstract_mesh(found.mesh)
-    else:
-        around = jax.set_mesh(found.mesh or _NO_MESH)
-    with around:
-        yield
+        return nullcontext()
+    if isinstance(found.mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(found.mesh)
+    return jax.set_mesh(found.mesh or _NO_MESH)

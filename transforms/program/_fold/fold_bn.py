@@ -16,7 +16,7 @@ from ..._models.split_model import dotted, is_model, split, split_tree
 from .._ir.flat_program import FlatProgram, Value, insides, parameter
 from .._ir.module_scopes import module_paths, modules_of, scoped_calls
 from .batch_statistics import batch_statistics
-from .plan import Answers, FoldPlan
+from .plan import FoldPlan
 from .report import FoldReport
 
 _CURE = (
@@ -100,18 +100,16 @@ def fold_bn(
     with scoped_calls(kinds):
         flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
     _refuse_training(flat)
-    answers = Answers()
-    plan = FoldPlan(flat, names, leaves, answers)
-    folded, report, first = plan.parameters(), plan.report(), plan.fingerprint()
+    plan = FoldPlan(flat, names, leaves)
+    folded, report, first, answers = plan.parameters(), plan.report(), plan.fingerprint(), plan.answers
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
-    recorded = tuple(answers.given)
 
     def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
         # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
         # and what the first plan found out by them is recorded.
         with scoped_calls(kinds):
             flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
-        plan = FoldPlan(flat, names, (), Answers(recorded))
+        plan = FoldPlan(flat, names, (), answers)
         if plan.fingerprint() != first:
             raise ValueError(
                 "fold_bn: for arguments of these shapes the function combines other parameters than for the example; "
@@ -135,13 +133,13 @@ def _split(tree: Any, *, numbers: bool = True) -> tuple[list[Any], Any]:
     kinds = (int, float, complex) if numbers else ()
     moves = [_is_array(x) or (isinstance(x, kinds) and not isinstance(x, bool)) for x in leaves]
     rest = tuple(None if moving else x for x, moving in zip(leaves, moves, strict=True))
-    return [x for x, moving in zip(leaves, moves, strict=True) if moving], (treedef, tuple(moves), rest)
+    return [x for x, moving in zip(leaves, moves, strict=True) if moving], (treedef, rest)
 
 
 def _merge(arrays: Sequence[Any], structure: Any) -> Any:
-    treedef, moves, rest = structure
+    treedef, rest = structure
     left = iter(arrays)
-    return jax.tree.unflatten(treedef, [next(left) if moving else x for x, moving in zip(rest, moves, strict=True)])
+    return jax.tree.unflatten(treedef, [next(left) if x is None else x for x in rest])  # a leaf is never None itself
 
 
 def _is_array(x: Any) -> bool:

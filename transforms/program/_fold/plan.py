@@ -18,23 +18,6 @@ from .report import FoldReport, candidate, kept
 from .weighted_ops import WeightedOp, weighted_op
 
 
-class Answers:
-    """Answers to a plan's questions about the values of parameters, which are there only for the first plan.
-
-    Args:
-      recorded: the answers that the first plan got; None for that one.
-    """
-
-    def __init__(self, recorded: Sequence[bool] | None = None) -> None:
-        self.given: list[bool] = []
-        self._recorded = None if recorded is None else iter(recorded)
-
-    def __call__(self, question: Callable[[], bool]) -> bool:
-        # A plan that asks more than the first one is another, which the comparison of fingerprints refuses.
-        self.given.append(question() if self._recorded is None else next(self._recorded, False))
-        return self.given[-1]
-
-
 @dataclass(frozen=True, eq=False)
 class Fold:
     """A product and the chains that become part of its weights.
@@ -78,12 +61,19 @@ class FoldPlan:
       flat: the program, whose first arguments are the parameters.
       names: the dotted paths of the parameters.
       leaves: the parameters; empty if only their shapes are known.
-      answer: the answers to questions about their values.
+      recorded: in that case the `answers` of the plan that knew them.
+
+    Attributes:
+      answers: the answers to questions about the values of the parameters, in order.
     """
 
-    def __init__(self, flat: FlatProgram, names: Sequence[str], leaves: Sequence[Any], answer: Answers) -> None:
-        self._flat, self._names, self._answer = flat, names, answer
+    def __init__(
+        self, flat: FlatProgram, names: Sequence[str], leaves: Sequence[Any], recorded: Sequence[bool] | None = None
+    ) -> None:
+        self._flat, self._names = flat, names
         self._known = dict(zip(flat.arguments, leaves, strict=False))
+        self._recorded = None if recorded is None else iter(recorded)
+        self.answers: list[bool] = []
         self._folds: dict[Node, Fold] = {}
         self._chains: list[tuple[Chain, list[WeightedOp]]] = []
         self._claimed: set[Node] = set()
@@ -169,6 +159,12 @@ class FoldPlan:
             self._reasons.setdefault(node, []).append(reason)
 
     # ---- Values
+
+    def _answer(self, question: Callable[[], bool]) -> bool:
+        """Return the answer to a question about the values of parameters, or the recorded one if they are not known."""
+        # A plan that asks more than the first one is another, which the comparison of fingerprints refuses.
+        self.answers.append(question() if self._recorded is None else next(self._recorded, False))
+        return self.answers[-1]
 
     def _value(self, value: Value) -> Any:
         """Compute a static value."""
@@ -329,7 +325,7 @@ class FoldPlan:
             )
             for node, fold in self._folds.items()
         ]
-        return folds, self._leaves, self._answer.given
+        return folds, self._leaves, self.answers
 
     def report(self) -> FoldReport:
         """Return the candidates that were folded, and those that were not."""

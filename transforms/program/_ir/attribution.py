@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .cost import flops, weight
 from .hlo import HloProgram, Instruction
-from .provenance import PRODUCTS, Provenance, around, is_product, place_of
+from .provenance import PRODUCTS, Provenance, around, place_of
 from .scopes import scope_of
 
 
@@ -61,7 +61,7 @@ def is_mixed(program: HloProgram, instruction: Instruction) -> bool:
     if instruction.opcode != "fusion":
         return False
     working = [x for x in program.inside(instruction) if weight(program, x)]
-    return any(map(is_product, working)) and len({scope_of(x.op_name) for x in working}) > 1
+    return any(x.opcode in PRODUCTS for x in working) and len({scope_of(x.op_name) for x in working}) > 1
 
 
 def _nearest(program: HloProgram, instruction: Instruction, found: Mapping[str, Provenance]) -> Provenance:

@@ -31,18 +31,13 @@ class Provenance:
     source: str
 
 
-def is_product(instruction: Instruction) -> bool:
-    """Return whether it is a matrix product or a convolution."""
-    return instruction.opcode in PRODUCTS
-
-
 def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None:
     """Return the place that an instruction is named after; None where it has no name."""
     op, scope = scope_of(instruction.op_name)
     # Parameters are named after variables, as in `params['w']`, and some instructions after a call alone.
     if not op or not instruction.op_name.startswith(("jit(", "pjit(")):
         return None
-    if op in _VIEWS and is_product(instruction):
+    if op in _VIEWS and instruction.opcode in PRODUCTS:
         op = PRODUCTS[instruction.opcode]
     return Provenance(op, scope, program.source(instruction))
 

@@ -156,9 +156,7 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
     """
     infos, _ = traced.args_info
     names = iter(traced.jaxpr.jaxpr.debug_info.arg_names)
-    firsts = []
-    for info in infos:
-        firsts.append([str(next(names)) for _ in jax.tree.leaves(info)][:1])
+    firsts = [[str(next(names)) for _ in jax.tree.leaves(info)][:1] for info in infos]
 
     def fits(i: int, k: int) -> bool:
         name = argument_name(fun, args, i)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ..._core.source_lines import source_of
 from .flat_program import FlatProgram, Node, Value, insides
-from .hlo import HloProgram, Instruction
-from .provenance import PRODUCTS, Provenance, around, is_product, place_of
+from .hlo import HloProgram
+from .provenance import PRODUCTS, Provenance, around, place_of
 from .scopes import scope_of
 
 # Operations that only rearrange an operand, between a product and what it is computed from.
@@ -21,14 +21,12 @@ _VIEWS = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
 )
 
-Lengths = tuple[int, ...]
-
 
 class _Written(NamedTuple):
     """A product of the jaxpr: its place, the lengths of its result, and the places it is computed from."""
 
     place: Provenance
-    lengths: Lengths
+    lengths: tuple[int, ...]
     sources: frozenset[Provenance]
 
 
@@ -39,7 +37,7 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
       program: the compiled program.
       closed: its jaxpr, closed.
     """
-    products = [x for x in program.instructions.values() if is_product(x)]
+    products = [x for x in program.instructions.values() if x.opcode in PRODUCTS]
     nameless = [x for x in products if place_of(program, x) is None]
     if not nameless:
         return {}
@@ -49,13 +47,13 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
         # Each product of the jaxpr is one of the compiled program, so those with a name are no candidates.
         place = place_of(program, x)
         if place is not None:
-            key = place.op, place.scope, _lengths(x)
+            key = place.op, place.scope, _lengths(x.results[0].shape)
             if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
                 written.remove(max(same, key=lambda y: y.place.source == place.source))
     found = {}
     for x in nameless:
         near = set(around(program, x, users=False))
-        candidates = [y for y in written if y.lengths == _lengths(x)]
+        candidates = [y for y in written if y.lengths == _lengths(x.results[0].shape)]
         if candidates:
             # Of several with these lengths, the one with most neighbours in common, else the first that is left.
             best = max(candidates, key=lambda y: len(near & y.sources))
@@ -70,7 +68,7 @@ def _products(flat: FlatProgram, scope: str) -> Iterator[_Written]:
         place = _place(node, scope)
         if node.name in PRODUCTS.values():
             sources = frozenset(_place(x, scope) for value in node.inputs for x in _makers(value))
-            yield _Written(place, _sorted(node.outputs[0].aval.shape), sources)
+            yield _Written(place, _lengths(node.outputs[0].aval.shape), sources)
         for inner in insides(node):
             yield from _products(inner, "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack)])))
 
@@ -89,10 +87,6 @@ def _makers(value: Value) -> Iterator[Node]:
         yield node
 
 
-def _lengths(instruction: Instruction) -> Lengths:
-    return _sorted(instruction.results[0].shape)
-
-
-def _sorted(shape: tuple[int, ...]) -> Lengths:
+def _lengths(shape: tuple[int, ...]) -> tuple[int, ...]:
     # XLA orders axes as it likes, and drops those of size 1.
     return tuple(sorted(length for length in shape if length > 1))

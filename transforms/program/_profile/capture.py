@@ -80,16 +80,12 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
     """
     check_count("capture", "repeats", repeats, least=2)
     (found,) = captures("capture", [TracedProgram("capture", fun, args)], repeats)
-    content = {
-        "format": _FORMAT,
-        "name": found.name,
-        "program": found.program,
-        "machine": found.machine,
-        "operations": [
-            {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
-            for (op, scope), count in found.counts.items()
-        ],
-    }
+    operations = [
+        {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
+        for (op, scope), count in found.counts.items()
+    ]
+    head = {"format": _FORMAT, "name": found.name, "program": found.program, "machine": found.machine}
+    content = {**head, "operations": operations}
     write_atomically(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
     return found
 
@@ -137,7 +133,7 @@ def captures(api: str, prepared: Sequence[TracedProgram], repeats: int) -> list[
     programs = [one.separated for one in prepared]
     for compiled in programs:
         jax.block_until_ready(compiled.calls(1)[0]())  # a first call, which is slower, is not timed
-    return [_captured(*one) for one in zip(prepared, timelines(api, programs, repeats), strict=True)]
+    return list(map(_captured, prepared, timelines(api, programs, repeats)))
 
 
 def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:

@@ -126,8 +126,8 @@ def _scan(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
 
 
 def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
-    number = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    of_test, of_body, carry = values[: number[0]], values[number[0] : number[1]], values[number[1] :]
+    cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_test, of_body, carry = values[:cond], values[cond:body], values[body:]
     while run(params["cond_jaxpr"], [*of_test, *carry])[0]:
         carry = run(params["body_jaxpr"], [*of_body, *carry])
     return carry
@@ -135,13 +135,9 @@ def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
 
 def _cond(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
     which, *rest = values
-    branches = params["branches"]
     # An index out of range is clamped, as by `lax.switch`.
-    return run(branches[min(max(int(which), 0), len(branches) - 1)], rest)
+    return run(params["branches"][min(max(int(which), 0), len(params["branches"]) - 1)], rest)
 
 
-_LOOPS: dict[str, Callable[[dict[str, Any], list[Any], Run], list[Any]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
+_LOOPS: dict[str, Callable[[dict[str, Any], list[Any], Run], list[Any]]]
+_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -119,9 +120,8 @@ class Profile:
             raise ValueError(f"Profile.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
         groups = check_groups("Profile.table", by, _GROUPS)
         rows = _grouped(self.operations, groups)
-        rows.sort(key=(lambda row: getattr(row, sort)) if sort in _GROUPS else (lambda row: -_largest(row, sort)))
+        rows.sort(key=attrgetter("share" if sort == "time" else sort), reverse=sort not in _GROUPS)
         head = [*groups, "count", "mean", "share", "flops", "bytes"]
-        shown = rows[:top]
         cells = [
             [
                 *(_label(row, name) for name in groups),
@@ -131,12 +131,11 @@ class Profile:
                 count(row.flops),
                 count(row.bytes),
             ]
-            for row in shown
+            for row in rows[:top]
         ]
         lines = [self.heading(), table(head, cells, len(groups))]
-        if len(shown) < len(rows):
-            rest = sum(row.share for row in rows[len(shown) :])
-            lines.append(f"and {len(rows) - len(shown)} more rows, {rest:.1%} of the time")
+        if hidden := rows[len(cells) :]:
+            lines.append(f"and {len(hidden)} more rows, {sum(row.share for row in hidden):.1%} of the time")
         return "\n".join(lines)
 
     def heading(self) -> str:
@@ -288,16 +287,7 @@ def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
         for share in parts:
             costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
         fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
-    return Profile(
-        _operations(costs, watched),
-        "compiled",
-        prepared.name,
-        jitted,
-        watched,
-        _attributed(costs) / watched,
-        fused / watched,
-        compiled is not prepared.compiled,
-    )
+    return _profile(prepared, "compiled", jitted, watched, costs, fused / watched, compiled is not prepared.compiled)
 
 
 def _eager(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
@@ -315,9 +305,7 @@ def _eager(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     }
     if not costs:
         raise RuntimeError(f"profile: `{prepared.name}` runs nothing, so there is nothing to measure.")
-    watched = sum(cost.seconds for cost in costs.values())
-    rows = _operations(costs, watched)
-    return Profile(rows, "eager", prepared.name, jitted, watched, _attributed(costs) / watched, 0.0, False)
+    return _profile(prepared, "eager", jitted, sum(cost.seconds for cost in costs.values()), costs, 0.0, False)
 
 
 def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]:
@@ -326,13 +314,16 @@ def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]
     return sorted(runs, key=time)[: (len(runs) + 1) // 2]
 
 
-def _attributed(costs: dict[Provenance, Cost]) -> float:
-    """Return the seconds of operations with a scope or a line."""
-    return sum(cost.seconds for place, cost in costs.items() if place.scope or place.source)
-
-
-def _operations(costs: dict[Provenance, Cost], watched: float) -> tuple[Operation, ...]:
-    """Return the rows of a profile, most time first."""
+def _profile(
+    prepared: TracedProgram,
+    mode: str,
+    jitted: float,
+    watched: float,
+    costs: dict[Provenance, Cost],
+    estimated: float,
+    apart: bool,
+) -> Profile:
+    """Return the profile with one row for each place that costs something."""
     rows = [
         Operation(
             place.op,
@@ -346,7 +337,9 @@ def _operations(costs: dict[Provenance, Cost], watched: float) -> tuple[Operatio
         )
         for place, cost in costs.items()
     ]
-    return tuple(sorted(rows, key=lambda row: -row.share))
+    attributed = sum(cost.seconds for place, cost in costs.items() if place.scope or place.source) / watched
+    operations = tuple(sorted(rows, key=lambda row: -row.share))
+    return Profile(operations, mode, prepared.name, jitted, watched, attributed, estimated, apart)
 
 
 def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation]:
@@ -356,26 +349,14 @@ def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation
         together[tuple(getattr(row, name) for name in groups)].append(row)
     found = []
     for key, members in together.items():
-        names = dict(zip(groups, key, strict=True))
-        times = sum(row.count for row in members)
-        found.append(
-            Operation(
-                names.get("op", ""),
-                names.get("scope", ""),
-                names.get("source", ""),
-                times,
-                sum(row.mean * row.count for row in members) / times,  # of one instruction, so weighted by counts
-                sum(row.share for row in members),
-                sum(row.flops for row in members),
-                sum(row.bytes for row in members),
-            )
-        )
+        names: dict[str, Any] = dict.fromkeys(_GROUPS, "") | dict(zip(groups, key, strict=True))
+        totals: dict[str, Any] = {
+            name: sum(getattr(row, name) for row in members) for name in ("count", "share", "flops", "bytes")
+        }
+        # The mean is that of one instruction, so it is weighted by counts.
+        mean = sum(row.mean * row.count for row in members) / totals["count"]
+        found.append(Operation(**names, **totals, mean=mean))
     return found
-
-
-def _largest(row: Operation, sort: str) -> float:
-    value: float = row.share if sort == "time" else getattr(row, sort)
-    return value
 
 
 def _label(row: Operation, name: str) -> str:

@@ -62,9 +62,9 @@ def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Ti
             ) from error
         try:
             for i in range(runs):
-                for j in range(len(programs)):
+                for j, calls_of_program in enumerate(calls):
                     with jax.profiler.TraceAnnotation(f"{_MARK}{j}"):
-                        jax.block_until_ready(calls[j][i]())
+                        jax.block_until_ready(calls_of_program[i]())
         finally:
             jax.profiler.stop_trace()
         (path,) = Path(directory).rglob("*.xplane.pb")
@@ -72,11 +72,11 @@ def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Ti
             # From Python 3.12 on, its types warn when they are first used; as an error that would end the process.
             warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
             found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
-    runs_of: dict[int, list[Timeline]] = {j: [] for j in range(len(programs))}
+    runs_of: list[list[Timeline]] = [[] for _ in programs]
     for which, devices in found:
         each = [_timeline(programs[which].program, events) for events in devices]
         runs_of[which].append(max(each, key=lambda run: run.span))
-    return list(runs_of.values())
+    return runs_of
 
 
 @dataclass

@@ -138,12 +138,11 @@ class TraceDiff:
         groups = check_groups("TraceDiff", by, _GROUPS)
         control, test = (_added_up(x, groups) for x in (self.control, self.test))
         least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
-        keys = sorted({**control, **test})
+        keys = sorted(control.keys() | test.keys())
         none = _Runs(0, [0.0])
-        names = [dict(zip(groups, key, strict=True)) for key in keys]
         return tuple(
-            self._difference(name, control.get(key, none), test.get(key, none), least)
-            for name, key in zip(names, keys, strict=True)
+            self._difference(dict(zip(groups, key, strict=True)), control.get(key, none), test.get(key, none), least)
+            for key in keys
         )
 
     def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
@@ -192,23 +191,20 @@ class TraceDiff:
             raise ValueError(f"TraceDiff.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
         groups = check_groups("TraceDiff.table", by, _GROUPS)
         rows = sorted(self.differences(groups), key=_SORTS[sort])
-        lines = [self.heading()]
         head = ["", *groups, "count", "", "duration", "", "change", "noise"]
-        cells = []
+        counts, cells = [], []
         for category in get_args(Category):
-            of_it = [row for row in rows if row.category == category]
-            lines.append(f"{category}: {len(of_it)}")
+            members = [row for row in rows if row.category == category]
+            counts.append(f"{category}: {len(members)}")
             if category != "unchanged" or unchanged:
-                cells += [_cells(row, groups) for row in of_it[:top]]
-        return "\n".join([lines[0], ", ".join(lines[1:]), *([table(head, cells, 1 + len(groups))] if cells else [])])
+                cells += [_cells(row, groups) for row in members[:top]]
+        return "\n".join([self.heading(), ", ".join(counts), *([table(head, cells, 1 + len(groups))] if cells else [])])
 
     def heading(self) -> str:
         """Return a description of what was compared."""
-        times = _call(self.control), _call(self.test)
-        names = [
-            f"{x.name} ({seconds(time / _MICRO)})" for x, time in zip((self.control, self.test), times, strict=True)
-        ]
-        text = f"control {names[0]}, test {names[1]}: medians of {_number(self.control)} and {_number(self.test)} calls"
+        names = [f"{x.name} ({seconds(_call(x) / _MICRO)})" for x in (self.control, self.test)]
+        calls = [max(map(len, x.seconds.values()), default=0) for x in (self.control, self.test)]
+        text = f"control {names[0]}, test {names[1]}: medians of {calls[0]} and {calls[1]} calls"
         if self.same_program:
             return f"{text}; the compiled programs are the same"
         if self.control.machine != self.test.machine:
@@ -218,12 +214,8 @@ class TraceDiff:
     def to_dict(self) -> dict[str, Any]:
         """Return the differences as plain numbers and strings, with the columns of Holistic Trace Analysis."""
         rows = [{"name": _name(row), **asdict(row)} for row in self.differences()]
-        return {
-            "control": self.control.name,
-            "test": self.test.name,
-            "same_program": self.same_program,
-            "operations": rows,
-        }
+        names = {"control": self.control.name, "test": self.test.name}
+        return {**names, "same_program": self.same_program, "operations": rows}
 
     def plot_counts(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
         """Draw how often the operations run whose counts differ most; needs the extra `plot`.
@@ -326,13 +318,11 @@ def trace_diff(
     if paths[0]:
         if args:
             raise TypeError("trace_diff: captures take no arguments; they were made with some.")
-        found = [read_capture("trace_diff", cast(Any, x)) for x in (control, test)]
-        return TraceDiff(*found)
+        return TraceDiff(*(read_capture("trace_diff", cast(Any, x)) for x in (control, test)))
     for name, fun in (("control", control), ("test", test)):
         check_callable("trace_diff", fun, name)
-    return TraceDiff(
-        *captures("trace_diff", [TracedProgram("trace_diff", cast(Any, fun), args) for fun in (control, test)], repeats)
-    )
+    programs = [TracedProgram("trace_diff", cast(Any, fun), args) for fun in (control, test)]
+    return TraceDiff(*captures("trace_diff", programs, repeats))
 
 
 @dataclass(frozen=True)
@@ -354,22 +344,18 @@ def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], 
     together: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for key in capture.counts:
         together[tuple(dict(zip(_GROUPS, key, strict=True))[name] for name in groups)].append(key)
-    found = {}
+    totals = {}
     for group, keys in together.items():
         runs = [capture.seconds[key] for key in keys if key in capture.seconds]
         # The sums of each run, and not of medians, which do not add up.
         durations = [sum(run) * _MICRO for run in zip(*runs, strict=True)] or [0.0]
-        found[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
-    return found
+        totals[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
+    return totals
 
 
 def _call(capture: Capture) -> float:
     """Return the microseconds of a call, the median."""
     return statistics.median(_added_up(capture, ()).get((), _Runs(0, [0.0])).durations)
-
-
-def _number(capture: Capture) -> int:
-    return max(map(len, capture.seconds.values()), default=0)
 
 
 def _name(row: Difference) -> str:
