@@ -97,6 +97,7 @@ def accumulate(
     owner, function = bound_model(fun)
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:
+        """Scan over the parts of the batch."""
         batch = _cut(fun, args, positions, micro_batches)
         refuse_shared_state("accumulate", fun, owner, args, kwargs)
         arguments = split_tree((owner, args, kwargs))

@@ -145,6 +145,7 @@ class Bucketed:
         return axes
 
     def _size_for(self, length: int) -> int:
+        """Return the smallest of the sizes that is not below `length`."""
         if not self._sizes:  # the next power of two, and 1 for an empty array
             return 1 << max(length - 1, 0).bit_length()
         i = bisect.bisect_left(self._sizes, length)
@@ -160,6 +161,7 @@ class Bucketed:
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_model)
 
         def fill(x: Any, axis: int | None) -> Any:
+            """Fill up one array."""
             if axis is None:
                 return x
             if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -195,6 +197,7 @@ class Bucketed:
             ) from None
 
         def cut(path: Any, x: Any, axis: int | None) -> Any:
+            """Cut one array; raise unless `axis` has the size that arguments were filled up to."""
             if axis is None:
                 return x
             if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:

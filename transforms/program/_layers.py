@@ -150,22 +150,20 @@ def scan_layers(
             f"scan_layers: remat must be True, False or a policy of jax.checkpoint_policies, but got {describe(remat)}."
         )
     _check_arrays("carry", carry)
-    _check_arrays("xs", xs)
-    _check_xs(xs, len(stack))
+    _check_arrays("xs", xs, len(stack))
     _check_shared(shared)
     parts = stack.parts()
-    structure, name = parts.structure, type(stack.layer).__name__
+
+    def call(layer: Any, carry: Any, *x: Any) -> Any:
+        return layer(carry, *shared, *x)
 
     def one_layer(carry: Any, slices: Any) -> tuple[Any, Any]:
+        """Return the carry, and the y and the changed arrays of one layer."""
         trainable, rest, x = slices
-
-        def call(layer: Any, carry: Any, *x: Any) -> Any:
-            return layer(carry, *shared, *x)
-
         # The slices of the stack's arrays have the shapes of one layer, whose module is merged from them.
-        arguments: Any = SplitModel(structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
+        arguments: Any = SplitModel(parts.structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
         out, (changed,) = call_purely("scan_layers", call, arguments, may_assign=True)
-        out, y = _carry_and_y(name, carry, out)
+        out, y = _carry_and_y(type(stack.layer).__name__, carry, out)
         return out, (y, changed)
 
     body: Any = one_layer
@@ -192,22 +190,17 @@ def _check_shared(shared: tuple[Any, ...]) -> None:
             )
 
 
-def _check_arrays(name: str, tree: Any) -> None:
-    """Raise if `carry` or `xs` holds a model."""
+def _check_arrays(name: str, tree: Any, size: int | None = None) -> None:
+    """Raise if `carry` or `xs` holds a model, or an array whose axis 0 is not the `size` layers."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         if is_model(leaf):
             raise TypeError(
                 f"scan_layers: `{leaf_name(name, path)}` is a {type(leaf).__name__}, but carry and xs hold arrays; "
                 "pass a model that all layers use before xs, or build each layer with one of its own."
             )
-
-
-def _check_xs(xs: Any, size: int) -> None:
-    """Raise unless axis 0 of each array is the layers."""
-    for path, leaf in jax.tree.leaves_with_path(xs):
-        if not hasattr(leaf, "shape") or leaf.shape[:1] != (size,):
+        if size is not None and (not hasattr(leaf, "shape") or leaf.shape[:1] != (size,)):
             raise ValueError(
-                f"scan_layers: axis 0 of `{leaf_name('xs', path)}` must be the {size} layers of the stack, but got "
+                f"scan_layers: axis 0 of `{leaf_name(name, path)}` must be the {size} layers of the stack, but got "
                 f"{describe(leaf)}; give one slice for each layer, or pass what they share before xs."
             )
 

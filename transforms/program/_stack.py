@@ -29,7 +29,7 @@ class Stack(nnx.Module):
         self._size = size
 
     def __len__(self) -> int:
-        """The number of layers."""
+        """Return the number of layers."""
         return self._size
 
     def unstack(self) -> list[Any]:

@@ -133,6 +133,7 @@ def aot(
     lock = threading.RLock()  # so that no two threads have a first call
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Find the program for these arguments, compiling it at the first call of a kind, and run it."""
         step_by_step = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
         if step_by_step or inside_a_transform():
             return fun(*args, **kwargs)

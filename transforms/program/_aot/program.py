@@ -45,6 +45,7 @@ class AotProgram:
 
     def _set(self, run: Any) -> None:
         self.run = run
+        # Known from the structure of the result, since looking for split models in every result would take time.
         self.returns_models = any(x.node_data() and x.node_data()[0] is SplitModel for x in nodes(run.out_tree))
 
     def compare(self, lower: Callable[[], Lowered] | None = None, *, at_end: bool = False) -> str | None:
@@ -122,12 +123,13 @@ def prepare(
         if found:
             line, payload = found
             program = AotProgram(call, path, _load(call, lower, line, payload))
-            if call.key is None or not call.verify:
-                return program, warnings, None
-            program.line = line
-            if first and not lower.cache_info().currsize:  # it has not been traced to be loaded
-                return program, warnings, None
-            return program, warnings, program.compare(lower)
+            stale = None
+            if call.key is not None and call.verify:
+                program.line = line
+                # The program of a function's first call is compared later, unless it was traced already to be loaded.
+                if not first or lower.cache_info().currsize:
+                    stale = program.compare(lower)
+            return program, warnings, stale
     except file.Unfit as unfit:
         warnings.append(f"{path} {unfit}; the program is compiled anew, and the file replaced.")
     run, failed = _compiled(call, lower, path, expected)
@@ -165,7 +167,9 @@ def _load(call: CallSignature, lower: Callable[[], Lowered], line: dict[str, Any
     if any(not name.startswith("lapack_") for name in calls):
         lower()
     elif calls:
-        _prepare_lapack(call.device)
+        # JAX looks up LAPACK when it lowers one of its functions; a call before that would crash.
+        with jax.default_device(call.device):
+            jax.jit(jnp.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
     try:
         out_tree = lower().program.out_tree if call.key is None else read(line["out"], nodes(call.structure))
         devices = {device.id: device for device in jax.devices(call.device.platform)}
@@ -173,9 +177,3 @@ def _load(call: CallSignature, lower: Callable[[], Lowered], line: dict[str, Any
         return loaded(payload, in_tree, out_tree, [devices[i] for i in line["devices"]])
     except Exception as error:  # JAX, pickle and XLA raise many kinds for one fact
         raise file.Unfit(f"cannot be loaded ({type(error).__name__}: {error})") from error
-
-
-def _prepare_lapack(device: Any) -> None:
-    """Let JAX look up LAPACK, which it does when it lowers one of its functions; a call before that would crash."""
-    with jax.default_device(device):
-        jax.jit(jnp.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))

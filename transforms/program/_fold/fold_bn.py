@@ -105,6 +105,7 @@ def fold_bn(
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
 
     def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
+        """Return the output of `fun`, by its program with the folded weights."""
         # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
         # and what the first plan found out by them is recorded.
         with scoped_calls(kinds):

@@ -273,14 +273,12 @@ class FoldPlan:
         """Return how operations are replaced: products take folded weights, the arithmetic of chains does nothing."""
         rewrites = {}
         for node, fold in self._folds.items():
-            for step in fold.steps:
-                if step.pairs is None:
-                    rewrites[step.node] = Rewrite([step.before], lambda x: [x])
+            skipped = [step for step in fold.steps if step.pairs is None]
             if fold.after:
                 # The product returns its widest dtype, for the shift; only the end of the chain rounds to its own.
-                for step in fold.after.steps:
-                    if step.node.name == "convert_element_type":
-                        rewrites[step.node] = Rewrite([step.before], lambda x: [x])
+                skipped += [step for step in fold.after.steps if step.node.name == "convert_element_type"]
+            rewrites |= {step.node: Rewrite([step.before], lambda x: [x]) for step in skipped}
+            if fold.after:
                 end = fold.after.steps[-1]
                 dtype = end.after.aval.dtype
                 rewrites[end.node] = Rewrite([end.before], lambda x, dtype=dtype: [x.astype(dtype)])
@@ -329,10 +327,9 @@ class FoldPlan:
 
     def report(self) -> FoldReport:
         """Return the candidates that were folded, and those that were not."""
-        kernels = [", ".join(self._entries[op.node][0] for op in ops) for _, ops in self._chains]
         folded = [
-            candidate(chain.steps, self._names, kernel=kernel)
-            for (chain, _), kernel in zip(self._chains, kernels, strict=True)
+            candidate(chain.steps, self._names, kernel=", ".join(self._entries[op.node][0] for op in ops))
+            for chain, ops in self._chains
         ]
         return FoldReport(tuple(folded), tuple(kept(self._flat, self._names, self._claimed, self._reasons)))
 

@@ -19,6 +19,7 @@ _CALLED = re.compile(
     rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
 )
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_PARENTHESES = re.compile(rf"{_QUOTED.pattern}|[()]")  # a quoted string is one match, so those inside do not count
 _METADATA = re.compile(rf", metadata=\{{(?:[^{{}}\"]|{_QUOTED.pattern})*\}}")
 
 _ESCAPED = re.compile(r"\\([0-7]{3}|.)")
@@ -265,17 +266,10 @@ def _type(text: str) -> tuple[str, str]:
 def _closing(text: str, start: int) -> int:
     """Return the position where the parenthesis that opens at `start` is closed."""
     depth = 0
-    quoted = False
-    for i in range(start, len(text)):
-        character = text[i]
-        if character == '"' and text[i - 1] != "\\":
-            quoted = not quoted
-        elif not quoted and character == "(":
-            depth += 1
-        elif not quoted and character == ")":
-            depth -= 1
-            if not depth:
-                return i
+    for found in _PARENTHESES.finditer(text, start):
+        depth += (found[0] == "(") - (found[0] == ")")
+        if not depth:
+            return found.start()
     raise ValueError(f"an instruction of a compiled program that is not understood: {text[:80]}")
 
 

@@ -159,6 +159,7 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
     firsts = [[str(next(names)) for _ in jax.tree.leaves(info)][:1] for info in infos]
 
     def fits(i: int, k: int) -> bool:
+        """Return whether argument `i` of the call can be argument `k` of the program."""
         name = argument_name(fun, args, i)
         if not all(re.split(r"[.\[]", x, maxsplit=1)[0] == name.partition("[")[0] for x in firsts[k]):
             return False

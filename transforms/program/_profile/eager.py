@@ -96,12 +96,9 @@ def _cost(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
         # all elements before, of quadratic cost, which XLA rewrites.
         program = HloProgram(lowered.compile().as_text())
     work = sum(times * flops(program, x) for x, times in program.runs())
-    return work, sum(x.size * x.dtype.itemsize for x in map(aval, [*eqn.invars, *eqn.outvars]) if _is_sized(x))
-
-
-def _is_sized(x: Any) -> bool:
     # Tokens have no size, and keys no bytes.
-    return hasattr(x, "size") and hasattr(x.dtype, "itemsize")
+    avals = [x for x in map(aval, [*eqn.invars, *eqn.outvars]) if hasattr(x, "size") and hasattr(x.dtype, "itemsize")]
+    return work, sum(x.size * x.dtype.itemsize for x in avals)
 
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]

@@ -191,7 +191,7 @@ class Profile:
         return bars(values, f"% of the {seconds(self.watched)} of {self.name}, {self.mode}", ax)
 
     def __str__(self) -> str:
-        """The table."""
+        """Return the table."""
         return self.table()
 
 

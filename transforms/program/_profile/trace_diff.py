@@ -94,11 +94,6 @@ class TraceDiff:
         return (self.control.program, self.control.machine) == (self.test.program, self.test.machine)
 
     @property
-    def _can_differ(self) -> bool:
-        """Return whether a duration can be a change: of another program on the same kind of machine."""
-        return self.control.machine == self.test.machine and not self.same_program
-
-    @property
     def added(self) -> tuple[Difference, ...]:
         """Return the operations that the test alone runs."""
         return self._of("added")
@@ -149,10 +144,12 @@ class TraceDiff:
         """Compare one operation in the two."""
         medians = statistics.median(control.durations), statistics.median(test.durations)
         more, longer, noise = test.count - control.count, medians[1] - medians[0], control.spread() + test.spread()
+        # Only another program on the same kind of machine can take longer; what else differs is noise.
+        comparable = self.control.machine == self.test.machine and not self.same_program
         category: Category = "unchanged"
         if not control.count or not test.count:
             category = "deleted" if control.count else "added"
-        elif more or (self._can_differ and abs(longer) > max(noise, least, _LEAST * max(medians))):
+        elif more or (comparable and abs(longer) > max(noise, least, _LEAST * max(medians))):
             category = "increased" if (more or longer) > 0 else "decreased"
         return Difference(
             names.get("op", ""),
@@ -258,7 +255,7 @@ class TraceDiff:
         return pairs_of_bars(values, (self.control.name, self.test.name), "ms a call", ax)
 
     def __str__(self) -> str:
-        """The table."""
+        """Return the table."""
         return self.table()
 
 
