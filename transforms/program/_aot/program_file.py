@@ -37,7 +37,7 @@ def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes
     except OSError as error:
         raise Unfit(f"cannot be read ({error})") from error
     _refuse_others(file, found)
-    rest = memoryview(content)[_SIZE:]
+    rest = memoryview(content)[_SIZE:]  # without a copy, as a program may be large
     if hashlib.sha256(rest).digest() != content[:_SIZE]:
         raise Unfit("is damaged: it does not have the checksum that it was written with")
     try:

@@ -68,12 +68,14 @@ def step_of(node: Node, value: Value | None = None) -> ChannelStep | None:
     The chain goes through its only operand that is not static, which must be `value` if that is given.
     """
     moving = [i for i, x in enumerate(node.inputs) if not x.static]
+    # With two operands that are not static it is data times data, such as a gate.
     if len(moving) != 1 or len(node.outputs) != 1 or (value is not None and node.inputs[moving[0]] is not value):
         return None
     before, after = node.inputs[moving[0]].aval, node.outputs[0].aval
     if not number_kind(before.dtype) or number_kind(before.dtype) != number_kind(after.dtype):
         return None
     if node.name not in _ARITHMETIC:
+        # Conversions of dtype are among these, as rearrangements that leave the axes where they are.
         pairs = correspondence(node.eqn)
         return None if pairs is None else ChannelStep(node, 0, None, pairs)
     # The data may be spread (its shape grows), which is no rearrangement; and s / x is not affine in x.

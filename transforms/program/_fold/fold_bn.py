@@ -87,6 +87,7 @@ def fold_bn(
             "fold_bn(lambda model, *args: model(*args), model, *example)."
         )
     names = _names(params)
+    # Split while modules have their paths: the report names the scopes in which `fun` calls their copies.
     with module_paths(modules_of(fun, None, (params, *example))) as kinds:
         leaves, structure = _split(params, numbers=False)
         arguments, argument_structure = _split(example)
@@ -96,6 +97,7 @@ def fold_bn(
                 f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit, jax.grad "
                 "and jax.vmap, and use the function it returns inside."
             )
+    # Traced with types, not values, so that no parameter becomes a constant of the program.
     leaf_types = _types(leaves)
     with scoped_calls(kinds):
         flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
@@ -132,6 +134,7 @@ def _split(tree: Any, *, numbers: bool = True) -> tuple[list[Any], Any]:
     """Split a pytree into its arrays (and numbers, if asked for) and the rest, which is hashable."""
     leaves, treedef = jax.tree.flatten(split_tree(tree))
     kinds = (int, float, complex) if numbers else ()
+    # Numbers among the arguments are traced as under `jax.jit`; those among the parameters stay numbers in the code.
     moves = [_is_array(x) or (isinstance(x, kinds) and not isinstance(x, bool)) for x in leaves]
     rest = tuple(None if moving else x for x, moving in zip(leaves, moves, strict=True))
     return [x for x, moving in zip(leaves, moves, strict=True) if moving], (treedef, rest)

@@ -149,7 +149,7 @@ class Profile:
             f"{self.name}, compiled: {seconds(self.jitted)} a call; {seconds(self.watched)} in the program while it is "
             f"watched, {self.attributed:.1%} of that attributed"
         )
-        if self.estimated >= 0.0005:
+        if self.estimated >= 0.0005:  # less would be printed as 0.0%
             text += f", {self.estimated:.1%} in fused operations, divided among them by their flops"
         if self.apart:
             text += (
@@ -248,6 +248,7 @@ def profile(
         raise ValueError(f"profile: mode must be 'compiled' or 'eager', but got {describe(mode)}.")
     check_count("profile", "repeats", repeats)
     prepared = TracedProgram("profile", fun, args)
+    # The program as it is, without the profiler: what the watched times are compared with.
     jitted = _clock(prepared.compiled, repeats)
     if mode == "eager":
         return _eager(prepared, jitted, repeats)
@@ -282,10 +283,13 @@ def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     for name, times in runs[0].counts.items():
         instruction = program.instructions[name]
         took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
-        moved = memory(program, instruction)
+        moved = memory(
+            program, instruction
+        )  # of the instruction as a whole, since a fusion keeps the rest in registers
         parts = compiled.shares(instruction)
         for share in parts:
             costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
+        # Nothing is estimated where all parts are one operation in one scope, however the time is divided.
         fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
     return _profile(prepared, "compiled", jitted, watched, costs, fused / watched, compiled is not prepared.compiled)
 
@@ -295,6 +299,7 @@ def _eager(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     known: dict[Any, tuple[int, int]] = {}
     runs = []
     for _ in range(repeats + 1):
+        # Flops and bytes need a lowering of each operation, so they are shared by all runs.
         runs.append(Eager(known))
         runs[-1].run(prepared.traced.jaxpr, prepared.arrays())
     # The first has compiled every operation.

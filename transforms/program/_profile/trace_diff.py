@@ -133,6 +133,7 @@ class TraceDiff:
         groups = check_groups("TraceDiff", by, _GROUPS)
         control, test = (_added_up(x, groups) for x in (self.control, self.test))
         least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
+        # What one of the two does not run, it runs no times, in no time.
         keys = sorted(control.keys() | test.keys())
         none = _Runs(0, [0.0])
         return tuple(
@@ -143,6 +144,7 @@ class TraceDiff:
     def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
         """Compare one operation in the two."""
         medians = statistics.median(control.durations), statistics.median(test.durations)
+        # A difference varies by as much as both together.
         more, longer, noise = test.count - control.count, medians[1] - medians[0], control.spread() + test.spread()
         # Only another program on the same kind of machine can take longer; what else differs is noise.
         comparable = self.control.machine == self.test.machine and not self.same_program
@@ -331,6 +333,7 @@ class _Runs:
 
     def spread(self) -> float:
         """Return how far the durations vary, without a few at each end."""
+        # A run that the system interrupts may take many times as long, so the extremes tell nothing.
         ordered = sorted(self.durations)
         tail = int(_TAIL * len(ordered))
         return ordered[-1 - tail] - ordered[tail]
