@@ -112,7 +112,8 @@ def _checked(content: dict[str, Any]) -> Capture:
     for (op, scope), row in rows.items():
         if not isinstance(op, str) or not isinstance(scope, str):
             raise ValueError("the name of an operation is no string")
-        if type(row["count"]) is not int or  # True is an instance of int as well row["count"] < 0:
+        # By `type`, as True is an instance of int as well.
+        if type(row["count"]) is not int or row["count"] < 0:
             raise ValueError(f"the count of {op!r} is no whole number from 0 on")
         times = row["seconds"]
         if not isinstance(times, list) or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
