@@ -53,7 +53,7 @@ def aot(
 
     Either way values that `fun` closes over are a part of the program, as they were when it was compiled. A module that
     `fun` is, or is a method of, is an argument. Static parts of arguments (the configuration of a module) and values
-    bound by `functools.partial` tell files apart as far as their `repr` does; for the rest your key stands too.
+    bound by `functools.partial` tell files apart as far as their `repr` does; the rest is covered by your key.
 
     There is a file of its own for each kind of device and processor, and for each value of those settings of JAX that
     `jax.enable_x64`, `jax.default_matmul_precision`, `jax.default_prng_impl`, `jax.threefry_partitionable`,

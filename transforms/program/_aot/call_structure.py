@@ -42,7 +42,7 @@ def written(tree: PyTreeDef, known: Sequence[PyTreeDef]) -> Any:
 
     Each node is a list of the class, its static part and the children. A static part that is not a literal of Python
     can be rebuilt only if a node of the arguments has the same one, as the graph definition of a module that is trained
-    and returned; then the index of that node stands for both.
+    and returned; then the index of that node replaces both.
 
     Raises:
       TypeError: there is a node of which neither holds.

@@ -1,4 +1,4 @@
-"""The operations of JAX that an instruction of a compiled program stands for, and the part of its time each gets."""
+"""The operations of JAX that an instruction of a compiled program represents, and the part of its time each gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Attribution:
 
 
 def shares(program: HloProgram, instruction: Instruction, found: Mapping[str, Provenance]) -> list[Attribution]:
-    """Divide an instruction among the operations that it stands for.
+    """Divide an instruction among the operations that it represents.
 
     The time of a fusion, which can only be measured for all its operations together, is divided in proportion to their
     flops: an estimate. What XLA has added by itself belongs where its result is needed.

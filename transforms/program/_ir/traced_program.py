@@ -137,7 +137,7 @@ class Compiled:
         return unnamed_dots(self.program, self._closed)
 
     def shares(self, instruction: Instruction) -> list[Attribution]:
-        """Divide an instruction among the operations that it stands for."""
+        """Divide an instruction among the operations that it represents."""
         return shares(self.program, instruction, self._unnamed)
 
     def calls(self, number: int) -> list[Callable[[], Any]]:

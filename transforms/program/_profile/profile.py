@@ -283,9 +283,7 @@ def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     for name, times in runs[0].counts.items():
         instruction = program.instructions[name]
         took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
-        moved = memory(
-            program, instruction
-        )  # of the instruction as a whole, since a fusion keeps the rest in registers
+        moved = memory(program, instruction)  # of a fusion as one, since it keeps intermediate results in registers
         parts = compiled.shares(instruction)
         for share in parts:
             costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
