@@ -24,7 +24,7 @@ _FORMAT = "2"
 # Custom calls that XLA knows by itself. JAX registers the others with XLA when it first lowers one, so a program that
 # is loaded into a process without having been lowered there would call what is not there.
 _READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
-# The files that were found to be stale in this process: two functions may take turns with one of them.
+# The files that were found to be stale in this process: two functions may use one alternately.
 _stale: set[Path] = set()
 
 

@@ -200,7 +200,7 @@ class FoldPlan:
         return weights, shift
 
     def _sound(self, fold: Fold) -> bool:
-        """Return whether the folded weights are finite, and small ones are not lost next to the largest of a feature."""
+        """Return whether the folded weights are finite, and small ones not lost next to the largest of a feature."""
         weights, shift = self._weights(fold)
         dtype = fold.op.weights.aval.dtype
         axes = tuple(i for i in range(weights.ndim) if i not in fold.op.outputs.values())

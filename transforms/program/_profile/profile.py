@@ -80,7 +80,7 @@ class Profile:
       attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
       estimated: the part of it that several operations share, which XLA has fused; it is divided by their flops.
       apart: whether XLA's CPU backend would hand several operations at once to a library, or compile a small loop into
-        one function, and was told not to. The calls that were watched are then of a program of other instructions than
+        one function, and was kept from it. The calls that were watched are then of a program of other instructions than
         those of `jitted`.
 
     Examples:
