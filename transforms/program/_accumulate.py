@@ -40,22 +40,22 @@ from .._models.split_model import (
 def accumulate(
     fun: Callable[..., Any], micro_batches: int, *, batch_argnums: int | Sequence[int] = 1, reduction: str = "mean"
 ) -> Callable[..., Any]:
-    """Evaluate `fun` on one part of a batch after another, and give the mean of what it returns.
+    """Evaluate `fun` on one part of a batch after another, and return the mean of its results.
 
     One part is in memory at a time, and in the program: neither the time to compile nor the memory depends on how many
-    there are. Where `fun` gives means over its examples, the result is that of the whole batch.
+    there are. Where `fun` returns means over its examples, the result is that of the whole batch.
 
     `accumulate(value_and_grad(loss), 8)` accumulates gradients. The gradient of `accumulate(loss, 8)` is the same, in
     the same memory, and computes every part a second time.
 
     Args:
-      fun: a function of arrays, pytrees and modules. What it changes of a module (BatchNorm statistics, dropout keys)
-        goes from each part to the next one.
-      micro_batches: into how many parts the batch is cut, each of examples that follow one another.
+      fun: a function of arrays, pytrees and modules. The state of a module that it changes (BatchNorm statistics,
+        dropout keys) goes from each part to the next one.
+      micro_batches: the number of parts that the batch is cut into, each of consecutive examples.
       batch_argnums: the positions of the arguments whose arrays have the examples along axis 0; they are the same
         number in each, and `micro_batches` divides it. All other arguments are the same for every part: a random key
         too, so pass keys of the examples as part of the batch.
-      reduction: "mean", or "sum" where `fun` gives sums, or counts.
+      reduction: "mean", or "sum" where `fun` returns sums, or counts.
 
     Returns:
       A function of the same arguments, to be called under `jax.jit`, or `nnx.jit` where a module keeps state. It
@@ -65,8 +65,8 @@ def accumulate(
       from a parameter's gradient. Return means or sums over the examples, and nothing for each of them.
 
     Raises:
-      TypeError: `fun` is not callable; `micro_batches` is no int; `fun` returns a model, something that is no array, or
-        for a mean integers or booleans.
+      TypeError: `fun` is not callable; `micro_batches` is not an int; `fun` returns a model, something that is not an
+        array, or for a mean integers or booleans.
       ValueError: `micro_batches` is below 1 or does not divide the number of examples; the arrays of the batch
         differ in it; `reduction` is neither "mean" nor "sum"; `fun` assigns a parameter or changes the structure of a
         module.
@@ -97,38 +97,45 @@ def accumulate(
     owner, function = bound_model(fun)
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:
+        """Scan over the parts of the batch."""
         batch = _cut(fun, args, positions, micro_batches)
         refuse_shared_state("accumulate", fun, owner, args, kwargs)
-        everything = split_tree((owner, args, kwargs))
-        apart = splits_of(everything)
-        state = [named_arrays(parts.rest) for parts in apart]
+        arguments = split_tree((owner, args, kwargs))
+        splits = splits_of(arguments)
+        state = [named_arrays(parts.rest) for parts in splits]
 
         def of_part(state: Any, part: Any) -> Any:
-            owner, args, kwargs = with_splits(everything, with_changes(apart, state))
+            owner, args, kwargs = with_splits(arguments, with_changes(splits, state))
             args = tuple(part.get(i, value) for i, value in enumerate(args))
             out, changed = call_purely("accumulate", function, (owner, args, kwargs))
             return _checked(out, reduction), changed
 
+        # `fun` is traced once, here: its results' shapes make the first carry of the loop, and the jaxpr is its body.
         one = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
         closed, outline = jax.make_jaxpr(of_part, return_shape=True)(state, one)
         run: Callable[..., Any] = jaxpr_as_fun(closed)
         if jax.default_backend() == "cpu":
+            # Gradients of convolutions are many times slower inside a loop of XLA's CPU backend than outside.
             run = with_scannable_gradients(run)
 
-        def turn(carry: Any, part: Any) -> tuple[Any, None]:
+        def body(carry: Any, part: Any) -> tuple[Any, None]:
             totals, changed = carry
             now = [held | new for held, new in zip(state, changed, strict=True)]
             leaves = run(*jax.tree.leaves((now, part)))
             out, changed = jax.tree.unflatten(jax.tree.structure(outline), leaves)
             return (jax.tree.map(lambda total, x: total + jnp.asarray(x, total.dtype), totals, out), changed), None
 
+        # Under `shard_map` what is carried must differ over the same devices from the first iteration on.
         zeros = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, _accumulator(x.dtype)), varying_axes(x)), outline[0])
+        # Only state that `fun` changes is carried: the rest would be copied in each iteration.
         first = [
             {path: varying(jnp.asarray(held[path]), varying_axes(x)) for path, x in new.items()}
             for held, new in zip(state, outline[1], strict=True)
         ]
-        (totals, last), _ = lax.scan(jax.checkpoint(turn, prevent_cse=False), (zeros, first), batch)
-        update("accumulate", models_of((owner, args, kwargs)), apart, with_changes(apart, last))
+        # With `checkpoint` a gradient keeps no intermediate results of a part, but computes them again. XLA does not
+        # merge common subexpressions across the iterations of a loop, so barriers against that are not needed.
+        (totals, last), _ = lax.scan(jax.checkpoint(body, prevent_cse=False), (zeros, first), batch)
+        update("accumulate", models_of((owner, args, kwargs)), splits, with_changes(splits, last))
         number = micro_batches if reduction == "mean" else 1
 
         def scaled(x: Any, like: Any) -> Any:
@@ -145,7 +152,7 @@ def accumulate(
 
 
 def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) -> dict[int, Any]:
-    """The batch by positions, with an axis of its parts in front."""
+    """Return the arguments of the batch by positions, with an axis of the parts in front."""
     selected = resolve_argnums("accumulate", fun, positions, args, "batch_argnums")
     for i in selected:
         if models_of(args[i]):
@@ -164,7 +171,7 @@ def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) 
 
 
 def _checked(out: Any, reduction: str) -> Any:
-    """What `fun` returned, as arrays that have a mean or a sum."""
+    """Return the output as arrays; raise unless each has a mean or a sum."""
     for path, leaf in jax.tree.leaves_with_path(out, is_leaf=is_model):
         name = leaf_name("output", path)
         if is_model(leaf) or not (hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))):
@@ -179,5 +186,5 @@ def _checked(out: Any, reduction: str) -> Any:
 
 
 def _accumulator(dtype: Any) -> Any:
-    """The dtype in which numbers of `dtype` are summed: many small ones would be lost in few bits."""
+    """Return the dtype in which numbers of `dtype` are summed: many small ones would be lost in few bits."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -26,11 +26,11 @@ def bucketed(
     """Compile `fun` for a few lengths, and call it with arrays of any length.
 
     As `jax.jit`, but arrays are filled up with zeros to the next of some lengths, and `fun` gets one argument more,
-    `mask=`, a bool array (length,) that tells which places are real. `fun` must not let the others count.
+    `mask=`, a bool array (length,) that tells which positions are real. `fun` must not let the others count.
 
     Args:
-      fun: a function of arrays, pytrees and modules, with a keyword argument `mask`. What it changes of a module
-        (BatchNorm statistics, dropout keys) ends up in the module.
+      fun: a function of arrays, pytrees and modules, with a keyword argument `mask`. The state that it changes of a
+        module (BatchNorm statistics, dropout keys) ends up in the module.
       axis: the axis whose length varies, the same length in all arguments: an int for all arrays, or as `in_axes` of
         `jax.vmap` a tuple with one entry for each positional argument, None for one that has no such axis, such as a
         model. Keyword arguments have none.
@@ -40,14 +40,14 @@ def bucketed(
 
     Returns:
       A function of the arguments of `fun` without `mask`. Its attribute `traces` counts how many programs were traced
-      and compiled: one for each size, and each kind of the other arguments. What `out_axes` cuts is an array of NumPy.
-      Under another transform it fills up and cuts inside of the program.
+      and compiled: one for each size, and each kind of the other arguments. An output that `out_axes` cuts is an array
+      of NumPy. Under another transform it fills up and cuts inside of the program.
 
     Raises:
-      TypeError: `fun` is not callable; `sizes` holds something that is no int; the axis is asked of a model or of keys;
-        `mask` is passed.
-      ValueError: `sizes` is empty, or another word than "pow2"; arrays of different lengths, or longer than the largest
-        of `sizes`; an axis that an array does not have; no axis at all; `out_axes` does not fit the output.
+      TypeError: `fun` is not callable; `sizes` holds something that is not an int; the axis is asked of a model or of
+        keys; `mask` is passed.
+      ValueError: `sizes` is empty, or a string other than "pow2"; arrays of different lengths, or longer than the
+        largest of `sizes`; an axis that an array does not have; no axis at all; `out_axes` does not fit the output.
 
     Cost:
       That of the next size: below twice the work with "pow2" where that grows with the length. Arrays are filled up,
@@ -72,19 +72,16 @@ def bucketed(
     axis = check_axes("bucketed", "axis", tuple(axis) if isinstance(axis, list) else axis)
     out_axes = check_axes("bucketed", "out_axes", out_axes)
 
-    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return bucketed(fun, axis=axis, sizes=sizes, out_axes=out_axes)
-
     of_any_length = Bucketed(fun, axis, _check_sizes(sizes), out_axes)
-    wrap_like(fun, "bucketed", of_any_length, again)
+    wrap_like(fun, "bucketed", of_any_length, lambda fun: bucketed(fun, axis=axis, sizes=sizes, out_axes=out_axes))
     return of_any_length
 
 
 class Bucketed:
-    """What `bucketed` returns.
+    """A function of arrays of any length, compiled for a few: see `bucketed`.
 
     Attributes:
-      traces: how many programs were traced and compiled.
+      traces: the number of programs that were traced and compiled.
     """
 
     def __init__(self, fun: Callable[..., Any], axis: Axes, sizes: Sequence[int], out_axes: Axes) -> None:
@@ -94,7 +91,7 @@ class Bucketed:
         self._compiled = jax.jit(self._run, static_argnames="size")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`fun(*args, mask=..., **kwargs)` with arrays filled up."""
+        """Return `fun(*args, mask=..., **kwargs)` with arrays filled up."""
         if "mask" in kwargs:
             raise TypeError("bucketed: mask is not passed, since it comes from the lengths; leave it out.")
         axes = self._axes_of(args)
@@ -102,21 +99,22 @@ class Bucketed:
         length = mapped_size("bucketed", self._fun, args, {}, axes, None, None)
         size = self._size_for(length)
         filled = tuple(self._filled(i, value, axes[i], size) for i, value in enumerate(args))
-        apart = split_tree((self._owner, filled, kwargs))
-        out, changed = self._compiled(apart, length, size=size)
-        out = self._cut(out, length, size)
-        parts = splits_of(apart)
+        arguments = split_tree((self._owner, filled, kwargs))
+        # The length is an argument of the program, so one program serves all lengths of one size.
+        out, changed = self._compiled(arguments, length, size=size)
+        out = self._cut(out, length, size)  # before modules are updated: where `out_axes` does not fit, nothing changes
+        parts = splits_of(arguments)
         update("bucketed", models_of((self._owner, args, kwargs)), parts, with_changes(parts, changed))
         return out
 
     def _run(self, arguments: Any, length: Any, *, size: int) -> Any:
-        self.traces += 1
+        self.traces += 1  # runs while JAX traces, so once for each program
         owner, args, kwargs = arguments
         mask = jnp.arange(size) < length
         return call_purely("bucketed", self._function, (owner, args, {**kwargs, "mask": mask}))
 
     def _axes_of(self, args: tuple[Any, ...]) -> tuple[Axes, ...]:
-        """The axis of each positional argument, or of parts of it."""
+        """Return the axis of each positional argument, or of its leaves as a prefix; raise unless it fits."""
         axes = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
         if len(axes) != len(args):
             raise ValueError(
@@ -147,7 +145,8 @@ class Bucketed:
         return axes
 
     def _size_for(self, length: int) -> int:
-        if not self._sizes:
+        """Return the smallest of the sizes that is not below `length`."""
+        if not self._sizes:  # the next power of two, and 1 for an empty array
             return 1 << max(length - 1, 0).bit_length()
         i = bisect.bisect_left(self._sizes, length)
         if i == len(self._sizes):
@@ -158,9 +157,11 @@ class Bucketed:
         return self._sizes[i]
 
     def _filled(self, i: int, value: Any, axes: Axes, size: int) -> Any:
+        """Return argument `i` with its arrays filled up with zeros to `size`."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_model)
 
         def fill(x: Any, axis: int | None) -> Any:
+            """Fill up one array."""
             if axis is None:
                 return x
             if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -171,9 +172,11 @@ class Bucketed:
             axis %= x.ndim
             if isinstance(x, Tracer):
                 return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
-            # As numpy.pad, which takes five times as long for small arrays.
+            # By NumPy, as `jnp.pad` would compile a program for each length. An assignment, as `numpy.pad` takes five
+            # times as long for small arrays.
             filled = np.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
             filled[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
+            # Back to the device that a committed array was on, so that `fun` runs there.
             there = isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1
             return jax.device_put(filled, x.sharding) if there else filled
 
@@ -182,6 +185,7 @@ class Bucketed:
         return jax.tree.unflatten(treedef, filled)
 
     def _cut(self, out: Any, length: int, size: int) -> Any:
+        """Return the output with the axes of `out_axes` cut to `length`."""
         if not jax.tree.leaves(self._out_axes):
             return out
         try:
@@ -193,6 +197,7 @@ class Bucketed:
             ) from None
 
         def cut(path: Any, x: Any, axis: int | None) -> Any:
+            """Cut one array; raise unless `axis` has the size that arguments were filled up to."""
             if axis is None:
                 return x
             if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
@@ -210,7 +215,7 @@ class Bucketed:
 
 
 def _check_sizes(sizes: Any) -> tuple[int, ...]:
-    """The lengths in order; none of them for powers of two."""
+    """Return the lengths in order; none for powers of two."""
     if isinstance(sizes, str):
         if sizes != _POWERS:
             raise ValueError(f'bucketed: sizes must be "pow2" or a list of ints, but got {sizes!r}.')

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, with all that it needs to be of use: `enable_compile_cache`."""
+"""JAX's persistent compilation cache, with all the settings it needs to be of use: `enable_compile_cache`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from .._core.arguments import describe
 from .._core.compat import forget_cache
 
 _DIRECTORY = "jax_compilation_cache_dir"
+# JAX records these events for its listeners.
 _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 
 
 class CompileCache:
-    """What `enable_compile_cache` has set, and how often it was of use.
+    """The settings that `enable_compile_cache` made, and how often the cache was of use.
 
-    As a context manager it sets the settings back at the end.
+    As a context manager it restores the earlier settings at the end.
 
     Attributes:
       directory: where the programs are.
-      hits: how many programs were found there since.
-      misses: how many were not, and were compiled.
+      hits: the number of programs that were found there since.
+      misses: the number that were not, and were compiled.
 
     Examples:
       >>> import tempfile, jax
@@ -41,10 +42,11 @@ class CompileCache:
         self.hits = self._requests = 0
         self._set = {
             "jax_enable_compilation_cache": True,
-            # A string of its own, which is told from that of another cache for the same directory.
+            # A new string object: `disable` tells by identity whether a later cache has set the same directory.
             _DIRECTORY: os.fsdecode(os.fsencode(directory)),
             # By default what compiles in less than a second is not kept.
             "jax_persistent_cache_min_compile_time_secs": 0.0,
+            # Zero would let the file system choose a least size; -1 means none.
             "jax_persistent_cache_min_entry_size_bytes": -1,
             # By default one of XLA's own caches is put into the directory, which makes its path a part of each
             # program's key: moved, or mounted elsewhere, the directory would be of no use.
@@ -56,14 +58,14 @@ class CompileCache:
 
     @property
     def misses(self) -> int:
-        """How many programs were compiled."""
+        """Return the number of programs that were compiled."""
         return self._requests - self.hits
 
     def disable(self) -> None:
-        """Set the settings back to what they were, and count no more.
+        """Restore the earlier settings, and count no more.
 
         Raises:
-          ValueError: the directory has been set since, by a later one or otherwise; nothing changes then.
+          ValueError: the directory has been set since, by a later cache or otherwise; nothing changes then.
         """
         if self._before is None:
             return
@@ -77,6 +79,7 @@ class CompileCache:
         _update(before)
 
     def _count(self, event: str, **_: Any) -> None:
+        # Listeners hear of every compilation of the process, of other directories too.
         if _directory_in_use() == str(self.directory):
             self._requests += event == _REQUEST
             self.hits += event == _HIT
@@ -94,20 +97,20 @@ class CompileCache:
 def enable_compile_cache(directory: str | os.PathLike[str]) -> CompileCache:
     """Keep every program that is compiled from now on in a directory, for later processes too.
 
-    As `jax.config.update("jax_compilation_cache_dir", directory)`, but it also sets what else has to be set, it works
-    when something has been compiled already, and it counts. It is for the whole process, so these settings change:
+    As `jax.config.update("jax_compilation_cache_dir", directory)`, but it also makes the other settings that it needs,
+    works when something has been compiled already, and counts. It is for the whole process, so these settings change:
     `jax_enable_compilation_cache` and `jax_compilation_cache_dir`; `jax_persistent_cache_min_compile_time_secs` and
     `jax_persistent_cache_min_entry_size_bytes`, such that quick and small programs are kept (by default none that
     compiles in under a second is); and `jax_persistent_cache_enable_xla_caches`, such that the directory may be moved
-    or mounted elsewhere (on a GPU this leaves out the store of what XLA has tuned, which programs share).
+    or mounted elsewhere (on a GPU this leaves out XLA's store of autotuning results, which programs share).
 
     A program is found by what it computes: by its operations, shapes and constants, by the versions of JAX and XLA, and
     by the device. So nothing in there is ever out of date, but every process traces and lowers each program to find it;
     `aot` does without. Programs with callbacks (`jax.debug.print`) are kept as of jax 0.11 only.
 
-    What is in the directory is code, and JAX runs it: use none that somebody whom you do not trust may write to. It
-    grows until you delete it, which you may at any time. Of an entry that is damaged, JAX warns in each process, and
-    compiles; it does not replace it, so delete it.
+    The directory holds code that JAX runs: use none that somebody whom you do not trust may write to. It grows until
+    you delete it, which you may at any time. If an entry is damaged, JAX warns in each process, and compiles; it does
+    not replace it, so delete it.
 
     Args:
       directory: a directory; made if it is missing. `~` is your home.
@@ -116,7 +119,7 @@ def enable_compile_cache(directory: str | os.PathLike[str]) -> CompileCache:
       The settings, with the numbers of hits and misses. It is a context manager too.
 
     Raises:
-      TypeError: `directory` is no path.
+      TypeError: `directory` is not a path.
       ValueError: `directory` is empty, or is a URL.
       OSError: it cannot be made, or not be written to.
 
@@ -151,7 +154,7 @@ def enable_compile_cache(directory: str | os.PathLike[str]) -> CompileCache:
 
 
 def checked_directory(api: str, name: str, directory: Any) -> Path:
-    """The absolute path that `directory` names."""
+    """Return the absolute path that `directory` names; raise if it is not a path, is empty, or is a URL."""
     if not isinstance(directory, (str, os.PathLike)) or isinstance(os.fspath(directory), bytes):
         raise TypeError(f"{api}: {name} must be the path of a directory, but got {describe(directory)}.")
     if not os.fspath(directory) or "://" in os.fspath(directory):
@@ -166,4 +169,4 @@ def _directory_in_use() -> Any:
 def _update(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    forget_cache()
+    forget_cache()  # JAX opens the cache at the first compilation, and would keep to the directory it had then

@@ -1,4 +1,4 @@
-"""Whether what is donated is reused: `assert_donated`."""
+"""A check that donated memory is reused: `assert_donated`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .._core.compat import Jitted
 from ._ir.hlo import HloProgram
 from ._ir.traced_program import names_in_cache_key
 
+# In the first line of a program, as `input_output_alias={ {0}: (3, {}, may-alias) }`: output 0 reuses parameter 3.
 _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 
 
@@ -48,7 +49,7 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
             f"assert_donated: fun must be a function under jax.jit that donates arguments, but got {describe(fun)}; "
             "pass jax.jit(fun, donate_argnums=...)."
         )
-    # Arguments are told by their names in the program.
+    # The names of arguments in the program are metadata, so an entry of the persistent cache may have those of another.
     with warnings.catch_warnings(), names_in_cache_key():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
@@ -63,22 +64,19 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     text = compiled.as_text()
     program = HloProgram(text)
     inputs = [x for x in program.computations[program.entry] if x.opcode == "parameter"]
-    # What `fun` does not use is no input of the program; the others keep their names.
+    # Arguments that `fun` does not use are no parameters of the program, so numbers differ; the names stay.
     reused = {int(number) for number in _ALIASED.findall(text.split("\n", 1)[0])}
     by_name = {x.op_name for i, x in enumerate(inputs) if i in reused}
     wasted = [name for name in donated if name not in by_name]
     if not wasted:
         return
     first, *others = wasted
-    why = "no result has its shape and dtype that is not in the memory of another argument already"
-    if first not in {x.op_name for x in inputs}:
-        why = "fun does not use it"
+    why = "fun does not use it"
+    if first in {x.op_name for x in inputs}:
+        why = "no result has its shape and dtype that is not in the memory of another argument already"
     also = f" The same holds for {', '.join(f'`{name}`' for name in others)}." if others else ""
+    info = donated[first]
     raise AssertionError(
-        f"assert_donated: `{first}`, {_kind(donated[first])}, is donated, but its memory is not reused, since {why}; "
-        f"return an array like it, or do not donate it.{also}"
+        f"assert_donated: `{first}`, an array of shape {info.shape} and dtype {info.dtype}, is donated, but its memory "
+        f"is not reused, since {why}; return an array like it, or do not donate it.{also}"
     )
-
-
-def _kind(info: Any) -> str:
-    return f"an array of shape {info.shape} and dtype {info.dtype}"

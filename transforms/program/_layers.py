@@ -25,22 +25,22 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
     Do it once, where the model is built: stacked inside a compiled function, every layer would be an input of it again.
 
     Args:
-      layers: a list or another sequence of NNX modules; they are copied. What a layer is is read from the layer as it
-        stands and not from how it was made, so one that was changed since is found.
+      layers: a list or another sequence of NNX modules; they are copied. Layers are compared as they are now and not
+        by how they were made, so one that was changed since is found.
 
     Returns:
       A stack: an NNX module with `len(stack)`, `stack.unstack()` and `stack.layer`, one module that holds the arrays of
       all layers along axis 0 (so `stack.layer.kernel` has shape (layers, ...)).
 
     Raises:
-      TypeError: `layers` is no sequence, or holds something that is not an NNX module; layers of different classes, or
-        with a variable that is not an array.
+      TypeError: `layers` is not a sequence, or holds something that is not an NNX module; layers of different classes,
+        or with a variable that is not an array.
       ValueError: `layers` is empty, holds layers that share a variable (tied parameters, or an `nnx.Rngs` that all of
         them keep), or layers that differ in the path, shape or dtype of an array or in their configuration. The first
         difference is named, and the layer's index.
 
     Cost:
-      One copy of every array. (What variables say of their sharding stays that of one layer.)
+      One copy of every array. (The sharding annotations of variables stay those of one layer.)
 
     Source:
       MindSpore, `mindspore.lazy_inline`.
@@ -97,29 +97,30 @@ def scan_layers(
     stack.
 
     Args:
-      stack: what `stack_layers` gives.
-      carry: arrays, any pytree: what the first layer takes first, and of the structure, shapes and dtypes that each
+      stack: the result of `stack_layers`.
+      carry: arrays, any pytree: the first argument of the first layer, with the structure, shapes and dtypes that each
         layer returns.
       *shared: further arguments, the same for every layer, such as a mask.
       xs: arrays with the layers as axis 0, any pytree: each layer gets its slice as its last argument, such as its part
         of a cache.
-      remat: whether a gradient computes each layer again instead of keeping what was computed in it; or a policy of
-        `jax.checkpoint_policies` that says what is kept.
-      unroll: so many layers are written out in one turn of the loop: the program grows, and has fewer turns.
+      remat: whether a gradient computes each layer again instead of keeping its intermediate results; or a policy of
+        `jax.checkpoint_policies` that decides which are kept.
+      unroll: the number of layers that are written out in one iteration of the loop: the program grows, and has fewer
+        iterations.
 
     Returns:
-      What the last layer returns, and `ys`: None where layers return a carry; where they return a pair (carry, y), all
-      y with the layers as axis 0. (A result that has the structure of `carry` is a carry.)
+      The carry that the last layer returns, and `ys`: None where layers return a carry; where they return a pair
+      (carry, y), all y with the layers as axis 0. (A result that has the structure of `carry` is a carry.)
 
     Raises:
-      TypeError: `stack` is no stack; a model is in `carry` or `xs`; a layer returns neither a carry nor a pair; `remat`
-        is neither a bool nor a policy.
-      ValueError: an array of `xs` or of the stack has not the layers as axis 0; a layer returns a carry of other shapes
+      TypeError: `stack` is not a stack; a model is in `carry` or `xs`; a layer returns neither a carry nor a pair;
+        `remat` is neither a bool nor a policy.
+      ValueError: axis 0 of an array of `xs` or of the stack is not the layers; a layer returns a carry of other shapes
         or dtypes, or changes the structure of its variables; or their values, in a function that JAX transforms and
         that closes over the stack.
 
     Cost:
-      Time and memory of the layers one after another, and a copy of each layer's arrays as its turn comes. A gradient
+      Time and memory of the layers one after another, and a copy of each layer's arrays in its iteration. A gradient
       keeps each layer's intermediate results, unless `remat`; on a CPU that is quicker as well. Convolutions are slower
       in a loop on a CPU.
 
@@ -149,27 +150,28 @@ def scan_layers(
             f"scan_layers: remat must be True, False or a policy of jax.checkpoint_policies, but got {describe(remat)}."
         )
     _check_arrays("carry", carry)
-    _check_arrays("xs", xs)
-    _check_xs(xs, len(stack))
+    _check_arrays("xs", xs, len(stack))
     _check_shared(shared)
     parts = stack.parts()
-    structure, name = parts.structure, type(stack.layer).__name__
 
-    def turn(carry: Any, slices: Any) -> tuple[Any, Any]:
+    def call(layer: Any, carry: Any, *x: Any) -> Any:
+        return layer(carry, *shared, *x)
+
+    def one_layer(carry: Any, slices: Any) -> tuple[Any, Any]:
+        """Return the carry, and the y and the changed arrays of one layer."""
         trainable, rest, x = slices
-
-        def call(layer: Any, carry: Any, *x: Any) -> Any:
-            return layer(carry, *shared, *x)
-
-        arguments: Any = SplitModel(structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
+        # The slices of the stack's arrays have the shapes of one layer, whose module is merged from them.
+        arguments: Any = SplitModel(parts.structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
         out, (changed,) = call_purely("scan_layers", call, arguments, may_assign=True)
-        out, y = _carry_and_y(name, carry, out)
+        out, y = _carry_and_y(type(stack.layer).__name__, carry, out)
         return out, (y, changed)
 
-    body: Any = turn
+    body: Any = one_layer
     if jax.default_backend() == "cpu" and unroll < len(stack):
-        body = with_scannable_gradients(turn)
+        # Gradients of convolutions are many times slower inside a loop of XLA's CPU backend than outside.
+        body = with_scannable_gradients(one_layer)
     if remat:
+        # XLA does not merge common subexpressions across the iterations of a loop, so no barriers are needed.
         body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
     carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)
     update("scan_layers", [stack.layer], [parts], with_changes([parts], [changed]))
@@ -177,6 +179,7 @@ def scan_layers(
 
 
 def _check_shared(shared: tuple[Any, ...]) -> None:
+    """Raise if a stream of random keys is shared, whose count no layer could hand on to the next."""
     from flax import nnx
 
     for model in models_of(shared):
@@ -187,26 +190,24 @@ def _check_shared(shared: tuple[Any, ...]) -> None:
             )
 
 
-def _check_arrays(name: str, tree: Any) -> None:
+def _check_arrays(name: str, tree: Any, size: int | None = None) -> None:
+    """Raise if `carry` or `xs` holds a model, or an array whose axis 0 is not the `size` layers."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         if is_model(leaf):
             raise TypeError(
                 f"scan_layers: `{leaf_name(name, path)}` is a {type(leaf).__name__}, but carry and xs hold arrays; "
                 "pass a model that all layers use before xs, or build each layer with one of its own."
             )
-
-
-def _check_xs(xs: Any, size: int) -> None:
-    for path, leaf in jax.tree.leaves_with_path(xs):
-        if not hasattr(leaf, "shape") or leaf.shape[:1] != (size,):
+        if size is not None and (not hasattr(leaf, "shape") or leaf.shape[:1] != (size,)):
             raise ValueError(
-                f"scan_layers: axis 0 of `{leaf_name('xs', path)}` must be the {size} layers of the stack, but got "
+                f"scan_layers: axis 0 of `{leaf_name(name, path)}` must be the {size} layers of the stack, but got "
                 f"{describe(leaf)}; give one slice for each layer, or pass what they share before xs."
             )
 
 
 def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
-    """What a layer returned as a carry and a y; no pytree is both like `carry` and a pair of such and something."""
+    """Split what a layer returned into a carry and a y; raise unless the next layer can take the carry."""
+    # There is no ambiguity: a pair that holds a pytree of the structure of `carry` has more nodes than `carry`.
     structure: Any = jax.tree.structure(carry)
     y = None
     if structure != jax.tree.structure(out):
@@ -217,7 +218,7 @@ def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
             )
         out, y = out
     for (path, before), after in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(out), strict=True):
-        weak = jax.typeof(before).weak_type
+        weak = jax.typeof(before).weak_type  # a scan gives a weakly typed carry the dtype of what comes back
         if jnp.shape(before) != jnp.shape(after) or (not weak and before.dtype != jnp.result_type(after)):
             raise ValueError(
                 f"scan_layers: {name} takes `{leaf_name('carry', path)}`, {describe(before)}, but returns "

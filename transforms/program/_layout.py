@@ -1,4 +1,4 @@
-"""Operations that only move numbers to other places: `count_layout_ops`."""
+"""The transposes and copies of a compiled program: `count_layout_ops`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ._ir.traced_program import TracedProgram
 def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     """Count the transposes and copies of the compiled `fun(*args)`.
 
-    XLA chooses the order in memory of whatever is inside a program, so the order of axes that one writes (`NHWC`,
-    `NCHW`) is not that in which a convolution runs: what it costs are the transposes and copies that are left.
+    XLA chooses the order in memory of the arrays inside a program, so the order of axes that one writes (`NHWC` or
+    `NCHW`) is not that in which a convolution runs: its cost is in the transposes and copies that are left.
 
     Args:
       fun: as for `profile`.
       *args: as for `profile`.
 
     Returns:
-      `transpose`: how often numbers are put in another order in memory in a call; `copy`: how often they are copied in
-      the same order; `bytes`: what both read and write together. Those inside fusions count too, and those of a scan as
-      often as it turns; a loop whose turns depend on data, and each branch of a condition, counts once.
+      `transpose`: how often a call puts numbers in another order in memory; `copy`: how often it copies them in the
+      same order; `bytes`: those that both read and write together. Operations inside fusions count too, and those of a
+      scan once for each iteration; a loop whose iterations depend on data, and each branch of a condition, counts once.
 
     Raises:
       TypeError: `fun` cannot be called.
@@ -52,10 +52,9 @@ def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
 
 
 def _kind(program: HloProgram, instruction: Instruction) -> str:
-    """What an instruction that moves numbers does with their order in memory; empty where it moves none.
-
-    A `transpose` does nothing where its result names the axes in another order too, and a `copy` may change it.
-    """
+    """Return `transpose` or `copy`, by what an instruction does in memory; empty if it moves nothing."""
+    # The opcode does not tell: a `transpose` moves nothing if the layout of its result is permuted as well, and a
+    # `copy` from one layout to another is a transpose.
     if instruction.opcode not in {"transpose", "copy"}:
         return ""
     before = program.instructions[instruction.operands[0]].results[0].order

@@ -21,7 +21,7 @@ class Stack(nnx.Module):
         called with. Its settings (`stack.layer.set_attributes(...)`, `stack.eval()`) are those of every layer.
     """
 
-    # What `plurax.transforms.modules` knows a stack by.
+    # `plurax.transforms.modules` recognizes a stack by this without importing Flax or this file.
     __plurax_layers__ = True
 
     def __init__(self, layer: Any, size: int) -> None:
@@ -29,11 +29,11 @@ class Stack(nnx.Module):
         self._size = size
 
     def __len__(self) -> int:
-        """The number of layers."""
+        """Return the number of layers."""
         return self._size
 
     def unstack(self) -> list[Any]:
-        """The layers as modules of their own, with copies of their arrays.
+        """Return the layers as modules of their own, with copies of their arrays.
 
         Examples:
           >>> from flax import nnx
@@ -46,7 +46,7 @@ class Stack(nnx.Module):
         return [jax.tree.map(itemgetter(i), parts).merge() for i in range(self._size)]
 
     def parts(self) -> SplitModel:
-        """The layers taken apart; refuses arrays that are not those of all of them."""
+        """Return the layers as one split model; raise unless axis 0 of each array is the layers."""
         parts = split(self.layer)
         for path, leaf in parts.arrays().items():
             if getattr(leaf, "shape", ())[:1] != (self._size,):

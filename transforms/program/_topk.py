@@ -1,4 +1,4 @@
-"""The mean of the largest of those values that count: `masked_topk_mean`."""
+"""The mean of the largest values that a mask selects: `masked_topk_mean`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .._core.arguments import describe, is_real
 def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Array:
     """Average the largest `fraction` of the values that a mask selects.
 
-    Of n selected values these are the max(floor(fraction * n), 1) largest: exactly so many, whichever are equal. A
-    threshold instead would take all that are equal to it, or none.
+    Of n selected values these are the max(floor(fraction * n), 1) largest: exactly so many, even where some are equal.
+    A threshold would instead take all that are equal to it, or none.
 
     Args:
       x: values of any shape, real floating point.
       mask: booleans of the same shape.
-      fraction: a number in (0, 1], read as it is written: 0.29 of 100 values are 29. It is no array.
+      fraction: a number in (0, 1], read as it is written: 0.29 of 100 values are 29. It is not an array.
 
     Returns:
       The mean, a scalar of the dtype of `x`; 0, with a gradient of 0, where nothing is selected. Values that are not
@@ -29,7 +29,7 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
       that come first get the gradient.
 
     Raises:
-      TypeError: `x` is no array of real floating point, `mask` is none of booleans, `fraction` is no number.
+      TypeError: `x` is not an array of real floating point, `mask` not one of booleans, `fraction` not a number.
       ValueError: the shapes differ; `fraction` is outside (0, 1].
 
     Cost:
@@ -59,10 +59,12 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
     x, mask = jnp.asarray(x), jnp.asarray(mask)
     if not x.size:
         return jnp.zeros((), x.dtype)
-    # Selected values first, the largest of them first; a NaN counts as larger than all.
     selected = mask.reshape(-1)
+    # Half precision is summed in float32, where many small numbers are not lost.
     values = x.reshape(-1).astype(x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32)
+    # Zeros where the mask is False: a NaN there would make the gradient NaN even where its factor is 0.
     values = jnp.where(selected, values, 0)
+    # Selected values first, the largest of them first; a NaN counts as larger than all. The last key counts most.
     rank = jnp.lexsort((-lax.stop_gradient(values), ~jnp.isnan(values), ~selected))
     number = selected.sum(dtype=jnp.int32)
     count = jnp.maximum(_floor_of(Fraction(str(fraction)), number, x.size), jnp.minimum(number, 1))
@@ -71,9 +73,11 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
 
 
 def _floor_of(fraction: Fraction, number: jax.Array, most: int) -> jax.Array:
-    """The integer part of `fraction * number`, exactly, for a number up to `most`."""
-    # With fraction = p / q and number = a * q + b it is a * p + floor(b * p / q).
+    """Return the integer part of `fraction * number`, exactly, for a number up to `most`."""
+    # In floating point 0.29 * 100 is 28.999999999999996. In integers, with fraction = p / q and number = a * q + b, it
+    # is a * p + floor(b * p / q), where b * p <= min(q, most) * p must fit into 32 bits.
     p, q = fraction.numerator, fraction.denominator
     if min(q, most) * p < 2**31 and q < 2**31:
         return number // q * p + number % q * p // q
+    # Otherwise all integer parts are computed here, in Python's integers, and looked up.
     return jnp.asarray(np.array([n * p // q for n in range(most + 1)], np.int32))[number]

@@ -17,7 +17,7 @@ from ..._core.compat import inside_a_transform
 from ..._models.mutation import update, with_changes
 from ..._models.split_model import bound_model, merge_tree, models_of, refuse_shared_state, split_tree, splits_of
 from .._compile_cache import checked_directory
-from . import unverified as waiting
+from . import unverified
 from .environment import current_mesh, names_of_settings
 from .program import AotProgram, prepare
 from .signature import CallSignature, abstract
@@ -30,44 +30,44 @@ def aot(
 ) -> Callable[..., Any]:
     """Compile a function once, for this process and all later ones.
 
-    As `jax.jit`, but a compiled program is written to the directory `path`, from where the next process takes it. There
+    As `jax.jit`, but a compiled program is written to the directory `path`, from where the next process loads it. There
     is one file for each combination of shapes, dtypes, static structure, devices and settings of JAX.
 
     Without `key` the function is traced and lowered in every process, and the program is found by its text with all
     constants and by its devices: it is never out of date, but slower to begin.
 
     With `key` nothing is traced before the first result. The key is your word that the code is the same: the file is
-    found by the key, the name of `fun`, and the kinds of its arguments, and nothing of the code is looked at. Your word
-    is checked later: the program of the first call is traced and compared with the file before a second call returns,
-    or at the end of the process if there was none, and the programs of other kinds of arguments at once. If one is
-    another, the call raises an error with the word "stale" (at the end there is a warning), the file is replaced, and
-    further calls run the new program. So at most the first result in a process is that of old code, and you hear of it.
-    With `verify=False` nothing is checked: change the key with all that `fun` is made of, and with what it calls and
-    closes over. Two functions of one name need keys of their own, as do two closures, partials or objects.
+    found by the key, the name of `fun`, and the kinds of its arguments, and the code is not looked at. Your word is
+    checked later: the program of the first call is traced and compared with the file before a second call returns, or
+    at the end of the process if there was none, and the programs of other kinds of arguments at once. If one differs,
+    the call raises an error with the word "stale" (at the end there is a warning), the file is replaced, and further
+    calls run the new program. So at most the first result in a process is that of old code, and you hear of it.
+    With `verify=False` nothing is checked: change the key whenever `fun` changes, or anything that it calls or closes
+    over. Two functions of one name need keys of their own, as do two closures, partials or objects.
 
-    What is compared is what `fun` is then: what it uses (global variables, attributes) must not change between its
-    first call and the second, or the end of the process, and it must trace to the same program each time (a loop over a
-    set of strings does not). Until the end of the process only JAX's settings and `jax.set_mesh` are remembered of what
-    was set around the call; so not `with mesh:`, which JAX has deprecated. A process that is killed or ends by
-    `os._exit`, as those of `multiprocessing` may, checks nothing.
+    The file is compared with `fun` as it is at that time: global variables and attributes that it uses must not change
+    between its first call and the second, or the end of the process, and it must trace to the same program each time (a
+    loop over a set of strings does not). For the end of the process, only JAX's settings and `jax.set_mesh` around the
+    call are remembered; so not `with mesh:`, which JAX has deprecated. A process that is killed or ends by `os._exit`,
+    as those of `multiprocessing` may, checks nothing.
 
-    Either way what `fun` closes over is a part of the program, as it was when it was compiled. A module that `fun` is,
-    or is a method of, is an argument. What is static in arguments (the configuration of a module) and what is bound by
-    `functools.partial` tells files apart as far as its `repr` does; the rest of it is the key's word too.
+    Either way values that `fun` closes over are a part of the program, as they were when it was compiled. A module that
+    `fun` is, or is a method of, is an argument. Static parts of arguments (the configuration of a module) and values
+    bound by `functools.partial` tell files apart as far as their `repr` does; the rest is covered by your key.
 
     There is a file of its own for each kind of device and processor, and for each value of those settings of JAX that
     `jax.enable_x64`, `jax.default_matmul_precision`, `jax.default_prng_impl`, `jax.threefry_partitionable`,
     `jax.numpy_dtype_promotion` and `jax.numpy_rank_promotion` set. A file that does not fit is never used: made by
     another version of Python, JAX, Flax, optax, NumPy or this library, with other flags of XLA or other settings of
-    JAX, or damaged. There is a warning, and it is compiled anew and replaced. What cannot be written (no permission, a
-    program with a callback of Python) is a warning too, and runs.
+    JAX, or damaged. There is a warning, and it is compiled anew and replaced. A program that cannot be written (no
+    permission, a callback of Python) runs with a warning.
 
-    Such a file is code. Loading it runs what is in it (JAX reads it with pickle, and the program is machine code), and
+    Such a file is code. Loading it runs its content (JAX reads it with pickle, and the program is machine code), and
     the checksum guards against accidents, not against people. So a file is refused that belongs to another user than
     you and root, or that everybody may write; members of its group may write it, so mind who they are. It holds the
     arrays that `fun` closes over. It may be deleted at any time.
 
-    Models are taken apart as everywhere here, so what `fun` changes of a module (a parameter, BatchNorm statistics) is
+    Models are split as by all transforms here, so a module that `fun` changes (a parameter, BatchNorm statistics) is
     changed afterwards. Under `jax.jit`, `jax.grad` or `jax.vmap`, in `jax.disable_jit` and in `jax.debug_nans`, a
     compiled program is of no use: `fun` itself is called. In a run of several processes nothing is written.
 
@@ -83,12 +83,12 @@ def aot(
       A function of the same arguments with the same results.
 
     Raises:
-      TypeError: `fun` is not callable, `path` no path, or `key` no string; in a call, an argument is neither array,
-        number nor module.
+      TypeError: `fun` is not callable, `path` not a path, or `key` not a string; in a call, an argument is neither
+        array, number nor module.
       ValueError: `path` or `key` is empty, or `path` is a file; in a call, `fun` has static arguments or options, or is
         under `jax.jit` and is given a module, or changes the structure of a module.
       PermissionError: in a call, the file is not yours, or everybody may write it.
-      RuntimeError: in a call, what was loaded is stale.
+      RuntimeError: in a call, the loaded program is stale.
 
     Cost:
       Of the time that `jax.jit` takes to the first result in a new process, imports aside, 1/16 for a loop of 200
@@ -125,24 +125,26 @@ def aot(
     owner, function = bound_model(fun)
     config: Any = jax.config
     names = names_of_settings()
+    # One getter for all settings: every call reads them, which a loop in Python would slow down.
     settings = attrgetter(*(name for name in names if hasattr(config, name)))
     programs: dict[Any, AotProgram] = {}
     structures: dict[Any, Any] = {}
     without_models = set()
-    alone = threading.RLock()  # so that no two threads have a first call
+    lock = threading.RLock()  # so that no two threads have a first call
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Find the program for these arguments, compiling it at the first call of a kind, and run it."""
         step_by_step = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
         if step_by_step or inside_a_transform():
             return fun(*args, **kwargs)
-        models, apart = [], None
+        models, split = [], None
         leaves, structure = jax.tree.flatten((owner, args, kwargs))
-        if structure not in without_models:  # looking for them takes longer than all else
+        if structure not in without_models:  # looking for them takes longer than the rest of a call
             models = models_of((owner, args, kwargs))
             if models:
                 refuse_shared_state("aot", fun, owner, args, kwargs)
-                apart = split_tree((owner, args, kwargs))
-                leaves, structure = jax.tree.flatten(apart)
+                split = split_tree((owner, args, kwargs))
+                leaves, structure = jax.tree.flatten(split)
             else:
                 without_models.add(structure)
         around = current_mesh(), settings(config)
@@ -150,42 +152,42 @@ def aot(
         program = programs.get(kind)
         if program is None:
             _check_leaves(fun, args, kwargs)
-            with alone:
+            with lock:
+                # The program of the first call is compared before any second one; it is traced with the settings that
+                # are in force, so a call under others leaves it to a later one.
                 for other, known in programs.items():
-                    if known.line is not None and other[0] == around:  # that of the first call
-                        waiting.settle(known)
+                    if known.line is not None and other[0] == around:
+                        unverified.settle(known)
                 if kind not in programs:
                     wanted = CallSignature(fun, function, key, verify, [abstract(x) for x in leaves], structure, names)
-                    programs[kind], said, stale = prepare(wanted, directory, structures)
-                    for message in said:
+                    programs[kind], messages, stale = prepare(wanted, directory, structures)
+                    for message in messages:
                         warnings.warn(f"aot: {message}", stacklevel=2)
                     if stale:
                         raise RuntimeError(f"aot: {stale}")
                     if programs[kind].line is not None:
-                        waiting.add(programs[kind])
+                        unverified.add(programs[kind])
                 program = programs[kind]
         elif program.line is not None:
-            waiting.settle(program)
+            unverified.settle(program)
         out, changed = program.run(*leaves)
         if any(changed):
-            update("aot", models, splits_of(apart), with_changes(splits_of(apart), changed))
+            update("aot", models, splits_of(split), with_changes(splits_of(split), changed))
         return merge_tree(out) if program.returns_models else out
 
     return wrap_like(fun, "aot", call, lambda fun: aot(fun, path, key=key, verify=verify))
 
 
 def _kind(x: Any) -> Any:
-    """What a program depends on of an argument; None where that is none."""
-    try:
+    """Return the part of an argument that a program depends on; None if it can be no argument."""
+    try:  # most arguments are arrays of JAX, for which this is the quickest way
         return (x.aval, x.sharding) if x.committed else x.aval
     except (AttributeError, TypeError):
         return jax.typeof(x) if isinstance(x, _ARRAYS) else None
 
 
 def _check_leaves(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what is no argument of a program."""
-    if all(isinstance(x, _ARRAYS) for x in jax.tree.leaves((args, kwargs))):
-        return
+    """Raise unless all leaves can be arguments of a program."""
     for name, value in [*((argument_name(fun, args, i), x) for i, x in enumerate(args)), *kwargs.items()]:
         for path, leaf in jax.tree.leaves_with_path(value):
             if not isinstance(leaf, _ARRAYS):

@@ -1,6 +1,6 @@
-"""What is static in a call, in another process: arguments' structures are described, and results' made again.
+"""Pytree structures across processes: those of arguments as a text to compare, those of results to rebuild.
 
-Without pickle, which knows no function but those that a module has under their name.
+Without pickle, which knows only functions that a module has under their name.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ _LEAF = "*"
 
 
 def described(tree: PyTreeDef) -> str:
-    """The types in a structure, and what is static in it as far as its `repr` tells: the same text in every process.
+    """Return the types in a structure, and its static parts by their `repr`: the same text in every process.
 
-    It need not tell all that differs: it is for names of files, and what they hold is compared otherwise.
+    Two structures may have one text: it is for names of files, whose contents are compared otherwise.
     """
     static = [data[1] for data in (part.node_data() for part in nodes(tree)) if data]
+    # The `repr` of the structure of a module does not show its graph definition.
     return without_addresses(f"{tree} {[x.graphdef for x in static if isinstance(x, ModuleStructure)]}")
 
 
 def without_addresses(text: str) -> str:
-    """`text` as every process has it, where it is made of `repr`s."""
+    """Return a `repr` without addresses in memory, which differ from process to process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def written(tree: PyTreeDef, known: Sequence[PyTreeDef]) -> Any:
-    """The structure of a result, for `json`; `known` are all parts of the structure of the arguments.
+    """Return the structure of a result, for `json`; `known` are all nodes of the structure of the arguments.
 
-    Of each node it has the class, its static part and the children. A static part that is no literal of Python can be
-    made again only where it is that of a node of the arguments: as the graph of a module that is trained.
+    Each node is a list of the class, its static part and the children. A static part that is not a literal of Python
+    can be rebuilt only if a node of the arguments has the same one, as the graph definition of a module that is trained
+    and returned; then the index of that node replaces both.
 
     Raises:
       TypeError: there is a node of which neither holds.
@@ -53,7 +55,7 @@ def written(tree: PyTreeDef, known: Sequence[PyTreeDef]) -> Any:
     if kind is type(None):
         return None
     if _is_global(kind) and _is_literal(static):
-        return [_name(kind), repr(static), *children]
+        return [f"{kind.__module__}:{kind.__qualname__}", repr(static), *children]
     for i, other in enumerate(known):
         there: Any = other.node_data()
         if there is not None and there[0] is kind and (there[1] is static or there[1] == static):
@@ -62,36 +64,34 @@ def written(tree: PyTreeDef, known: Sequence[PyTreeDef]) -> Any:
 
 
 def read(text: Any, known: Sequence[PyTreeDef]) -> PyTreeDef:
-    """The inverse of `written`."""
+    """Return the structure that `written` was given."""
     if text == _LEAF:
         return jax.tree.structure(0)
     if text is None:
         return jax.tree.structure(None)
-    place, static, *children = text
-    data: Any = known[place].node_data() if isinstance(place, int) else None
-    kind, static = data or (_find(*place.split(":")), ast.literal_eval(static))
+    name, static, *children = text
+    data: Any = known[name].node_data() if isinstance(name, int) else None
+    kind, static = data or (_find(*name.split(":")), ast.literal_eval(static))
     return node(kind, static, [read(child, known) for child in children])
 
 
 def nodes(tree: PyTreeDef) -> list[PyTreeDef]:
-    """All parts of a structure, itself first."""
+    """Return all nodes of a structure, the root first."""
     return [tree, *(x for child in tree.children() for x in nodes(child))]
 
 
 def _is_literal(value: Any) -> bool:
+    """Return whether a value can be rebuilt from its `repr`."""
     try:
-        again = ast.literal_eval(repr(value))
+        rebuilt = ast.literal_eval(repr(value))
     except (ValueError, SyntaxError):
         return False
-    return type(again) is type(value) and again == value and repr(again) == repr(value)
-
-
-def _name(x: Any) -> str:
-    return f"{x.__module__}:{x.__qualname__}"
+    # The `repr` too: inside of a tuple there may be an object of another class that equals a number, written as 0x1.
+    return type(rebuilt) is type(value) and rebuilt == value and repr(rebuilt) == repr(value)
 
 
 def _is_global(x: Any) -> bool:
-    """Whether a module has `x` under its name."""
+    """Return whether a module has `x` under its name."""
     try:
         module, name = x.__module__, x.__qualname__
         return isinstance(module, str) and isinstance(name, str) and _find(module, name) is x

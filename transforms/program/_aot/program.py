@@ -1,4 +1,4 @@
-"""A function for arguments of one kind as a program: taken from a file, or compiled and written to one."""
+"""A function for arguments of one kind as a program: loaded from a file, or compiled and written to one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from ..._core.compat import devices_of, loaded, serialized
 from ..._models.split_model import SplitModel
 from . import program_file as file
-from . import unverified as waiting
+from . import unverified
 from .call_structure import nodes, read, written
 from .environment import installation, settings_of_a_process
 from .signature import CallSignature, Lowered, digest
 
 _FORMAT = "2"
-# What a program may call outside of XLA, though nothing has been lowered in its process.
+# Custom calls that XLA knows by itself. JAX registers the others with XLA when it first lowers one, so a program that
+# is loaded into a process without having been lowered there would call what is not there.
 _READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
-# The files that were found to be stale in this process: two functions may take turns with one of them.
+# The files that were found to be stale in this process: two functions may use one alternately.
 _stale: set[Path] = set()
 
 
@@ -31,11 +32,11 @@ class AotProgram:
     """A compiled program.
 
     Attributes:
-      call: what it is for.
+      call: the call that it is for.
       path: its file.
-      line: that of the file, as long as the program is run because of its key, not compared with what `fun` is.
+      line: the line of JSON in the file, while the program runs by its key alone; None once it is compared with `fun`.
       run: a function of the leaves.
-      returns_models: whether there are models in its result, taken apart.
+      returns_models: whether there are split models in its result.
     """
 
     def __init__(self, call: CallSignature, path: Path, run: Any, line: dict[str, Any] | None = None) -> None:
@@ -44,17 +45,18 @@ class AotProgram:
 
     def _set(self, run: Any) -> None:
         self.run = run
+        # Known from the structure of the result, since looking for split models in every result would take time.
         self.returns_models = any(x.node_data() and x.node_data()[0] is SplitModel for x in nodes(run.out_tree))
 
     def compare(self, lower: Callable[[], Lowered] | None = None, *, at_end: bool = False) -> str | None:
-        """Compare what was loaded with what `fun` is; where they differ, take that, and replace the file.
+        """Compare the loaded program with `fun`; where they differ, compile `fun`, and replace the file.
 
         Args:
-          lower: traces and lowers `fun`; given where nothing of the program has been returned yet.
+          lower: traces and lowers `fun`; given where the program has not returned anything yet.
           at_end: whether the process ends, so that no directory is to be made anew.
 
         Returns:
-          What there is to be said, where they differ.
+          A message, where they differ, else None.
         """
         line = self.line
         if line is None:
@@ -89,16 +91,16 @@ class AotProgram:
 def prepare(
     call: CallSignature, directory: Path, structures: dict[Path, Any]
 ) -> tuple[AotProgram, list[str], str | None]:
-    """The compiled program for a call, and what there is to be said of its file.
+    """Load or compile the program for a call.
 
     Args:
       call: the call.
-      directory: where its file is.
-      structures: of the arguments for which the function has found a file by its key, by the file; empty at its first
-        call, so that what is found then is compared later.
+      directory: the directory of its file.
+      structures: by file, the structure of the arguments for which this function has found it by its key; empty at the
+        function's first call, whose program is compared later.
 
     Returns:
-      The program, which waits to be compared if it has a `line`; warnings; an error, if it was stale.
+      The program, which is still to be compared if it has a `line`; warnings; an error, if it was stale.
     """
     lower = functools.cache(call.lower)
     identity, here = call.identity(lower), installation(call.device)
@@ -109,43 +111,45 @@ def prepare(
     if call.key is not None:
         first = not structures and path not in _stale
         if structures.setdefault(path, call.structure) != call.structure:
-            # Static parts of the arguments that the name of the file does not tell apart.
+            # The name of the file does not tell static parts of the arguments apart, which differ: without a key the
+            # program's text does.
             return prepare(replace(call, key=None), directory, structures)
-        waiting.settle_those_of(path)
-    # In this order, so that of another version that has other settings the version is named.
+        unverified.settle_those_of(path)
+    # The first difference is named in the warning: in this order the version is, where its settings differ as well.
     expected = {"format": _FORMAT, "program": digest(identity), **here, **settings_of_a_process(call.names)}
-    said: list[str] = []
+    warnings: list[str] = []
     try:
         found = file.read(path, expected)
         if found:
             line, payload = found
             program = AotProgram(call, path, _load(call, lower, line, payload))
-            if call.key is None or not call.verify:
-                return program, said, None
-            program.line = line
-            if first and not lower.cache_info().currsize:  # it has not been traced to be loaded
-                return program, said, None
-            return program, said, program.compare(lower)
+            stale = None
+            if call.key is not None and call.verify:
+                program.line = line
+                # The program of a function's first call is compared later, unless it was traced already to be loaded.
+                if not first or lower.cache_info().currsize:
+                    stale = program.compare(lower)
+            return program, warnings, stale
     except file.Unfit as unfit:
-        said.append(f"{path} {unfit}; the program is compiled anew, and the file replaced.")
+        warnings.append(f"{path} {unfit}; the program is compiled anew, and the file replaced.")
     run, failed = _compiled(call, lower, path, expected)
-    return AotProgram(call, path, run), said + failed, None
+    return AotProgram(call, path, run), warnings + failed, None
 
 
 def _compiled(
     call: CallSignature, lower: Callable[[], Lowered], path: Path, expected: dict[str, Any]
 ) -> tuple[Any, list[str]]:
-    """The program compiled and written, and why that could not be."""
+    """Compile the program and write it; return it, and a warning if it could not be written."""
     compiled = lower().program.compile()
     try:
         file.write(path, expected | _line(call, lower(), compiled), serialized(compiled))
-    except Exception as error:  # which, depends on what is in the program
+    except Exception as error:  # of many types, depending on what the program holds
         return compiled, [f"{path} cannot be written ({error}); other processes will compile the program again."]
     return compiled, []
 
 
 def _line(call: CallSignature, lowered: Lowered, compiled: Any) -> dict[str, Any]:
-    """What the file has to say of a program."""
+    """Return the entries of a file's line that depend on the program."""
     if jax.process_count() > 1:
         raise RuntimeError("the run has several processes")
     line = {
@@ -158,11 +162,14 @@ def _line(call: CallSignature, lowered: Lowered, compiled: Any) -> dict[str, Any
 
 
 def _load(call: CallSignature, lower: Callable[[], Lowered], line: dict[str, Any], payload: bytes) -> Any:
+    """Load a program, after what it calls outside of XLA is registered; raise `Unfit` if that fails."""
     calls = line["calls"]
     if any(not name.startswith("lapack_") for name in calls):
         lower()
     elif calls:
-        _prepare_lapack(call.device)
+        # JAX looks up LAPACK when it lowers one of its functions; a call before that would crash.
+        with jax.default_device(call.device):
+            jax.jit(jnp.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
     try:
         out_tree = lower().program.out_tree if call.key is None else read(line["out"], nodes(call.structure))
         devices = {device.id: device for device in jax.devices(call.device.platform)}
@@ -170,9 +177,3 @@ def _load(call: CallSignature, lower: Callable[[], Lowered], line: dict[str, Any
         return loaded(payload, in_tree, out_tree, [devices[i] for i in line["devices"]])
     except Exception as error:  # JAX, pickle and XLA raise many kinds for one fact
         raise file.Unfit(f"cannot be loaded ({type(error).__name__}: {error})") from error
-
-
-def _prepare_lapack(device: Any) -> None:
-    """Let JAX look up the functions of LAPACK, which it does when it lowers one; to call them before is a crash."""
-    with jax.default_device(device):
-        jax.jit(jnp.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))

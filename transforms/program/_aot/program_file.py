@@ -16,19 +16,20 @@ _SIZE = hashlib.sha256().digest_size
 
 
 class Unfit(Exception):
-    """Why a file cannot be used: the end of a sentence that begins with its path."""
+    """The reason why a file cannot be used: the end of a sentence that begins with its path."""
 
 
 def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes] | None:
-    """The line and the program, or None where there is no file.
+    """Return the line and the program, or None where there is no file.
 
-    The program is not looked at here, and whoever reads it runs it: so first everything else is.
+    To load the program is to run it, so owner, checksum and line are compared first.
 
     Raises:
       PermissionError: somebody else may have written it.
-      Unfit: it cannot be read, is damaged, or its line has something else under a name of `expected`.
+      Unfit: it cannot be read, is damaged, or its line has another value for a name of `expected`.
     """
     try:
+        # The owner is that of the opened file, since another may be put under its name at any time.
         with file.open("rb") as opened:
             found, content = os.fstat(opened.fileno()), opened.read()
     except FileNotFoundError:
@@ -36,7 +37,7 @@ def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes
     except OSError as error:
         raise Unfit(f"cannot be read ({error})") from error
     _refuse_others(file, found)
-    rest = memoryview(content)[_SIZE:]
+    rest = memoryview(content)[_SIZE:]  # without a copy, as a program may be large
     if hashlib.sha256(rest).digest() != content[:_SIZE]:
         raise Unfit("is damaged: it does not have the checksum that it was written with")
     try:
@@ -51,10 +52,10 @@ def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes
 
 
 def _refuse_others(file: Path, found: os.stat_result) -> None:
-    """Refuse a file that another user than we and root owns, or that everybody may write.
+    """Raise if a file belongs to another user than us and root, or if everybody may write it.
 
-    It is asked of what has been opened, so the directory does not matter: who may put another file in the place of ours
-    owns that. The group may write, since with the umask of many systems it may write whatever a user makes.
+    The directory does not matter: a file that somebody puts in the place of ours belongs to them. The group may write,
+    since with the umask of many systems it may write every file that a user makes.
     """
     if not hasattr(os, "geteuid"):  # Windows, where the mode says nothing
         return
@@ -71,7 +72,7 @@ def _refuse_others(file: Path, found: os.stat_result) -> None:
 
 
 def remove(file: Path) -> str:
-    """Remove a file; returns what became of it, the end of a sentence."""
+    """Remove a file; return what became of it, as the end of a sentence."""
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
@@ -80,6 +81,6 @@ def remove(file: Path) -> str:
 
 
 def write(file: Path, line: Mapping[str, Any], program: bytes) -> None:
-    """Write a file, or replace it: in one step, so that nobody finds half of it."""
+    """Write a file, or replace it, in one step, so that no process reads half of it."""
     rest = json.dumps(line).encode() + b"\n" + program
     write_atomically(file, (hashlib.sha256(rest).digest(), rest), mode=0o644)

@@ -1,4 +1,4 @@
-"""What a program is compiled for: a function and the kinds of its arguments, and what tells it from others."""
+"""The call that a program is compiled for: a function and the kinds of its arguments; and the identity of a program."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CallSignature:
     Attributes:
       fun: the function, as the user gave it.
       function: the same as a function of its owner first, see `bound_model`.
-      key: what the program is found by, or None.
+      key: the user's key, or None.
       verify: whether a program that was found by a key is to be compared with `fun`.
       leaves: the arguments, as `abstract` ones.
-      structure: how they go together to the owner, arguments and keyword arguments, models taken apart.
-      names: the settings of JAX that it depends on.
+      structure: that of owner, arguments and keyword arguments, with split models, whose leaves these are.
+      names: the settings of JAX that the program depends on.
     """
 
     fun: Callable[..., Any]
@@ -42,12 +42,12 @@ class CallSignature:
     leaves: Sequence[Any]
     structure: Any
     names: list[str]
-    # A part of the program's name, so that JAX's persistent cache has no such program. From what was loaded from there
-    # XLA's CPU backend writes nothing that runs: "Function wrapped_sine not found" (jaxlib 0.10.2).
+    # A part of the program's name, so that JAX's persistent cache does not have it. XLA's CPU backend serializes a
+    # program that was loaded from there into one that does not run: "Function wrapped_sine not found" (jaxlib 0.10.2).
     tag: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def lower(self) -> Lowered:
-        """Trace and lower `fun`, as a function of the leaves to its result and what it changes of each model."""
+        """Trace and lower `fun`, as a function of the leaves to its result and the arrays it changes of each model."""
         donated = self._donated(self.fun) if isinstance(self.fun, Jitted) else ()
 
         def program(*leaves: Any) -> Any:
@@ -63,6 +63,7 @@ class CallSignature:
         return Lowered(lowered, lowered.as_text().replace(f"_{self.tag}", ""), types)
 
     def _donated(self, jitted: Any) -> tuple[int, ...]:
+        """Return the numbers of the leaves that a jitted function donates."""
         _, args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
         if splits_of((args, kwargs)):
             raise ValueError("aot: fun is under jax.jit and is given a module; pass the function without jax.jit.")
@@ -75,11 +76,11 @@ class CallSignature:
         return tuple(i for i, info in enumerate(infos) if info.donated)
 
     def identity(self, lower: Callable[[], Lowered]) -> list[Any]:
-        """What tells the program from others, in every process: with a key, nothing of the code but its name."""
+        """Return what tells the program from others, in every process; with a key, only the name of the code."""
         if self.key is None:
             program: Any = lower().identity
         else:
-            devices = len(jax.devices(self.device.platform))  # a function may be for all of them
+            devices = len(jax.devices(self.device.platform))  # a function may use all of them, or ask for their number
             program = [self.key, self.name, described(self.structure), _bound(self.fun), devices]
         mesh = current_mesh()
         among = [x.id for x in mesh.devices.flat] if isinstance(mesh, Mesh) else ""
@@ -88,7 +89,7 @@ class CallSignature:
 
     @property
     def name(self) -> str:
-        """What `fun` is called."""
+        """Return the name of `fun`, of a partial that of its function."""
         fun: Any = self.fun
         while isinstance(fun, functools.partial):
             fun = fun.func
@@ -96,7 +97,7 @@ class CallSignature:
 
     @property
     def device(self) -> Any:
-        """One of the devices that it runs on."""
+        """Return one of the devices that it runs on, the same in every process."""
         committed = list(filter(None, (getattr(x, "sharding", None) for x in self.leaves)))
         devices = committed[0].device_set if committed else {default_device()}
         return min(devices, key=lambda device: device.id)
@@ -107,9 +108,9 @@ class Lowered:
     """A program that is traced and lowered, and all that tells it from others.
 
     Attributes:
-      program: it, as JAX has it.
+      program: the lowered program, `jax.stages.Lowered`.
       text: its text, with all constants.
-      types: the types of its results, of which the text does not say whether they are weak.
+      types: the types of its results, since the text does not show which are weak.
     """
 
     program: Any
@@ -118,20 +119,20 @@ class Lowered:
 
     @property
     def identity(self) -> list[Any]:
-        """What tells it from others, for `json`; the text does not say for which devices it is."""
+        """Return all that tells it from others, for `json`; the devices too, which the text does not name."""
         return [digest(self.text), self.types, [device.id for device in lowered_for(self.program)]]
 
     def is_of(self, call: CallSignature, line: dict[str, Any]) -> bool:
-        """Whether it is the program that the `line` of a file was written for."""
+        """Return whether it is the program that the `line` of a file was written for."""
         try:
             out = written(self.program.out_tree, nodes(call.structure))
-        except TypeError:  # which would not be in a file
+        except TypeError:  # no file could hold such a result, so this one holds another program
             return False
         return [self.identity, out] == [line["identity"], line["out"]]
 
 
 def abstract(x: Any) -> Any:
-    """An argument without its numbers: for an array its type, and where it is committed to, in which layout."""
+    """Return an argument without its numbers: of an array the type, and if it is committed, sharding and layout."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         return x  # `jax.jit` may refuse it as a static one
     kind = jax.typeof(x)
@@ -141,11 +142,12 @@ def abstract(x: Any) -> Any:
 
 
 def digest(value: Any) -> str:
+    """Return a hash of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _bound(fun: Any) -> list[str]:
-    """What is bound by partials: types of arrays, and the rest as far as its `repr` tells."""
+    """Return the arguments that partials bind: types of arrays, and the `repr` of others."""
     if not isinstance(fun, functools.partial):
         return []
     leaves, structure = jax.tree.flatten(split_tree((fun.args, fun.keywords)))
@@ -154,9 +156,10 @@ def _bound(fun: Any) -> list[str]:
 
 
 def _argument(x: Any) -> str:
-    """The kind of an argument, and where it is committed to."""
+    """Return the kind of an argument, with layout and devices if it is committed."""
     sharding = getattr(x, "sharding", None)
     if sharding is None:
         return str(jax.typeof(x))
+    # The `repr` of a sharding names its mesh, but not the devices in it, nor their order.
     devices: Iterable[Any] = sharding.devices_indices_map(x.shape)
     return f"{jax.typeof(x)} {x.format} {[device.id for device in devices]}"

@@ -9,8 +9,7 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ _NO_MESH = Mesh(np.empty((), object), ())
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A program, and where it was wanted: in which process, with which settings and which mesh around."""
+    """A program, and the process, settings and mesh in which it was asked for."""
 
     program: AotProgram
     process: int
@@ -43,36 +42,36 @@ _waiting: list[_Waiting] = []
 
 
 def add(program: AotProgram) -> None:
-    """Have `program` compared, at the end of the process if not before."""
+    """Let `program` wait to be compared, at the end of the process if not before."""
     values = jax.config.values
     settings = {name: values[name] for name in program.call.names}
     _waiting.append(_Waiting(program, os.getpid(), settings, current_mesh()))
-    # What is registered last runs first: before JAX puts anything away that it has made so far.
+    # The function that is registered last runs first: before JAX clears any of the backends it has made so far.
     atexit.unregister(_settle_all)
     atexit.register(_settle_all)
 
 
 def settle_those_of(path: Path) -> None:
-    """Compare the programs of a file that wait; as `settle`."""
+    """Compare the waiting programs of a file; as `settle`."""
     for found in list(_waiting):
         if found.program.path == path:
             settle(found.program)
 
 
 def settle(program: AotProgram) -> None:
-    """Compare a program that waits.
+    """Compare a waiting program.
 
     Raises:
-      RuntimeError: it is stale. From now on it is what its function is.
+      RuntimeError: it is stale. From now on it is that of its function.
     """
     try:
-        said = program.compare()
-    except Exception:  # not what interrupts it: then it still waits
+        message = program.compare()
+    except Exception:  # but no interrupt, such as KeyboardInterrupt: then it still waits
         _forget(program)
         raise
     _forget(program)
-    if said:
-        raise RuntimeError(f"aot: {said}")
+    if message:
+        raise RuntimeError(f"aot: {message}")
 
 
 def _forget(program: AotProgram) -> None:
@@ -80,43 +79,40 @@ def _forget(program: AotProgram) -> None:
 
 
 def _settle_all() -> None:
+    """Compare all waiting programs at the end of the process, with warnings instead of errors."""
     for found in list(_waiting):
         if found.process != os.getpid():  # this is a fork of it, without the threads of JAX
             continue
         try:
-            with _settings_of(found):
-                said = found.program.compare(at_end=True)
+            with _restored(found):
+                message = found.program.compare(at_end=True)
         except Exception as error:  # an error of the function itself, say: at the end nobody could catch it
-            said = (
+            message = (
                 f"whether {found.program.path} is stale is not known, since fun cannot be traced at the end of the "
                 f"process ({type(error).__name__}: {error})."
             )
             if found.program.line is not None:
-                said += f" The file {file.remove(found.program.path)}."
+                message += f" The file {file.remove(found.program.path)}."
         _forget(found.program)
-        if said:
-            _warn(f"aot: {said}")
+        if message:
+            _warn(f"aot: {message}")
 
 
 def _warn(message: str) -> None:
     try:
         warnings.warn(message, stacklevel=1)
-    except Warning:  # an error by the user's filter, which must not hide what else there is to be said
+    except Warning:  # the user's filter makes it an error, which must not hide further warnings
         sys.stderr.write(f"{message}\n")
 
 
-@contextmanager
-def _settings_of(found: _Waiting) -> Iterator[None]:
-    """Set what was set where a program was wanted, for the end of the process: nothing sets it back."""
+def _restored(found: _Waiting) -> AbstractContextManager[Any]:
+    """Restore the settings around a program's call, for good as the process ends, and return a context of its mesh."""
     values = jax.config.values
     for name, value in found.settings.items():
         if values[name] != value:
             jax.config.update(name, value)
     if found.mesh == current_mesh():
-        around: Any = nullcontext()
-    elif isinstance(found.mesh, AbstractMesh):
-        around = jax.sharding.use_abstract_mesh(found.mesh)
-    else:
-        around = jax.set_mesh(found.mesh or _NO_MESH)
-    with around:
-        yield
+        return nullcontext()
+    if isinstance(found.mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(found.mesh)
+    return jax.set_mesh(found.mesh or _NO_MESH)

@@ -1,1 +1,14 @@
-"""Batch norm and other per-channel scales folded into the weights next to them."""
+"""Batch norms folded into the weights of the product before or after them: the mechanism of `fold_bn`.
+
+A function and its parameters go in; a function of new parameters and a report come out.
+
+`fold_bn.py` traces the function into a flat program (`_ir/flat_program.py`) whose values know whether they depend on
+parameters alone, plans once with the parameters' values, and again for each shape of arguments with the same answers.
+`batch_statistics.py` finds batch norm in training mode, which is refused.
+`weighted_ops.py` finds convolutions and dense products with static weights, and converts a factor or a shift of their
+data or result into one of their weights.
+`affine_chains.py` finds chains y = s·x + t of elementwise operations and rearrangements, and computes s and t.
+`plan.py` decides which chains go into which weights (`FoldPlan`), or why not; it computes the new parameters, and runs
+the program without the chains.
+`report.py` lists what was folded, what was kept and why, by the names of parameters and lines of source.
+"""

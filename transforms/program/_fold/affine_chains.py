@@ -1,8 +1,9 @@
-"""Chains that multiply and shift each channel by what parameters alone decide.
+"""Chains of operations that multiply and shift each channel by values that depend on parameters alone.
 
 A chain is y = s·x + t with s and t constant along every axis but those of channels, made of any number of operations:
-additions, subtractions, multiplications, divisions, negations, and rearrangements of the axes in between. s and t go
-from axis to axis until they are axes of the weights that the chain is folded into: see `weighted_ops.py`.
+additions, subtractions, multiplications, divisions, negations, and rearrangements of the axes in between. s and t
+follow these rearrangements until their axes are those of the weights that the chain is folded into: see
+`weighted_ops.py`.
 """
 
 from __future__ import annotations
@@ -37,48 +38,54 @@ class ChannelStep(NamedTuple):
 
     @property
     def before(self) -> Value:
-        """What goes in."""
+        """Return the value that goes in."""
         return self.node.inputs[self.operand]
 
     @property
     def after(self) -> Value:
-        """What comes out."""
+        """Return the value that comes out."""
         return self.node.outputs[0]
 
     @property
     def shifts(self) -> bool:
-        """Whether it adds or subtracts."""
+        """Return whether it adds or subtracts."""
         return self.node.name in ("add", "add_any", "sub")
 
     @property
     def learned(self) -> bool:
-        """Whether it multiplies or divides by parameters or a constant array."""
+        """Return whether it multiplies or divides by parameters or a constant array."""
         return self.node.name in ("mul", "div") and self.static is not None and self.static.learned
 
     @property
     def differs(self) -> int:
-        """Along how many axes what it multiplies by or adds differs."""
+        """Return the number of axes along which its static operand differs."""
         return 0 if self.static is None else sum(size > 1 for size in self.static.sizes)
 
 
 def step_of(node: Node, value: Value | None = None) -> ChannelStep | None:
-    """An operation as a step of a chain through `value`, or through its only operand that is not static."""
+    """Return an operation as a step of a chain, or None if it is none.
+
+    The chain goes through its only operand that is not static, which must be `value` if that is given.
+    """
     moving = [i for i, x in enumerate(node.inputs) if not x.static]
+    # With two operands that are not static it is data times data, such as a gate.
     if len(moving) != 1 or len(node.outputs) != 1 or (value is not None and node.inputs[moving[0]] is not value):
         return None
     before, after = node.inputs[moving[0]].aval, node.outputs[0].aval
     if not number_kind(before.dtype) or number_kind(before.dtype) != number_kind(after.dtype):
         return None
     if node.name not in _ARITHMETIC:
+        # Conversions of dtype are among these, as rearrangements that leave the axes where they are.
         pairs = correspondence(node.eqn)
         return None if pairs is None else ChannelStep(node, 0, None, pairs)
+    # The data may be spread (its shape grows), which is no rearrangement; and s / x is not affine in x.
     if before.shape != after.shape or (node.name == "div" and moving == [1]):
         return None
     return ChannelStep(node, moving[0], node.inputs[1 - moving[0]] if len(node.inputs) > 1 else None, None)
 
 
 def number_kind(dtype: Any) -> str:
-    """What kind of number it is; none for integers, and for floats of 8 bits, with which rounding is what is meant."""
+    """Return "complex" or "real"; empty for integers, and for floats of 8 bits, whose rounding is intended."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return "complex"
     return "real" if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else ""
@@ -92,24 +99,24 @@ class Chain(NamedTuple):
 
     @property
     def learned(self) -> bool:
-        """Whether it multiplies by more than numbers in the code."""
+        """Return whether it multiplies by more than numbers in the code."""
         return any(step.learned for step in self.steps)
 
     @property
     def shifts(self) -> bool:
-        """Whether it adds anything."""
+        """Return whether it adds anything."""
         return any(step.shifts for step in self.steps)
 
     def trimmed(self) -> Chain:
-        """Without the rearrangements at its end."""
+        """Return the chain without the rearrangements at its end, which need not be replaced."""
         last = max((i for i, step in enumerate(self.steps) if step.pairs is None), default=-1)
         return Chain(self.base, self.steps[: last + 1])
 
     def affine(self, read: Read) -> tuple[np.ndarray, np.ndarray] | None:
-        """The factor and the shift, in the axes of `base`, of size 1 where they are constant; None if there are none.
+        """Return the factor and the shift in the axes of `base`, of size 1 where they are constant; None if impossible.
 
         Args:
-          read: from a static value to the array, in float64, of the sizes `Value.sizes`.
+          read: a function from a static value to its array, in float64, of the sizes `Value.sizes`.
         """
         factor = np.ones((1,) * len(self.base.aval.shape))
         shift = np.zeros_like(factor)
@@ -120,6 +127,7 @@ class Chain(NamedTuple):
             if step.static is not None:
                 operand = read(step.static)
                 operand = operand.reshape(operand.shape or (1,) * len(step.after.aval.shape))
+                # The operand has the axes of its step; undo the rearrangements before it, the last one first.
                 for other in reversed(self.steps[:number]):
                     if other.pairs is not None:
                         pairs = [(target, source) for source, target in other.pairs]
@@ -130,7 +138,7 @@ class Chain(NamedTuple):
         return factor, shift
 
     def affine_at_end(self, read: Read) -> tuple[np.ndarray, np.ndarray] | None:
-        """The factor and the shift in the axes of what comes out."""
+        """Return the factor and the shift in the axes of the value that comes out; None if impossible."""
         found = self.affine(read)
         for step in self.steps if found else ():
             if step.pairs is not None and found is not None:
@@ -140,6 +148,7 @@ class Chain(NamedTuple):
 
 
 def _applied(step: ChannelStep, factor: Any, shift: Any, operand: Any) -> tuple[Any, Any]:
+    """Return the factor and the shift of y = factor·x + shift after one more step."""
     match step.node.name, step.operand:
         case "mul", _:
             return factor * operand, shift * operand
@@ -151,14 +160,14 @@ def _applied(step: ChannelStep, factor: Any, shift: Any, operand: Any) -> tuple[
             return factor, shift - operand
         case "sub", 1:
             return -factor, operand - shift
-    return factor, shift + operand
+    return factor, shift + operand  # add, add_any
 
 
 def axes_of(found: tuple[np.ndarray, np.ndarray]) -> set[int]:
-    """The axes along which a factor or a shift differs."""
+    """Return the axes along which a factor or a shift differs."""
     return {i for x in found for i, size in enumerate(x.shape) if size > 1}
 
 
 def sizes_only(value: Value) -> np.ndarray:
-    """Ones of the sizes of a static value: to see which axes a chain's factor and shift differ along."""
+    """Return ones of the sizes of a static value: `read` for the axes of a chain's factor and shift, without values."""
     return np.ones(value.sizes)

@@ -1,4 +1,8 @@
-"""Batch norm in training mode: what a channel is divided by comes from the batch."""
+"""Batch norm in training mode, which divides each channel by a statistic of the batch: found, to be refused.
+
+Two things are followed through the program: which axes of a value are channels (`_Axes`), and which values are made
+of sums of another, over which axes, and with a root (`_Statistic`).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ from typing import Any, NamedTuple
 from ..._core.jaxpr import ELEMENTWISE
 from .._ir.axis_correspondence import correspondence
 from .._ir.flat_program import ROOTS, Node, Value
-from .weighted_ops import site_of
+from .weighted_ops import weighted_op
 
 _SUMS = frozenset({"reduce_sum", "psum"})
 
 
 class _Axes(NamedTuple):
-    """What is known of the axes of a value: those of its channels, and that of its batch."""
+    """The known axes of a value: those of its channels, and that of its batch, None if it has none."""
 
     channels: frozenset[int]
     batch: int | None
@@ -25,7 +29,7 @@ class _Statistic(NamedTuple):
 
     Attributes:
       source: the value that is summed.
-      left: its axes that it is not summed over.
+      left: the axes of the source that it is not summed over.
       root: whether a root has been taken.
     """
 
@@ -35,10 +39,11 @@ class _Statistic(NamedTuple):
 
 
 def batch_statistics(nodes: Sequence[Node]) -> Node | None:
-    """The first operation that multiplies or divides by the root of sums over all axes but those of channels.
+    """Return the first operation that multiplies or divides by the root of sums over all axes but those of channels.
 
     The channels are those of the product before, where there is one; else any axis but the first, which is the batch.
-    So norms over the channels, groups of them, or the places of an example are none of these, and neither are gates.
+    So norms over the channels (LayerNorm), groups of them (GroupNorm) or the positions of an example (InstanceNorm) do
+    not count, and neither do gates, which take no root.
     """
     axes: dict[Value, _Axes] = {}
     statistics: dict[Value, _Statistic] = {}
@@ -63,6 +68,7 @@ def batch_statistics(nodes: Sequence[Node]) -> Node | None:
 
 
 def _of_channels(statistic: _Statistic, axes: dict[Value, _Axes]) -> bool:
+    """Return whether the axes that are left are channels, so that the batch is summed over."""
     known, left = axes.get(statistic.source), statistic.left
     if not 0 < len(left) < len(statistic.source.aval.shape):
         return False
@@ -70,11 +76,13 @@ def _of_channels(statistic: _Statistic, axes: dict[Value, _Axes]) -> bool:
 
 
 def _statistic(node: Node, moving: Sequence[Value], found: Sequence[_Statistic | None]) -> _Statistic | None:
+    """Return the statistic that an operation makes of those of its operands, or by its own sum; None if neither."""
     if node.name in _SUMS:
         if len(moving) > 1 or not all(isinstance(axis, int) for axis in _summed(node)):
             return None
         (value,) = moving
         before = found[0]
+        # A sum of a sum goes on from the first one, unless axes were added or dropped in between.
         if before is None or len(before.left) != len(value.aval.shape):
             before = _Statistic(value, tuple(range(len(value.aval.shape))), False)
         left = tuple(axis for i, axis in enumerate(before.left) if i not in _summed(node))
@@ -88,11 +96,13 @@ def _statistic(node: Node, moving: Sequence[Value], found: Sequence[_Statistic |
 
 
 def _summed(node: Node) -> tuple[Any, ...]:
+    """Return the axes of a sum; those of `psum` may be names of a mapped axis."""
     return tuple(int(axis) if hasattr(axis, "__index__") else axis for axis in node.eqn.params["axes"])
 
 
 def _axes(node: Node, value: Value, axes: dict[Value, _Axes]) -> _Axes | None:
-    op = site_of(node)
+    """Return the channels and batch of an operation's result, made of `value`; None if they are not known."""
+    op = weighted_op(node)
     if op is not None:
         batch = node.eqn.params["dimension_numbers"].out_spec[0] if node.name == "conv_general_dilated" else None
         return _Axes(frozenset(op.outputs), batch)

@@ -16,7 +16,7 @@ from ..._models.split_model import dotted, is_model, split, split_tree
 from .._ir.flat_program import FlatProgram, Value, insides, parameter
 from .._ir.module_scopes import module_paths, modules_of, scoped_calls
 from .batch_statistics import batch_statistics
-from .plan import Answers, FoldPlan
+from .plan import FoldPlan
 from .report import FoldReport
 
 _CURE = (
@@ -28,31 +28,31 @@ _CURE = (
 def fold_bn(
     fun: Callable[..., Any], params: Any, *example: Any
 ) -> tuple[Callable[..., Any], dict[str, jax.Array], FoldReport]:
-    """Fold batch norms into the weights of the convolutions and dense layers beside them.
+    """Fold batch norms into the weights of the convolutions and dense layers next to them.
 
-    What is folded is found in the program of `fun`, so models of Flax NNX, Linen, Equinox and plain functions are the
-    same to it: a convolution or dense product with weights that depend on `params` alone, followed by any sequence of
+    Batch norms are found in the program of `fun`, so models of Flax NNX, Linen, Equinox and plain functions are treated
+    alike: a convolution or dense product with weights that depend on `params` alone, followed by any sequence of
     additions, subtractions, multiplications and divisions that are constant along all axes but the channels. Where the
-    sequence stands before a product, it is folded too if that is exact: not into a convolution that pads with zeros,
+    sequence comes before a product, it is folded too if that is exact: not into a convolution that pads with zeros,
     unless its shift is zero. Other uses of a value in between are respected: nothing that is used is left out.
 
     Args:
       fun: called as `fun(params, *args)`, in inference: it returns arrays, and changes no state.
-      params: the parameters and statistics: a module, or any pytree. Leaves that are no arrays stay as they are.
+      params: the parameters and statistics: a module, or any pytree. Leaves that are not arrays stay as they are.
       *example: the other arguments, of which only shapes and dtypes count; `jax.ShapeDtypeStruct` will do.
 
     Returns:
       fun: called as `fun(params, *args)` with the new parameters; to be compiled, differentiated and mapped like any
         function. It is compiled for each shape of `args`, and any batch size will do.
       params: the new parameters, `{"conv.kernel": array, ...}`: the folded weights under the names of the old, shifts
-        under those of biases, or `conv.shift`, and whatever else is still used.
-      report: what was folded, and what was not and why; `print(report)`.
+        under those of biases, or `conv.shift`, and all others that are still used.
+      report: the batch norms that were folded, and those that were not and why; `print(report)`.
 
     Raises:
-      TypeError: `fun` cannot be called, or is a module; `params` are not known, since `jax.jit` or another transform is
-        around.
+      TypeError: `fun` cannot be called, or is a module; `params` have no values, as under `jax.jit` or another
+        transform.
       ValueError: a batch norm is in training mode, or the call changes a module; or, by the new function: parameters
-        that are not those returned here, or a program that is another for these arguments.
+        that are not those returned here, or a program that differs for these arguments.
 
     Cost:
       One trace of `fun`, and the weights once more in float64, one at a time. The folded function has fewer operations
@@ -87,29 +87,32 @@ def fold_bn(
             "fold_bn(lambda model, *args: model(*args), model, *example)."
         )
     names = _names(params)
+    # Split while modules have their paths: the report names the scopes in which `fun` calls their copies.
     with module_paths(modules_of(fun, None, (params, *example))) as kinds:
-        leaves, structure = _apart(params, numbers=False)
-        arguments, argument_structure = _apart(example)
+        leaves, structure = _split(params, numbers=False)
+        arguments, argument_structure = _split(example)
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
                 f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit, jax.grad "
                 "and jax.vmap, and use the function it returns inside."
             )
+    # Traced with types, not values, so that no parameter becomes a constant of the program.
     leaf_types = _types(leaves)
     with scoped_calls(kinds):
         flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
     _refuse_training(flat)
-    answers = Answers()
-    plan = FoldPlan(flat, names, leaves, answers)
-    folded, report, first = plan.parameters(), plan.report(), plan.fingerprint()
+    plan = FoldPlan(flat, names, leaves)
+    folded, report, first, answers = plan.parameters(), plan.report(), plan.fingerprint(), plan.answers
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
-    recorded = tuple(answers.given)
 
     def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
+        """Return the output of `fun`, by its program with the folded weights."""
+        # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
+        # and what the first plan found out by them is recorded.
         with scoped_calls(kinds):
             flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
-        plan = FoldPlan(flat, names, (), Answers(recorded))
+        plan = FoldPlan(flat, names, (), answers)
         if plan.fingerprint() != first:
             raise ValueError(
                 "fold_bn: for arguments of these shapes the function combines other parameters than for the example; "
@@ -121,25 +124,26 @@ def fold_bn(
 
     def call(params: dict[str, Any], *args: Any) -> Any:
         _check(params, expected)
-        arguments, argument_structure = _apart(args)
+        arguments, argument_structure = _split(args)
         return compiled(params, arguments, argument_structure)
 
     return wrap_like(fun, "fold_bn", call), folded, report
 
 
-def _apart(tree: Any, *, numbers: bool = True) -> tuple[list[Any], Any]:
-    """The arrays of a pytree (and numbers, if asked for), and all else, which can be compared."""
+def _split(tree: Any, *, numbers: bool = True) -> tuple[list[Any], Any]:
+    """Split a pytree into its arrays (and numbers, if asked for) and the rest, which is hashable."""
     leaves, treedef = jax.tree.flatten(split_tree(tree))
     kinds = (int, float, complex) if numbers else ()
+    # Numbers among the arguments are traced as under `jax.jit`; those among the parameters stay numbers in the code.
     moves = [_is_array(x) or (isinstance(x, kinds) and not isinstance(x, bool)) for x in leaves]
     rest = tuple(None if moving else x for x, moving in zip(leaves, moves, strict=True))
-    return [x for x, moving in zip(leaves, moves, strict=True) if moving], (treedef, tuple(moves), rest)
+    return [x for x, moving in zip(leaves, moves, strict=True) if moving], (treedef, rest)
 
 
-def _together(arrays: Sequence[Any], structure: Any) -> Any:
-    treedef, moves, rest = structure
+def _merge(arrays: Sequence[Any], structure: Any) -> Any:
+    treedef, rest = structure
     left = iter(arrays)
-    return jax.tree.unflatten(treedef, [next(left) if moving else x for x, moving in zip(rest, moves, strict=True)])
+    return jax.tree.unflatten(treedef, [next(left) if x is None else x for x in rest])  # a leaf is never None itself
 
 
 def _is_array(x: Any) -> bool:
@@ -147,7 +151,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _names(tree: Any) -> list[str]:
-    """The dotted path of each array of a pytree, numbered where two would be the same."""
+    """Return the dotted path of each array of a pytree, numbered where two would be the same."""
     names: list[str] = []
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         inner = split(leaf).arrays().items() if is_model(leaf) else [("", leaf)]
@@ -162,12 +166,12 @@ def _types(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 def _trace(
     fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, arguments: Sequence[Any], argument_structure: Any
 ) -> tuple[FlatProgram, Any]:
-    """The program of `fun`, and the structure of what it returns."""
+    """Return the program of `fun`, and the structure of its output."""
 
     def function(leaves: Sequence[Any], arguments: Sequence[Any]) -> Any:
-        apart: Any = _together(leaves, structure), _together(arguments, argument_structure), {}
-        out, models = call_with_models(fun, apart)
-        for paths in changes(fun, apart, models):
+        split: Any = _merge(leaves, structure), _merge(arguments, argument_structure), {}
+        out, models = call_with_models(fun, split)
+        for paths in changes(fun, split, models):
             if paths:
                 raise ValueError(f"fold_bn: the call changes `{paths[0]}` of a module, as in training; {_CURE}")
         return out
@@ -179,6 +183,7 @@ def _trace(
 
 
 def _refuse_training(flat: FlatProgram) -> None:
+    """Raise if the program, or one inside of its operations, has a batch norm in training mode."""
     node = batch_statistics(flat.nodes)
     if node is not None:
         raise ValueError(
@@ -191,7 +196,7 @@ def _refuse_training(flat: FlatProgram) -> None:
 
 
 def _check(params: Any, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
-    """Refuse parameters that are not those of the folded function."""
+    """Raise unless parameters are those of the folded function."""
     if not isinstance(params, dict):
         raise TypeError(f"fold_bn: params must be the dict that fold_bn returned, but got {describe(params)}.")
     missing, unknown = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())

@@ -1,4 +1,4 @@
-"""Which chains go into which weights, and what becomes of the program."""
+"""The plan of a fold: which chains go into which weights, the new parameters, and the new program."""
 
 from __future__ import annotations
 
@@ -15,24 +15,7 @@ from ..._core.jaxpr import at_source, evaluate
 from .._ir.flat_program import FlatProgram, Node, Rewrite, Value, needed, read, run
 from .affine_chains import Chain, ChannelStep, axes_of, sizes_only, step_of
 from .report import FoldReport, candidate, kept
-from .weighted_ops import WeightedOp, site_of
-
-
-class Answers:
-    """Answers to what a plan asks of the values of parameters, which are at hand only the first time.
-
-    Args:
-      recorded: the answers of the first time; None then.
-    """
-
-    def __init__(self, recorded: Sequence[bool] | None = None) -> None:
-        self.given: list[bool] = []
-        self._recorded = None if recorded is None else iter(recorded)
-
-    def __call__(self, question: Callable[[], bool]) -> bool:
-        # A plan that asks more than the first is another; that it is refused is up to who compares them.
-        self.given.append(question() if self._recorded is None else next(self._recorded, False))
-        return self.given[-1]
+from .weighted_ops import WeightedOp, weighted_op
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +23,7 @@ class Fold:
     """A product and the chains that become part of its weights.
 
     Attributes:
-      site: the product.
+      op: the product.
       before: the chain that leads to its data.
       after: the chain that follows it.
     """
@@ -51,44 +34,52 @@ class Fold:
 
     @property
     def shifts(self) -> bool:
-        """Whether a shift is left to add to the result; one that goes into a padded product is zero."""
+        """Return whether a shift is left to add to the result; one that goes into a padded product is zero."""
         before = self.before is not None and self.before.shifts and not self.op.dilutes
         return before or (self.after is not None and self.after.shifts)
 
     @property
     def steps(self) -> tuple[ChannelStep, ...]:
-        """The operations of its chains."""
+        """Return the operations of its chains."""
         return tuple(step for chain in (self.before, self.after) if chain for step in chain.steps)
 
     @property
     def statics(self) -> list[Value]:
-        """The weights and all that they are combined with."""
+        """Return the weights and all that they are combined with."""
         return [self.op.weights, *(step.static for step in self.steps if step.static is not None)]
 
     @property
     def dtype(self) -> Any:
-        """The widest dtype on the way, in which the shift is added."""
+        """Return the widest dtype on the way, in which the shift is added."""
         return jnp.result_type(*(x.aval.dtype for x in (self.op.out, *(step.after for step in self.steps))))
 
 
 class FoldPlan:
-    """What of a program is folded.
+    """The chains of a program that are folded, and the program without them.
 
     Args:
-      flat: the program, of which the first arguments are the parameters.
+      flat: the program, whose first arguments are the parameters.
       names: the dotted paths of the parameters.
-      leaves: the parameters; nothing if only their shapes are known.
-      answer: the answer to a question about their values.
+      leaves: the parameters; empty if only their shapes are known.
+      recorded: in that case the `answers` of the plan that knew them.
+
+    Attributes:
+      answers: the answers to questions about the values of the parameters, in order.
     """
 
-    def __init__(self, flat: FlatProgram, names: Sequence[str], leaves: Sequence[Any], answer: Answers) -> None:
-        self._flat, self._names, self._answer = flat, names, answer
+    def __init__(
+        self, flat: FlatProgram, names: Sequence[str], leaves: Sequence[Any], recorded: Sequence[bool] | None = None
+    ) -> None:
+        self._flat, self._names = flat, names
         self._known = dict(zip(flat.arguments, leaves, strict=False))
+        self._recorded = None if recorded is None else iter(recorded)
+        self.answers: list[bool] = []
         self._folds: dict[Node, Fold] = {}
         self._chains: list[tuple[Chain, list[WeightedOp]]] = []
         self._claimed: set[Node] = set()
         self._reasons: dict[Node, list[str]] = {}
-        ops = [op for op in map(site_of, flat.nodes) if op is not None]
+        ops = [op for op in map(weighted_op, flat.nodes) if op is not None]
+        # Chains after a product first: they are folded without regard to padding. What they claim is left to them.
         for op in ops:
             self._fold_after(op)
         for data in dict.fromkeys(op.data for op in ops):
@@ -111,6 +102,7 @@ class FoldPlan:
             if step is None:
                 break
             longer = Chain(op.out, (*chain.steps, step))
+            # With ones for all values: only the axes along which factor and shift differ are asked for.
             found = longer.affine(sizes_only)
             if found is None or not axes_of(found) <= set(op.outputs):
                 self._because(step.node, "it differs between places of one channel of the product before it")
@@ -122,7 +114,7 @@ class FoldPlan:
 
     def _fold_before(self, data: Value) -> None:
         """Fold the chain that leads to the data of products, if such products are all that uses it."""
-        users = [site_of(user) if user else None for user in data.uses]
+        users = [weighted_op(user) if user else None for user in data.uses]
         ops = [op for op in users if op is not None]
         steps: list[ChannelStep] = []
         value = data
@@ -132,6 +124,7 @@ class FoldPlan:
                 break
             steps.insert(0, step)
             value = step.before
+        # The chain was found from its end; its beginning is cut off until the rest is constant along all other axes.
         while steps:
             found = Chain(steps[0].before, tuple(steps)).affine_at_end(sizes_only)
             if found is not None and all(axes_of(found) <= set(op.inputs) for op in ops):
@@ -145,13 +138,14 @@ class FoldPlan:
             self._because(steps[-1].node, f"what comes out of it is also used by {_users(others)}")
         elif any(op.mixes_batch for op in ops):
             self._because(steps[-1].node, "the convolution after it has a batch_group_count")
+        # Padding comes after the shift, so W(s·x + t) with zeros around it is no W'x + t' unless t is zero.
         elif any(op.dilutes for op in ops) and not self._answer(lambda: self._keeps_zero(chain)):
             self._because(steps[-1].node, "the convolution after it pads with zeros, which its shift would change")
         else:
             self._try(chain, [replace(self._folds.get(op.node, Fold(op)), before=chain) for op in ops])
 
     def _try(self, chain: Chain, folds: Sequence[Fold]) -> None:
-        """Fold, if what comes out can be represented."""
+        """Fold a chain into products, unless the new weights cannot be represented."""
         if self._answer(lambda: all(map(self._sound, folds))):
             self._folds |= {fold.op.node: fold for fold in folds}
             self._claimed.update(step.node for step in chain.steps)
@@ -166,14 +160,21 @@ class FoldPlan:
 
     # ---- Values
 
+    def _answer(self, question: Callable[[], bool]) -> bool:
+        """Return the answer to a question about the values of parameters, or the recorded one if they are not known."""
+        # A plan that asks more than the first one is another, which the comparison of fingerprints refuses.
+        self.answers.append(question() if self._recorded is None else next(self._recorded, False))
+        return self.answers[-1]
+
     def _value(self, value: Value) -> Any:
-        """The array that a static value is."""
+        """Compute a static value."""
         nodes, _ = needed(self._flat.nodes, [value], effects=False)
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval():  # values, not tracers, even under a user's transform
             run(nodes, self._known)
         return read(value, self._known)
 
     def _read(self, value: Value) -> np.ndarray:
+        # In float64, so that a chain of steps is rounded once, at the end.
         array = np.asarray(self._value(value), np.float64)
         return array[tuple(slice(0, size) for size in value.sizes)]
 
@@ -183,7 +184,7 @@ class FoldPlan:
         return found is not None and not np.any(found[1])
 
     def _weights(self, fold: Fold) -> tuple[np.ndarray, np.ndarray]:
-        """The folded weights, and the shift of the result in all its axes, in float64.
+        """Return the folded weights, and the shift of the result in all its axes, in float64.
 
         With data s·x + t and a result that becomes u·y + v: u·(W(s·x + t)) + v = (u·W·s)x + (u·(Wt) + v).
         """
@@ -199,22 +200,24 @@ class FoldPlan:
         return weights, shift
 
     def _sound(self, fold: Fold) -> bool:
-        """Whether the folded weights are finite, and rounding does not lose small ones among those of their feature."""
+        """Return whether the folded weights are finite, and small ones not lost next to the largest of a feature."""
         weights, shift = self._weights(fold)
         dtype = fold.op.weights.aval.dtype
         axes = tuple(i for i in range(weights.ndim) if i not in fold.op.outputs.values())
         with np.errstate(all="ignore"):
             lost = np.abs(weights.astype(dtype).astype(np.float64) - weights)
             most = np.abs(weights).max(axes, keepdims=True)
+            # Rounding to nearest changes a normal number by at most eps/2 of itself. A weight below the least normal
+            # number loses more, which matters only if it does against the largest weight of its output feature.
             fits = np.isfinite(weights) & (lost <= float(jnp.finfo(dtype).eps) * most)
             return bool(fits.all() and np.isfinite(shift.astype(fold.dtype).astype(np.float64)).all())
 
     # ---- The new program
 
     def _name(self) -> tuple[list[int], dict[Node, tuple[str, str]]]:
-        """The parameters that are still needed, and for each fold the names of its weights and its shift.
+        """Return the parameters that are still needed, and for each fold the names of its weights and its shift.
 
-        Weights keep the name of the parameter they come from, and the shift that of the bias beside it.
+        Weights keep the name of the parameter they come from, and the shift that of the bias next to it.
         """
         _, seen = needed(self._flat.nodes, self._flat.outputs, self._rewrites({}))
         leaves = [i for i in range(len(self._names)) if self._flat.arguments[i] in seen]
@@ -238,10 +241,11 @@ class FoldPlan:
         return leaves, entries
 
     def _only_name(self, value: Value) -> str:
+        # Weights that are computed from several parameters, as by weight norm, have no name of their own.
         return self._names[min(value.leaves)] if len(value.leaves) == 1 else ""
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters of the new program."""
+        """Return the parameters of the new program."""
         with jax.ensure_compile_time_eval():
             found = {self._names[i]: jnp.asarray(self._known[self._flat.arguments[i]]) for i in self._leaves}
             for node, (kernel, bias) in self._entries.items():
@@ -257,7 +261,7 @@ class FoldPlan:
         return dict(sorted(found.items()))
 
     def __call__(self, parameters: dict[str, Any], arguments: Sequence[Any]) -> list[Any]:
-        """The outputs of the new program."""
+        """Return the outputs of the new program."""
         known = {self._flat.arguments[i]: parameters[self._names[i]] for i in self._leaves}
         known |= zip(self._flat.arguments[len(self._names) :], arguments, strict=True)
         rewrites = self._rewrites(parameters)
@@ -266,16 +270,15 @@ class FoldPlan:
         return [read(x, known) for x in self._flat.outputs]
 
     def _rewrites(self, parameters: dict[str, Any]) -> dict[Node, Rewrite]:
-        """The products with their folded weights; the arithmetic of their chains passes on what goes in."""
+        """Return how operations are replaced: products take folded weights, the arithmetic of chains does nothing."""
         rewrites = {}
         for node, fold in self._folds.items():
-            for step in fold.steps:
-                if step.pairs is None:
-                    rewrites[step.node] = Rewrite([step.before], lambda x: [x])
+            skipped = [step for step in fold.steps if step.pairs is None]
             if fold.after:
-                for step in fold.after.steps:
-                    if step.node.name == "convert_element_type":
-                        rewrites[step.node] = Rewrite([step.before], lambda x: [x])
+                # The product returns its widest dtype, for the shift; only the end of the chain rounds to its own.
+                skipped += [step for step in fold.after.steps if step.node.name == "convert_element_type"]
+            rewrites |= {step.node: Rewrite([step.before], lambda x: [x]) for step in skipped}
+            if fold.after:
                 end = fold.after.steps[-1]
                 dtype = end.after.aval.dtype
                 rewrites[end.node] = Rewrite([end.before], lambda x, dtype=dtype: [x.astype(dtype)])
@@ -283,6 +286,7 @@ class FoldPlan:
         return rewrites
 
     def _product(self, fold: Fold, parameters: dict[str, Any], data: Any) -> list[Any]:
+        """Return the product with its folded weights, and the shift added."""
         op = fold.op
         kernel, bias = self._entries[op.node]
         weights = parameters[kernel]
@@ -294,7 +298,10 @@ class FoldPlan:
             return [out if fold.after else out.astype(op.out.aval.dtype)]
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """What two plans share that fold the same parameters in the same way, whatever the shapes of the data."""
+        """Return a value that is equal for plans that fold the same parameters in the same way.
+
+        The shapes of the data do not count: the plan for the example and that for another batch size are alike.
+        """
         statics = [x for fold in self._folds.values() for x in fold.statics]
         nodes, _ = needed(self._flat.nodes, statics, effects=False)
         prints: dict[Value, int] = {}
@@ -305,7 +312,7 @@ class FoldPlan:
             return prints[value] if value in prints else hash(("leaf", value.leaf))
 
         for node in nodes:
-            # The shape that parameters are spread to is that of the data.
+            # The shape that parameters are broadcast to is that of the data.
             params = {k: v for k, v in node.eqn.params.items() if not (callable(v) or k == "shape")}
             for i, x in enumerate(node.outputs):
                 prints[x] = hash((i, node.name, str(params), *map(of, node.inputs)))
@@ -316,14 +323,13 @@ class FoldPlan:
             )
             for node, fold in self._folds.items()
         ]
-        return folds, self._leaves, self._answer.given
+        return folds, self._leaves, self.answers
 
     def report(self) -> FoldReport:
-        """What was folded, and what was not."""
-        kernels = [", ".join(self._entries[op.node][0] for op in ops) for _, ops in self._chains]
+        """Return the candidates that were folded, and those that were not."""
         folded = [
-            candidate(chain.steps, self._names, kernel=kernel)
-            for (chain, _), kernel in zip(self._chains, kernels, strict=True)
+            candidate(chain.steps, self._names, kernel=", ".join(self._entries[op.node][0] for op in ops))
+            for chain, ops in self._chains
         ]
         return FoldReport(tuple(folded), tuple(kept(self._flat, self._names, self._claimed, self._reasons)))
 

@@ -1,4 +1,4 @@
-"""What `fold_bn` tells about what it did, and where in the user's code that was."""
+"""The report of `fold_bn`: the batch norms it found, what became of them, and where in the user's code they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Candidate:
 
     Attributes:
       what: "batch norm" (it divides by a root) or "per-channel scale".
-      parameters: where its parameters are, such as "layers.0.bn"; empty if they are constants of the program.
+      parameters: the path of its parameters, such as "layers.0.bn"; empty if they are constants of the program.
       where: the named scopes around it, and the line it was written in.
       kernel: the entries of the new parameters it was folded into; empty if it was kept.
       reason: why it was kept; empty if it was folded.
@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What was folded, and what was kept and why; printed, it is a table.
+    """The batch norms that were folded, and those that were kept and why; printed, it is a table.
 
     Attributes:
       folded: the candidates that are part of the weights now.
@@ -70,11 +70,12 @@ class FoldReport:
 
 
 def candidate(steps: Sequence[ChannelStep], names: Sequence[str], *, kernel: str = "", reason: str = "") -> Candidate:
-    """A chain, by the names of the parameters that it multiplies by."""
+    """Describe a chain by the names of the parameters that it multiplies by."""
     factors = [step for step in steps if step.learned]
     statics = [step.static for step in factors if step.static is not None]
     what = "batch norm" if any(x.rooted for x in statics) else "per-channel scale"
     paths = [names[leaf] for x in statics for leaf in sorted(x.leaves)]
+    # "bn.scale" and "bn.var" are both of "bn".
     owners = dict.fromkeys(path.rpartition(".")[0] or path for path in paths)
     return Candidate(what, ", ".join(owners), where(factors[0].node.eqn), kernel, reason)
 
@@ -86,14 +87,14 @@ def kept(
     reasons: Mapping[Node, Sequence[str]],
     inside: str = "",
 ) -> Iterator[Candidate]:
-    """The candidates of a program, and of those inside its operations, that are not folded.
+    """Yield the candidates of a program, and of those inside its operations, that are not folded.
 
     Args:
       flat: the program.
-      names: those of the parameters.
+      names: the names of the parameters.
       claimed: the operations that are folded.
       reasons: why an operation is not, where that is known.
-      inside: why none of them is.
+      inside: why no operation of the program is.
     """
     chains: dict[Node, list[ChannelStep]] = {}
     for node in flat.nodes:
@@ -101,23 +102,25 @@ def kept(
             yield from kept(inner, names, (), {}, inside or f"it is inside a `{node.name}`")
         step = None if node in claimed else step_of(node)
         if step is not None:
+            # A step continues the chain that ends where it begins, if nothing else uses the value in between.
             before = step.before.node if len(step.before.uses) == 1 else None
             chains[node] = [*(chains.pop(before, []) if before else []), step]
     for steps in chains.values():
         known = list(dict.fromkeys(reason for step in steps for reason in reasons.get(step.node, ())))
         if any(_scales(step, bool(known)) for step in steps):
             found = candidate(steps, names, reason=inside or "; ".join(known) or _why_alone(steps[0]))
+            # The scale of a layer norm is no batch norm that could have been folded, so it is not listed.
             if known or found.what == "batch norm" or not _completes_norm(steps[0].before.node):
                 yield found
 
 
-def _scales(step: ChannelStep, beside: bool) -> bool:
-    """Whether it scales channels; a table of constants, such as that of rotary positions, does not."""
-    return step.static is not None and step.learned and (step.differs < 2 or (beside and bool(step.static.leaves)))
+def _scales(step: ChannelStep, at_product: bool) -> bool:
+    """Return whether it scales channels; a table of constants, such as that of rotary positions, does not."""
+    return step.static is not None and step.learned and (step.differs < 2 or (at_product and bool(step.static.leaves)))
 
 
 def _why_alone(step: ChannelStep) -> str:
-    """Why a chain, of which `step` is the first, is at no product."""
+    """Return why a chain, whose first step is `step`, is next to no product."""
     before = step.before.node
     if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):
         return "complex numbers are not folded"
@@ -129,7 +132,7 @@ def _why_alone(step: ChannelStep) -> str:
 
 
 def _completes_norm(node: Node | None) -> bool:
-    """Whether the node before a chain is the last of a norm of each example, or a gate, of which this is the scale."""
+    """Return whether the node before a chain is the end of a norm of each example, or a gate, that this scales."""
     if node is None or node.name not in ("mul", "div", "rsqrt"):
         return False
     return not any(x.static for x in node.inputs)

@@ -24,7 +24,7 @@ class WeightedOp:
 
     Attributes:
       node: the operation.
-      kernel: which operand the weights are.
+      kernel: the number of the operand that holds the weights.
       outputs: for each axis of the result along which the weights differ, the axis of the weights.
       inputs: for each axis of the data along which the weights differ, the axis of the weights.
     """
@@ -36,22 +36,22 @@ class WeightedOp:
 
     @property
     def weights(self) -> Value:
-        """The weights."""
+        """Return the weights."""
         return self.node.inputs[self.kernel]
 
     @property
     def data(self) -> Value:
-        """The data."""
+        """Return the data."""
         return self.node.inputs[1 - self.kernel]
 
     @property
     def out(self) -> Value:
-        """The result."""
+        """Return the result."""
         return self.node.outputs[0]
 
     @property
     def dilutes(self) -> bool:
-        """Whether zeros are put around or between the data."""
+        """Return whether zeros are put around or between the elements of the data."""
         params = self.node.eqn.params
         return self._convolves and (
             any(side > 0 for pair in params["padding"] for side in pair) or any(n > 1 for n in params["lhs_dilation"])
@@ -59,7 +59,7 @@ class WeightedOp:
 
     @property
     def mixes_batch(self) -> bool:
-        """Whether parts of the batch meet different weights."""
+        """Return whether parts of the batch meet different weights."""
         return self._convolves and self.node.eqn.params["batch_group_count"] > 1
 
     @property
@@ -67,10 +67,11 @@ class WeightedOp:
         return self.node.name == "conv_general_dilated"
 
     def factor_before(self, x: np.ndarray) -> np.ndarray:
-        """A factor of the data as a factor of the weights."""
+        """Turn a factor of the data into a factor of the weights."""
         if not self._convolves:
             return _along(x, self.inputs, len(self.weights.aval.shape))
-        # The weights know the channels of one group only, but they have the features of all.
+        # Along their input axis the weights have the channels of one group, along the other the features of all
+        # groups. So each group's factors are repeated for each of its features.
         ((channels, inputs),) = self.inputs.items()
         ((_, features),) = self.outputs.items()
         groups = self.node.eqn.params["feature_group_count"]
@@ -79,21 +80,22 @@ class WeightedOp:
         return _along(x, {0: features, 1: inputs}, len(self.weights.aval.shape))
 
     def factor_after(self, x: np.ndarray) -> np.ndarray:
-        """A factor of the result as a factor of the weights."""
+        """Turn a factor of the result into a factor of the weights."""
         return _along(x, self.outputs, len(self.weights.aval.shape))
 
     def of_shift(self, x: np.ndarray, weights: Any) -> np.ndarray:
-        """What a shift of the data, where there are no zeros around it, adds to the result."""
+        """Return what a shift t of the data, without zeros around it, adds to the result: the product of t and W."""
         shape = [size if i in self.inputs else 1 for i, size in enumerate(self.data.aval.shape)]
         params = dict(self.node.eqn.params)
         if self._convolves:
-            # One window of the shift gives one place of the result.
+            # The shift is constant along spatial axes, so one window of it gives its value at all positions.
             _, _, *places = params["dimension_numbers"].lhs_spec
             _, _, *window = params["dimension_numbers"].rhs_spec
             for i, axis, dilation in zip(places, window, params["rhs_dilation"], strict=True):
                 shape[i] = (weights.shape[axis] - 1) * dilation + 1
             ones = (1,) * len(places)
             params |= {"padding": ((0, 0),) * len(places), "window_strides": ones, "lhs_dilation": ones}
+        # With float32 or more, and without a faster and coarser algorithm for products.
         params |= {"precision": (lax.Precision.HIGHEST,) * 2, "preferred_element_type": None}
         dtype = jnp.result_type(weights, jnp.float32)
         with jax.ensure_compile_time_eval():
@@ -102,8 +104,8 @@ class WeightedOp:
         return np.asarray(found, np.float64)
 
 
-def site_of(node: Node) -> WeightedOp | None:
-    """An operation as a product of data with static weights; None if it is not one."""
+def weighted_op(node: Node) -> WeightedOp | None:
+    """Return an operation as a product of data with static weights; None if it is not one."""
     params = node.eqn.params
     if node.name not in PRODUCTS:
         return None
@@ -133,7 +135,7 @@ def site_of(node: Node) -> WeightedOp | None:
 
 
 def _along(x: np.ndarray, axes: Mapping[int, int], ndim: int) -> np.ndarray:
-    """`x` with each of the given axes where it says; it is of size 1 along all others."""
+    """Move the axes of `x` that are keys to their values, in `ndim` axes; `x` is of size 1 along all others."""
     order = sorted(axes, key=lambda i: axes[i])
     shape = [1] * ndim
     for i in order:

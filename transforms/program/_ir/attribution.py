@@ -1,4 +1,4 @@
-"""Which operations of JAX an instruction of a compiled program stands for, and how much of it each is."""
+"""The operations of JAX that an instruction of a compiled program represents, and the part of its time each gets."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from .cost import flops, weight
 from .hlo import HloProgram, Instruction
-from .provenance import PRODUCTS, Provenance, around, is_product, place_of
+from .provenance import PRODUCTS, Provenance, around, place_of
 from .scopes import scope_of
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """The part that an operation is of one run of an instruction.
+    """The part of one run of an instruction that belongs to an operation.
 
     Attributes:
       place: the operation.
-      part: of its time, from 0 to 1.
-      flops: floating point operations.
+      part: its fraction of the time, from 0 to 1.
+      flops: its floating point operations.
     """
 
     place: Provenance
@@ -27,46 +27,50 @@ class Attribution:
     flops: int
 
 
-def shares(program: HloProgram, instruction: Instruction, lost: Mapping[str, Provenance]) -> list[Attribution]:
-    """What an instruction stands for.
+def shares(program: HloProgram, instruction: Instruction, found: Mapping[str, Provenance]) -> list[Attribution]:
+    """Divide an instruction among the operations that it represents.
 
-    The time of a fusion, that of its operations together, is divided by their flops: an estimate. What XLA has added of
-    itself belongs where its result is needed.
+    The time of a fusion, which can only be measured for all its operations together, is divided in proportion to their
+    flops: an estimate. What XLA has added by itself belongs where its result is needed.
 
     Args:
       program: the program.
       instruction: one that is run.
-      lost: the places of some that have no name, such as products.
+      found: the places of instructions that have no name of their own, such as products.
     """
-    parts: dict[Provenance, float] = defaultdict(float)
+
+    def place_for(x: Instruction) -> Provenance:
+        return found.get(x.name) or place_of(program, x) or _nearest(program, x, found)
+
+    weights: dict[Provenance, float] = defaultdict(float)
     counts: dict[Provenance, int] = defaultdict(int)
     for x in program.inside(instruction) if instruction.opcode == "fusion" else ():
+        # Only what computes is weighed: a broadcast or a slice inside of a fused loop takes no time of its own.
         if needed := weight(program, x):
-            # What XLA has made of an operation may have no name; what waits for it has.
-            place = lost.get(x.name) or place_of(program, x) or _nearest(program, x, lost)
-            parts[place] += needed
+            place = place_for(x)
+            weights[place] += needed
             counts[place] += flops(program, x)
-    if not parts:
-        place = lost.get(instruction.name) or place_of(program, instruction) or _nearest(program, instruction, lost)
-        return [Attribution(place, 1.0, flops(program, instruction))]
-    whole = sum(parts.values())
-    return [Attribution(place, part / whole, counts[place]) for place, part in parts.items()]
+    if not weights:
+        return [Attribution(place_for(instruction), 1.0, flops(program, instruction))]
+    total = sum(weights.values())
+    return [Attribution(place, part / total, counts[place]) for place, part in weights.items()]
 
 
 def is_mixed(program: HloProgram, instruction: Instruction) -> bool:
-    """Whether an instruction is a matrix product or a convolution together with something else than it."""
+    """Return whether an instruction fuses a matrix product or a convolution with operations of other places."""
     if instruction.opcode != "fusion":
         return False
     working = [x for x in program.inside(instruction) if weight(program, x)]
-    return any(map(is_product, working)) and len({scope_of(x.op_name) for x in working}) > 1
+    return any(x.opcode in PRODUCTS for x in working) and len({scope_of(x.op_name) for x in working}) > 1
 
 
-def _nearest(program: HloProgram, instruction: Instruction, lost: Mapping[str, Provenance]) -> Provenance:
-    """Of an instruction without a name: what it does, where its nearest neighbour is."""
-    near = next(around(program, instruction, lost), Provenance("", "", ""))
-    parts = list(program.inside(instruction)) if instruction.opcode == "fusion" else []
-    most = max(parts, key=lambda x: (weight(program, x), x.root), default=instruction)
+def _nearest(program: HloProgram, instruction: Instruction, found: Mapping[str, Provenance]) -> Provenance:
+    """Return what an instruction without a name does, at the place of its nearest neighbour."""
+    near = next(around(program, instruction, found), Provenance("", "", ""))
+    parts = program.inside(instruction) if instruction.opcode == "fusion" else ()
+    # A fusion is called after its heaviest operation, or after the last one if none computes anything.
+    heaviest = max(parts, key=lambda x: (weight(program, x), x.root), default=instruction)
     fusion = program.fusion_of(instruction)
-    # Inside what is named after one operation it belongs to that.
-    op = near.op if fusion is not None and fusion.op_name else PRODUCTS.get(most.opcode, most.opcode)
+    # An instruction inside a fusion that has a name was made of the named operation, as when XLA expands a function.
+    op = near.op if fusion is not None and fusion.op_name else PRODUCTS.get(heaviest.opcode, heaviest.opcode)
     return Provenance(op, near.scope, near.source)

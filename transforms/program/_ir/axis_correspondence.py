@@ -1,4 +1,4 @@
-"""Which axes of an array become which of the result where an operation only puts its numbers elsewhere."""
+"""The axes of an array and those of the result that they become, for operations that only rearrange elements."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Pairs = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def correspondence(eqn: JaxprEqn) -> Pairs | None:
-    """Which axes of the first operand of a rearrangement become which of the result; None for other operations.
+    """Return the axes of a rearrangement's operand paired with those of its result; None for other operations.
 
-    The elements of each group of axes of the operand, in order, are those of a group of axes of the result. An axis of
-    size 1 may come from nothing or become nothing; along an axis that comes from nothing all is the same.
+    The elements along each group of axes of the operand, in order, are those along a group of axes of the result. An
+    axis of size 1 may come from nothing or become nothing; along an axis that comes from nothing all elements are the
+    same. For example, a reshape from (2, 3, 4) to (6, 1, 4) gives ((0, 1), (0,)), ((), (1,)), ((2,), (2,)).
     """
     name, params = eqn.primitive.name, eqn.params
     if not eqn.invars or len(eqn.invars) > 1:
@@ -33,10 +34,11 @@ def correspondence(eqn: JaxprEqn) -> Pairs | None:
         return [*(((i,), ()) for i in gone), *(((axis,), (i,)) for i, axis in enumerate(kept))]
     if name == "broadcast_in_dim":
         places = [int(i) for i in params["broadcast_dimensions"]]
-        same = [source[i] == target[place] for i, place in enumerate(places)]
-        new = [i for i in range(len(target)) if i not in places or not same[places.index(i)]]
-        pairs = [((i,), (place,) if same[i] else ()) for i, place in enumerate(places)]
-        return [*pairs, *(((), (i,)) for i in new)]
+        # An axis of size 1 that is spread to another size ends, and a new axis, along which all is the same, begins.
+        kept = {i: place for i, place in enumerate(places) if source[i] == target[place]}
+        new = [i for i in range(len(target)) if i not in kept.values()]
+        return [*(((i,), (kept[i],) if i in kept else ()) for i in range(len(places))), *(((), (i,)) for i in new)]
+    # Without elements any two groups of axes match, so there is no correspondence to find.
     if name == "reshape" and 0 not in source:
         order = params["dimensions"] or range(len(source))
         found = _reshaped([source[i] for i in order], target)
@@ -45,7 +47,7 @@ def correspondence(eqn: JaxprEqn) -> Pairs | None:
 
 
 def _reshaped(source: Sequence[int], target: Sequence[int]) -> Pairs:
-    """The smallest groups of axes with equal numbers of elements."""
+    """Return the smallest groups of consecutive axes with equal numbers of elements."""
     pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
@@ -56,6 +58,7 @@ def _reshaped(source: Sequence[int], target: Sequence[int]) -> Pairs:
             pairs.append(((), (j,)))
             j += 1
         else:
+            # Both shapes have the same number of elements, so the smaller product can always take one axis more.
             a, b = i + 1, j + 1
             while (left := math.prod(source[i:a])) != (right := math.prod(target[j:b])):
                 a, b = (a + 1, b) if left < right else (a, b + 1)
@@ -65,15 +68,17 @@ def _reshaped(source: Sequence[int], target: Sequence[int]) -> Pairs:
 
 
 def carried(x: np.ndarray, pairs: Pairs, source: Sequence[int], target: Sequence[int]) -> np.ndarray | None:
-    """`x`, of which each axis is whole or of size 1, where the axes of `source` become those of `target`.
+    """Rearrange `x` as an array of shape `source` that becomes one of shape `target`.
 
-    None if it differs along an axis that has become nothing.
+    Each axis of `x` has the size that `source` has there, or size 1, along which it is constant. None if `x` differs
+    along an axis that becomes nothing.
     """
-    whole = [any(x.shape[i] > 1 for i in axes) for axes, _ in pairs]
-    if any(differs and not axes for differs, (_, axes) in zip(whole, pairs, strict=True)):
+    groups = [(any(x.shape[i] > 1 for i in before), before, after) for before, after in pairs]
+    if any(differs and not after for differs, _, after in groups):
         return None
-    x = x.transpose([i for axes, _ in pairs for i in axes])
-    groups = list(zip(whole, pairs, strict=True))
-    x = np.broadcast_to(x, [source[i] if differs else 1 for differs, (axes, _) in groups for i in axes])
-    x = x.reshape([target[i] if differs else 1 for differs, (_, axes) in groups for i in axes])
-    return x.transpose(np.argsort([i for _, axes in pairs for i in axes]))
+    # Pairs are in any order: bring the axes into theirs, reshape group by group (constant groups stay of size 1, so
+    # that nothing is materialized that need not be), and bring the new axes back into order.
+    x = x.transpose([i for before, _ in pairs for i in before])
+    x = np.broadcast_to(x, [source[i] if differs else 1 for differs, before, _ in groups for i in before])
+    x = x.reshape([target[i] if differs else 1 for differs, _, after in groups for i in after])
+    return x.transpose(np.argsort([i for _, after in pairs for i in after]))

@@ -1,4 +1,4 @@
-"""What an instruction of a compiled program costs by its shapes: floating point operations, and bytes of memory."""
+"""Floating point operations and bytes of memory of an instruction of a compiled program, by its shapes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _ELEMENTWISE = _TRANSCENDENTAL | frozenset(
     round-nearest-afz round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign subtract xor
     """.split()  # noqa: SIM905 (words read better)
 )
-# About how many additions one of them takes as long as, where its data is at hand.
-_AS_LONG_AS = 10
+# A transcendental function takes about as long as so many additions, where its data is in a register or cache.
+_ADDITIONS_PER_TRANSCENDENTAL = 10
 
 
 def flops(program: HloProgram, instruction: Instruction) -> int:
-    """Floating point operations of running an instruction once: two for each multiplication of a product, else one.
+    """Return the floating point operations of one run: two for each multiplication of a product, else one an element.
 
     Operations on integers and comparisons count too, and each function such as `tanh` counts as one, as in XLA's own
-    cost analysis; unlike there, sorts, Fourier transforms and decompositions count nothing. What a loop runs is counted
-    where it runs.
+    cost analysis; unlike there, sorts, Fourier transforms and decompositions count nothing. A loop counts nothing
+    itself: the instructions of its body do.
     """
     opcode, size = instruction.opcode, sum(x.size for x in instruction.results)
     if opcode == "dot":
+        # Each element of the result is a sum of as many products as there are elements along the contracted axes.
         left = _operand(program, instruction, 0)
         return 2 * size * math.prod(left.shape[i] for i in instruction.numbers("lhs_contracting_dims"))
     if opcode == "convolution":
@@ -39,12 +40,13 @@ def flops(program: HloProgram, instruction: Instruction) -> int:
     if opcode in _ELEMENTWISE:
         return size
     if opcode == "reduce":
+        # n numbers reduced to m take n - m operations; a reduction of several arrays at once has as many operands.
         return sum(_operand(program, instruction, i).size for i in range(len(instruction.results))) - size
     if opcode == "reduce-window":
         return size * (math.prod(_window(instruction, "size")) - 1)
-    if opcode == "select-and-scatter":
+    if opcode == "select-and-scatter":  # the gradient of max pooling: each window is searched for its maximum
         return _operand(program, instruction, 1).size * math.prod(_window(instruction, "size"))
-    if opcode == "scatter":
+    if opcode == "scatter":  # the last operand holds the updates
         return _operand(program, instruction, -1).size
     if opcode == "fusion":
         return sum(flops(program, x) for x in program.inside(instruction))
@@ -52,14 +54,15 @@ def flops(program: HloProgram, instruction: Instruction) -> int:
 
 
 def weight(program: HloProgram, instruction: Instruction) -> float:
-    """How long it may take beside others in one loop: its flops, more of them for functions such as `tanh`."""
-    return flops(program, instruction) * (_AS_LONG_AS if instruction.opcode in _TRANSCENDENTAL else 1)
+    """Estimate how long an operation takes relative to others of one fusion, in units of an addition."""
+    cost = _ADDITIONS_PER_TRANSCENDENTAL if instruction.opcode in _TRANSCENDENTAL else 1
+    return flops(program, instruction) * cost
 
 
 def memory(program: HloProgram, instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes when it is run once, each of its arrays once.
+    """Return the bytes that one run of an instruction reads and writes, each of its arrays once.
 
-    Of an array that is only sliced, what is read of it; of one that is updated in place, what is written.
+    An array that is only sliced counts with the slices, one that is updated in place with the update.
     """
     opcode = instruction.opcode
     if opcode in NAMES or opcode in CONTAINERS:
@@ -71,6 +74,7 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
         return 2 * _operand(program, instruction, 1).bytes
     if opcode != "fusion":
         return results + sum(x.bytes for name in instruction.operands for x in program.instructions[name].results)
+    # A fusion reads its parameters and writes its root; what is in between stays in registers.
     inside = {x.name: x for x in program.inside(instruction)}
     users: dict[str, list[Instruction]] = {}
     for x in inside.values():
@@ -83,7 +87,8 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
 def _read(
     program: HloProgram, array: Instruction, users: list[Instruction], all_users: dict[str, list[Instruction]]
 ) -> int:
-    whole = sum(x.bytes for x in array.results)
+    """Return the bytes that the `users` inside a fusion read of one of its parameters."""
+    size = sum(x.bytes for x in array.results)
     found = 0
     for user in users:
         if user.opcode in {"bitcast", "reshape"}:
@@ -91,11 +96,13 @@ def _read(
         elif user.opcode in {"dynamic-slice", "gather", "slice"} and user.operands[0] == array.name:
             found += sum(x.bytes for x in user.results)
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
-            return whole
-    return min(found, whole)
+            return size
+        # What remains is the operand that an update overwrites in place: nothing of it is read.
+    return min(found, size)
 
 
 def _written(program: HloProgram, root: Instruction, inside: dict[str, Instruction]) -> int:
+    """Return the bytes that a fusion writes for its root, or for each part of a tuple."""
     if root.opcode == "tuple":
         return sum(_written(program, inside[name], inside) for name in root.operands if name in inside)
     if root.opcode == "bitcast" and root.operands[0] in inside:
@@ -110,43 +117,47 @@ def _operand(program: HloProgram, instruction: Instruction, i: int) -> Array:
 
 
 def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
-    """Two for each pair of a number of the input and one of the kernel that meet; padding does not count."""
+    """Return two flops for each pair of elements of the input and the kernel that meet; padding does not count."""
     left, kernel = (_operand(program, instruction, i) for i in range(2))
     names, kernel_names, out_names = instruction.attribute("dim_labels").replace("->", "_").split("_")
     (out,) = instruction.results
-    met = 2 * out.shape[out_names.index("b")] * out.shape[out_names.index("f")]
-    met *= kernel.shape[kernel_names.index("i")]
-    places = sum(x.isdigit() for x in names)
-    strides, spread, dilation = (_window(instruction, name, places) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    padding = [int(x.split("_")[0]) for x in _setting(instruction, "pad").split("x") if x] or [0] * places
-    for i in range(places):
+    total = 2 * out.shape[out_names.index("b")] * out.shape[out_names.index("f")]
+    total *= kernel.shape[kernel_names.index("i")]
+    ndim = sum(x.isdigit() for x in names)
+    strides, spread, dilation = (_window(instruction, name, ndim) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    padding = [int(x.split("_")[0]) for x in _setting(instruction, "pad").split("x") if x] or [0] * ndim
+    for i in range(ndim):
         size, window, results = (
             shape[labels.index(str(i))]
             for shape, labels in ((left.shape, names), (kernel.shape, kernel_names), (out.shape, out_names))
         )
-        met *= sum(
+        # Result p meets kernel element k at p·stride + k·dilation - padding of the input, spread out by its own
+        # dilation. That is an element, not padding or a hole, if it is inside and a multiple of the spread. The axes
+        # are independent of each other, so the counts multiply.
+        total *= sum(
             0 <= (at := place * strides[i] + position * dilation[i] - padding[i]) <= (size - 1) * spread[i]
             and at % spread[i] == 0
             for place, position in product(range(results), range(window))
         )
-    return met
+    return total
 
 
-def _window(instruction: Instruction, name: str, places: int = 0) -> list[int]:
+def _window(instruction: Instruction, name: str, ndim: int = 0) -> list[int]:
     found = _setting(instruction, name)
-    return [int(x) for x in found.split("x")] if found else [1] * places
+    return [int(x) for x in found.split("x")] if found else [1] * ndim  # HLO leaves out what is 1 along all axes
 
 
 def _setting(instruction: Instruction, name: str) -> str:
-    """A setting of the window of a convolution or a pooling, such as `3x3` for its size."""
+    """Return a setting of the window of a convolution or a pooling, such as `3x3` for its size."""
     settings = dict(x.split("=") for x in instruction.attribute("window").split())
     return settings.get(name, "")
 
 
 def _of_library(program: HloProgram, instruction: Instruction) -> int:
-    """A product that is done by a library: `__cublas$gemm`, `__cudnn$convForward`, `__onednn$matmul`."""
+    """Return the flops of a product done by a library: `__cublas$gemm`, `__cudnn$convForward`, `__onednn$matmul`."""
     if instruction.attribute("dim_labels"):
         return _of_convolution(program, instruction)
+    # cuBLAS has the contracted axes in its backend config only, as JSON.
     contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
     if not contracted:
         return 0

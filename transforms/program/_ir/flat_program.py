@@ -1,4 +1,4 @@
-"""A program as one flat list of operations: calls are entered, and a value knows what makes it and what uses it."""
+"""A jaxpr as one flat list of operations: calls are inlined, and a value knows what makes it and what uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..._core.compat import scan_counts
 from ..._core.jaxpr import CALLS, ELEMENTWISE, aval, called, evaluate, interpret
 from .axis_correspondence import correspondence
 
-# Not entered: the derivative rule would be lost.
+# Not inlined: the derivative rule would be lost.
 _CLOSED = frozenset({"custom_jvp_call", "custom_vjp_call"})
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 
@@ -32,8 +32,8 @@ class Value:
       static: whether it depends on parameters and constants only.
       leaves: the numbers of the parameters that a static value depends on.
       learned: whether a static value comes from parameters or a constant array, not only from numbers in the code.
-      rooted: whether a root is taken on the way to a static value.
-      sizes: its shape, with 1 for each axis along which a static value is the same by the way it is made.
+      rooted: whether a root is taken on the way to a static value, as of the variance in a batch norm.
+      sizes: its shape, with 1 for each axis along which a static value is constant by construction.
       uses: the operations that take it, as often as they do, and None for each time that it is an output.
     """
 
@@ -59,12 +59,12 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Which operation it is."""
+        """Return the name of the primitive."""
         return self.eqn.primitive.name
 
 
 class Rewrite(NamedTuple):
-    """Another way to compute an operation: from these values, by this function, which gives a list."""
+    """Another way to compute an operation: from these values, by this function, which returns a list."""
 
     inputs: Sequence[Value]
     function: Callable[..., Sequence[Any]]
@@ -76,7 +76,7 @@ class FlatProgram:
     Args:
       jaxpr: the program.
       consts: its constants.
-      arguments: what stands for its arguments.
+      arguments: the values of its arguments.
 
     Attributes:
       nodes: its operations in order; those that nothing needs are left out.
@@ -87,6 +87,7 @@ class FlatProgram:
         self.arguments = list(arguments)
         nodes: list[Node] = []
         self.outputs: list[Value] = interpret(jaxpr, consts, arguments, partial(_visit, nodes, None), _constant)
+        # Pruned before uses are counted: a chain is folded only if nothing else uses it, and dead code does not.
         self.nodes, _ = needed(nodes, self.outputs)
         for node in self.nodes:
             for value in node.inputs:
@@ -96,21 +97,24 @@ class FlatProgram:
 
 
 def parameter(x: Any, leaf: int) -> Value:
-    """What stands for a parameter."""
+    """Return the value of a parameter."""
     return Value(x, leaf=leaf, static=True, leaves=frozenset([leaf]), learned=True, sizes=tuple(x.shape))
 
 
 def _constant(x: Any) -> Value:
     shape = np.shape(x)
+    # A scalar constant is a number in the code, such as epsilon; an array was closed over, as parameters may be.
     return Value(jax.typeof(x), constant=x, static=True, learned=bool(shape), sizes=shape)
 
 
 def _visit(nodes: list[Node], scope: Any, eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
+    """Append an operation to `nodes`, or those of the function it calls, and return its outputs."""
     source = eqn.source_info
     if scope is not None:
         source = source.replace(name_stack=scope + source.name_stack)
     name = eqn.primitive.name
     if name in CALLS and name not in _CLOSED:
+        # The operations of a called function have scopes relative to the call.
         return interpret(*called(eqn), values, partial(_visit, nodes, source.name_stack), _constant)
     node = Node(eqn.replace(source_info=source), list(values))
     nodes.append(node)
@@ -127,6 +131,7 @@ def _visit(nodes: list[Node], scope: Any, eqn: JaxprEqn, values: list[Value]) ->
 
 
 def _sizes(eqn: JaxprEqn, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the `sizes` of a static result: 1 along axes where all inputs are constant, else its whole length."""
     if eqn.primitive.name in ELEMENTWISE:
         return tuple(max([1, *(x.sizes[i] for x in values if x.sizes)]) if n else n for i, n in enumerate(shape))
     pairs = correspondence(eqn)
@@ -141,7 +146,10 @@ def _sizes(eqn: JaxprEqn, values: Sequence[Value], shape: tuple[int, ...]) -> tu
 
 
 def insides(node: Node) -> Iterator[FlatProgram]:
-    """The programs that an operation repeats, chooses from, or brings with a derivative rule."""
+    """Yield the programs that an operation repeats, chooses from, or brings with a derivative rule.
+
+    Their arguments are as static as the operands: constants of a loop are, what it carries is not.
+    """
     for closed in jax.tree.leaves(list(node.eqn.params.values())):
         jaxpr = getattr(closed, "jaxpr", closed)
         if not isinstance(jaxpr, Jaxpr):
@@ -155,7 +163,7 @@ def insides(node: Node) -> Iterator[FlatProgram]:
             operands = [*operands[node.eqn.params["cond_nconsts"] :][:shared], *[None] * (len(jaxpr.invars) - shared)]
         elif node.name == "cond":
             operands = operands[1:]
-        if len(operands) != len(jaxpr.invars):
+        if len(operands) != len(jaxpr.invars):  # an operation whose operands are passed on in a way unknown here
             operands = [None] * len(jaxpr.invars)
         arguments = [_inner(aval(x), operand) for x, operand in zip(jaxpr.invars, operands, strict=True)]
         yield FlatProgram(jaxpr, getattr(closed, "consts", ()), arguments)
@@ -164,6 +172,7 @@ def insides(node: Node) -> Iterator[FlatProgram]:
 def _inner(x: Any, operand: Value | None) -> Value:
     if operand is None or not operand.static:
         return Value(x)
+    # Its value, and where it is constant, are not looked up across the boundary: `x` may be a slice of the operand.
     return replace(operand, aval=x, node=None, leaf=None, constant=None, sizes=tuple(x.shape), uses=[])
 
 
@@ -174,7 +183,7 @@ def needed(
     *,
     effects: bool = True,
 ) -> tuple[list[Node], set[Value]]:
-    """The operations that lead to some values, or have effects, and all values that these need."""
+    """Return the operations that lead to some values, or have effects, and all values that these need."""
     rewrites = rewrites or {}
     seen = set(wanted)
     kept = []
@@ -186,7 +195,7 @@ def needed(
 
 
 def run(nodes: Sequence[Node], known: dict[Value, Any], rewrites: Mapping[Node, Rewrite] | None = None) -> None:
-    """Add to the values that are `known` those that some operations give."""
+    """Evaluate operations in order, and add what they return to the `known` values."""
     rewrites = rewrites or {}
     for node in nodes:
         if not node.outputs or any(x not in known for x in node.outputs):
@@ -195,5 +204,5 @@ def run(nodes: Sequence[Node], known: dict[Value, Any], rewrites: Mapping[Node, 
 
 
 def read(value: Value, known: Mapping[Value, Any]) -> Any:
-    """A value that is a constant or known."""
+    """Return the array of a value that is a constant or known."""
     return known[value] if value.constant is None else value.constant

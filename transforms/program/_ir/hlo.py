@@ -1,7 +1,8 @@
-"""The text of a compiled program, read: its computations, their instructions, and where in the source each is from."""
+"""A parser for the text of a compiled program: its computations, their instructions, and the line each is from."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ _CALLED = re.compile(
     rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
 )
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_PARENTHESES = re.compile(rf"{_QUOTED.pattern}|[()]")  # a quoted string is one match, so those inside do not count
 _METADATA = re.compile(rf", metadata=\{{(?:[^{{}}\"]|{_QUOTED.pattern})*\}}")
-_BITS = re.compile(r"\d+")
+
 _ESCAPED = re.compile(r"\\([0-7]{3}|.)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# XLA writes the number of iterations where it can prove it, as for `scan`.
+_ITERATIONS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
-# Operations that do nothing: other names for what is there already.
+# Operations that do nothing: other names for arrays that are there already.
 NAMES = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
 # Operations that run another computation rather than do something themselves.
 CONTAINERS = frozenset({"while", "conditional", "call", "async-start", "async-done"})
@@ -37,7 +40,7 @@ class Array:
     Attributes:
       dtype: as HLO writes it, such as `f32`.
       shape: the lengths of its axes.
-      order: the axes as they are in memory, that of neighbours first.
+      order: the axes as they are in memory, the one along which neighbours lie (`minor`) first.
     """
 
     dtype: str
@@ -46,18 +49,15 @@ class Array:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        """Return the number of elements."""
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """How much memory it takes."""
-        bits = _BITS.search(self.dtype)
+        """Return the bytes of memory it takes; a dtype has its number of bits in its name, such as `f32` or `s4`."""
         if self.dtype in {"token", "opaque"}:
             return 0
+        bits = re.search(r"\d+", self.dtype)
         return -(-self.size * (int(bits[0]) if bits else 8) // 8)  # `pred` takes a byte
 
 
@@ -66,12 +66,12 @@ class Instruction:
     """An instruction.
 
     Attributes:
-      name: unique in its program; the trace of a run speaks of `hlo_op`.
-      opcode: what it does, such as `dot` or `fusion`.
-      results: the arrays it makes, one unless it makes a tuple.
+      name: unique in its program; the trace of a run calls it `hlo_op`.
+      opcode: the operation, such as `dot` or `fusion`.
+      results: the arrays it returns, one unless it returns a tuple.
       operands: the names of the instructions whose results it takes.
       root: whether its result is that of its computation.
-      rest: what is written behind the operands.
+      rest: the text after the operands: attributes, metadata and settings of the backend.
     """
 
     name: str
@@ -82,35 +82,35 @@ class Instruction:
     rest: str
 
     @cached_property
-    def turns(self) -> int:
-        """How often a loop runs what it calls; 1 where that depends on data, and for what is no loop."""
-        found = _TURNS.search(self.rest) if self.opcode == "while" else None
+    def iterations(self) -> int:
+        """Return how often a loop runs its body; 1 where that depends on data, and for other instructions."""
+        found = _ITERATIONS.search(self.rest) if self.opcode == "while" else None
         return int(found[1]) if found else 1
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs."""
+        """Return the names of the computations that it runs."""
         found = (match[1] or match[2] for match in _CALLED.finditer(self.rest))
         return tuple(name.strip().lstrip("%") for names in found for name in names.split(","))
 
     @cached_property
     def op_name(self) -> str:
-        """The scopes and the operation of JAX that it comes from, such as `jit(f)/layer/dot_general`; may be empty."""
+        """Return the scopes and operation of JAX it comes from, such as `jit(f)/layer/dot_general`; may be empty."""
         found = re.search(rf"op_name={_QUOTED.pattern}", self.rest)
         return _unescaped(found[1]) if found else ""
 
     def attribute(self, name: str) -> str:
-        """A setting such as `window={size=3x3}`, without its braces; empty where it is not given."""
+        """Return a setting such as `window={size=3x3}`, without its braces; empty where it is not given."""
         found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|([\w.\->]+))", self._settings)
         return (found[1] if found[1] is not None else found[2]) if found else ""
 
     @cached_property
     def _settings(self) -> str:
-        """What is behind the operands, without what is quoted."""
+        # Without quoted strings: a scope that a user named `window=...` is no setting.
         return _QUOTED.sub('""', self.rest)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """A setting that is a list of whole numbers."""
+        """Return a setting that is a list of whole numbers."""
         return tuple(int(x) for x in self.attribute(name).split(",") if x)
 
 
@@ -122,14 +122,17 @@ class HloProgram:
 
     Attributes:
       computations: the instructions of each computation, by the computation's name.
-      entry: the name of the one that is run.
+      entry: the name of the computation that a call runs.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
-        tables: dict[str, dict[int, str]] = {}
+        # Newer versions of XLA write stacks of calls once, as numbered rows of four tables before the computations,
+        # and for each instruction the number of its frame.
+        self._tables: dict[str, dict[int, str]] = {}
+        self._sources: dict[int, str] = {}
         rows: dict[int, str] = {}
         current: list[Instruction] = []
         for line in text.splitlines():
@@ -139,20 +142,18 @@ class HloProgram:
                 current = self.computations[match[2]] = []
                 self.entry = match[2] if match[1] else self.entry
             elif line in {"FileNames", "FunctionNames", "FileLocations", "StackFrames"}:
-                rows = tables[line] = {}
+                rows = self._tables[line] = {}
             elif match := re.match(r"(\d+) (.*)$", line):
                 rows[int(match[1])] = match[2]
-        self._tables = tables
-        self._sources: dict[int, str] = {}
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """All instructions by name."""
+        """Return all instructions by name."""
         return {x.name: x for computation in self.computations.values() for x in computation}
 
     def anonymous(self) -> str:
-        """What tells it from other programs: the text apart from names, and from where in the source it comes from."""
-        numbers: dict[str, int] = {}
+        """Return the text with names numbered and without metadata: equal for programs that do the same."""
+        numbers: dict[str, int] = {}  # of each name, in the order in which names appear
         lines = []
         for line in self._text.splitlines():
             computation = _COMPUTATION.match(line)
@@ -162,12 +163,12 @@ class HloProgram:
         return "\n".join(lines)
 
     def runs(self, computation: str = "") -> Iterator[tuple[Instruction, int]]:
-        """The instructions that a call runs and how often, loops that depend on data once; fusions as one."""
+        """Yield the instructions that a call runs and how often; fusions as one, the bodies of unbounded loops once."""
         for x in self.computations[computation or self.entry]:
             if x.opcode not in NAMES:
                 yield x, 1
             for name in x.called if x.opcode in CONTAINERS else ():
-                yield from ((inner, times * x.turns) for inner, times in self.runs(name))
+                yield from ((inner, times * x.iterations) for inner, times in self.runs(name))
 
     @cached_property
     def _users(self) -> dict[str, list[Instruction]]:
@@ -178,9 +179,9 @@ class HloProgram:
         return users
 
     def waiting(self, name: str) -> Iterator[str]:
-        """The instructions that cannot begin before the one of this name has ended."""
+        """Yield the names of the instructions that cannot begin before the one of this name has ended."""
         for user in self._users.get(name, ()):
-            if user.opcode in NAMES:
+            if user.opcode in NAMES:  # it takes no time itself, but its users wait as well
                 yield from self.waiting(user.name)
             else:
                 yield user.name
@@ -191,20 +192,21 @@ class HloProgram:
         return {inner.name: x for x in fusions for name in x.called for inner in self.computations.get(name, ())}
 
     def fusion_of(self, instruction: Instruction) -> Instruction | None:
-        """The fusion that an instruction is in."""
+        """Return the fusion that an instruction is in, or None."""
         return self._fusions.get(instruction.name)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instructions of a fusion, those of fusions in it included."""
+        """Yield the instructions of a fusion, those of nested fusions included."""
         for name in instruction.called:
             for x in self.computations.get(name, ()):
                 yield from self.inside(x) if x.opcode == "fusion" else (x,)
 
     def source(self, instruction: Instruction) -> str:
-        """The line of the user's code that an instruction comes from, as `file:line`; empty where it is not known."""
+        """Return the line of the user's code it comes from, as `file:line`; empty where it is not known."""
         frame = instruction.attribute("stack_frame_id")
         if frame:
             return self._line(int(frame))
+        # Older versions write file and line themselves.
         file = re.search(rf"source_file={_QUOTED.pattern}", instruction.rest)
         return f"{_unescaped(file[1])}:{instruction.attribute('source_line')}" if file else ""
 
@@ -215,16 +217,15 @@ class HloProgram:
 
     @cached_property
     def _frames(self) -> dict[int, tuple[int, ...]]:
-        """For each frame of a stack of calls the number of its line, and of its caller."""
+        """Return for each frame of a stack of calls the number of its location and of its caller."""
         return {i: tuple(map(int, re.findall(r"=(\d+)", row))) for i, row in self._tables["StackFrames"].items()}
 
     def _lines(self, frame: int) -> Iterator[str]:
-        """The lines of a stack of calls, from the innermost outwards."""
-        frames = self._frames
+        """Yield the lines of a stack of calls, from the innermost outwards."""
         # The first frame has no caller. Some versions write the number of each caller one too high.
-        shift = frames[1][1]
+        shift = self._frames[1][1]
         while frame:
-            location, caller = frames[frame]
+            location, caller = self._frames[frame]
             frame = caller - shift
             place = dict(re.findall(r"(\w+)=(\d+)", self._tables["FileLocations"][location]))
             file = self._tables["FileNames"][int(place["file_name_id"])]
@@ -232,6 +233,7 @@ class HloProgram:
 
 
 def _instruction(root: str | None, name: str, text: str) -> Instruction:
+    """Parse the right side of `name = f32[2,3]{1,0} add(f32[2,3]{1,0} %x, ...), metadata={...}`."""
     kind, text = _type(text)
     opcode = _OPCODE.match(text)
     if not opcode:
@@ -243,41 +245,37 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
 
 
 def _unescaped(text: str) -> str:
-    """As it was before XLA wrote it in quotes: bytes of UTF-8 in octal, and strokes before some."""
+    """Undo the escapes of a quoted string: bytes of UTF-8 in octal, and backslashes."""
+    # Each byte becomes one character of Latin-1 first, so that those of one letter can be decoded together.
     plain = _ESCAPED.sub(lambda x: chr(int(x[1], 8)) if x[1].isdigit() else _ESCAPES.get(x[1], x[1]), text)
     return plain.encode("latin-1", "replace").decode("utf-8", "replace")
 
 
 def _array(dtype: str, lengths: str, order: str) -> Array:
+    # A dynamic axis is written with its bound, as `<=5`. Without an order axes are in memory as in C.
     shape = tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x)
     return Array(dtype, shape, tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape)))))
 
 
 def _type(text: str) -> tuple[str, str]:
-    """The type at the beginning of the right side of an instruction, and what follows it."""
+    """Split the right side of an instruction into the type of its result, which may be a tuple, and the rest."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     return text[:end], text[end:].lstrip()
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` is closed."""
+    """Return the position where the parenthesis that opens at `start` is closed."""
     depth = 0
-    quoted = False
-    for i in range(start, len(text)):
-        character = text[i]
-        if character == '"' and text[i - 1] != "\\":
-            quoted = not quoted
-        elif not quoted and character == "(":
-            depth += 1
-        elif not quoted and character == ")":
-            depth -= 1
-            if not depth:
-                return i
+    for found in _PARENTHESES.finditer(text, start):
+        depth += (found[0] == "(") - (found[0] == ")")
+        if not depth:
+            return found.start()
     raise ValueError(f"an instruction of a compiled program that is not understood: {text[:80]}")
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """The names between the brackets, before which there may be types, and numbers as a help to the eye."""
+    """Return the names among the operands, some versions of which have types, and comments such as `/*index=5*/`."""
+    # Commas inside of shapes, layouts and tuple types would split an operand, so these go first.
     text = re.sub(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]", "", text)
     text = re.sub(r"\([^()]*\)", "", text)
     return tuple(x.split()[-1].lstrip("%") for x in text.split(",") if x.strip())

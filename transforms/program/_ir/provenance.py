@@ -1,4 +1,4 @@
-"""Where an instruction of a compiled program comes from: the operation of JAX, its scopes, and a line of source."""
+"""The origin of an instruction of a compiled program: the operation of JAX, its scopes, and a line of source."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from .hlo import HloProgram, Instruction
 from .scopes import scope_of
 
-# What XLA calls a matrix product and a convolution, and what JAX does.
+# The names of a matrix product and a convolution in XLA, and in JAX.
 PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
-# XLA names a product that it has put together with another view of an operand after the view.
+# XLA names a product that it has merged with another view of an operand after the view.
 _VIEWS = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "rev"})
-# How far to look for a neighbour with a name.
+# How many operands and users away to look for a neighbour with a name.
 _STEPS = 6
 
 
@@ -31,20 +31,13 @@ class Provenance:
     source: str
 
 
-def is_product(instruction: Instruction) -> bool:
-    """Whether it is a matrix product or a convolution."""
-    return instruction.opcode in PRODUCTS
-
-
 def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None:
-    """The place that an instruction is named after; None where it has no name.
-
-    The names of parameters are those of variables, as in `params['w']`, and some are of calls alone.
-    """
+    """Return the place that an instruction is named after; None where it has no name."""
     op, scope = scope_of(instruction.op_name)
+    # Parameters are named after variables, as in `params['w']`, and some instructions after a call alone.
     if not op or not instruction.op_name.startswith(("jit(", "pjit(")):
         return None
-    if op in _VIEWS and is_product(instruction):
+    if op in _VIEWS and instruction.opcode in PRODUCTS:
         op = PRODUCTS[instruction.opcode]
     return Provenance(op, scope, program.source(instruction))
 
@@ -52,13 +45,13 @@ def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None
 def around(
     program: HloProgram, instruction: Instruction, known: Mapping[str, Provenance] | None = None, *, users: bool = True
 ) -> Iterator[Provenance]:
-    """The places nearest to an instruction: of what waits for it and what it waits for, or of the latter alone.
+    """Yield the places nearest to an instruction, breadth first, along users and operands or operands alone.
 
     Args:
       program: the program.
       instruction: where to begin.
-      known: the places of some that have no name.
-      users: whether to look at what waits for it too.
+      known: the places of instructions that have no name of their own.
+      users: whether to look at what waits for the instruction too.
     """
     known = known or {}
     seen, level = {instruction.name}, [instruction]
@@ -66,6 +59,7 @@ def around(
         further = []
         for x in level:
             fusion = program.fusion_of(x)
+            # Users first: what XLA adds, such as a copy, is there for the sake of what needs its result.
             names = [*(program.waiting(x.name) if users else ()), *x.operands, *([fusion.name] if fusion else ())]
             for name in names:
                 if name in seen:

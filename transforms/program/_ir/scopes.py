@@ -1,10 +1,10 @@
-"""Where in a model an operation is: the scopes that its name tells of."""
+"""The position of an operation in a model: the scopes in its name."""
 
 from __future__ import annotations
 
 import re
 
-# What the structure of a program adds to the names of scopes: calls, the bodies of loops, branches.
+# The structure of a program adds names of its own to the scopes: calls, the bodies of loops, branches.
 _CALLS = frozenset(
     """
     checkpoint closed_call core_call custom_jvp_call custom_vjp_call eval_jaxpr jit pjit remat rematted_computation
@@ -15,7 +15,7 @@ _BRANCH = re.compile(r"branch_\d+_fun")
 
 
 def scope_of(op_name: str) -> tuple[str, str]:
-    """The operation of JAX and its scopes, from a name such as `jit(f)/layer/while/body/mix/dot_general`.
+    """Split a name such as `jit(f)/layer/while/body/mix/dot_general` into `dot_general` and `layer/mix`.
 
     The operation is empty where the name is that of a call alone.
     """
@@ -24,7 +24,7 @@ def scope_of(op_name: str) -> tuple[str, str]:
 
 
 def _parts(name: str) -> list[str]:
-    """A name at those of its strokes that are not in brackets."""
+    """Split a name at the slashes that are not in parentheses, since `transpose(jvp(a/b))` is one part."""
     parts, depth = [""], 0
     for character in name:
         depth += (character == "(") - (character == ")")
@@ -36,9 +36,11 @@ def _parts(name: str) -> list[str]:
 
 
 def _without_structure(parts: list[str]) -> str:
+    """Join the parts that are scopes, without calls, loops and branches."""
     kept = []
     for i, part in enumerate(parts):
         before, after = parts[i - 1] if i else "", parts[i + 1] if i + 1 < len(parts) else ""
+        # `while` and `body` are dropped only next to each other, since a user may name a scope `body`.
         opens = (part == "while" and after in {"body", "cond"}) or (part == "cond" and _BRANCH.fullmatch(after))
         inside = (part in {"body", "cond"} and before == "while") or (_BRANCH.fullmatch(part) and before == "cond")
         outer, bracket, inner = part.removesuffix(")").partition("(")

@@ -1,4 +1,4 @@
-"""A call as a program of its own, in which the parts of NNX modules are scopes: traced, compiled, and run again."""
+"""A call as a program of its own, in which the parts of NNX modules are scopes: traced, compiled, and repeated."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from .provenance import Provenance
 from .unnamed_dots import unnamed_dots
 
 # XLA's CPU backend hands parts of a program, or all of it, to a library as one instruction whose parts cannot be timed.
-# With these each matrix product and convolution is handed over alone.
-_PRODUCTS_APART = {
+# With these options each matrix product and convolution is handed over alone.
+_SEPARATE_PRODUCTS = {
     "xla_cpu_experimental_ynn_fusion_type": ",".join(
         f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}" for kind in ("DOT", "CONVOLUTION")
     )
 }
 # And it compiles small loops into one function that the trace does not look into.
-_LOOPS_APART = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
+_SEPARATE_LOOPS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
 _SMALL_LOOP = "xla_cpu_small_call"
 
 
 class TracedProgram:
     """`fun(*args)` as a program.
 
-    Modules are not changed by it: what `fun` changes of them is a result of the program, so that it is computed.
+    Modules are not changed by it: the state that `fun` changes is a result of the program, so that it is computed.
 
     Args:
-      api: what to call the tool in an error.
+      api: the name of the tool, for errors.
       fun: a function, a bound method or a module; one that is jitted keeps its settings.
-      args: its arguments. What is neither array, number nor module stays as it is.
+      args: its arguments. Those that are neither arrays, numbers nor modules stay as they are.
 
     Attributes:
-      name: what to call the function.
-      traced: what JAX made of it, before XLA has changed it.
+      name: the name of the function.
+      traced: the trace, `jax.stages.Traced`: the program before XLA has changed it.
     """
 
     def __init__(self, api: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -64,7 +64,7 @@ class TracedProgram:
         owner, function = bound_model(fun)
         refuse_shared_state(api, fun, owner, args, {})
         modules = modules_of(fun, owner, args)
-        # Taken apart while they are named: so are then the copies that are put together from the parts.
+        # Modules are split while they have their paths, so that the copies merged from the parts have them too.
         with module_paths(modules) as kinds, scoped_calls(kinds):
             jitted = isinstance(fun, Jitted)
             if jitted and not models_of(args):
@@ -72,11 +72,11 @@ class TracedProgram:
                 dynamic = _dynamic(fun, args, self.traced)
                 self._args = tuple(args[i] for i in dynamic)
                 if modules:
-                    # JAX may remember a trace of it without the scopes.
+                    # JAX may have cached a trace of it without the scopes; a new function has none.
                     static = tuple(i for i in range(len(args)) if i not in dynamic)
-                    self.traced = call_users(jax.jit(_anew(cast(Any, fun)), static_argnums=static).trace, *args)
+                    self.traced = call_users(jax.jit(_uncached(fun), static_argnums=static).trace, *args)
             else:
-                # Of a jitted function whole numbers may be static.
+                # Ints and bools of a jitted function may be static, so they stay as they are.
                 numbers = (float, complex) if jitted else (bool, int, float, complex)
                 kinds_of_arrays = (np.ndarray, np.generic, *numbers)
                 parts = split_tree((owner, args, {}))
@@ -88,28 +88,28 @@ class TracedProgram:
             self._lowered: Any = self.traced.lower()
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
-        """The program, compiled."""
+        """Return the program, compiled."""
         with LOCK, names_in_cache_key():
             return Compiled(self._lowered.compile(compiler_options=options), self._args, self.traced.jaxpr)
 
     def arrays(self) -> list[Any]:
-        """The arguments of the program."""
+        """Return the arguments of the program."""
         return jax.tree.leaves(self._args)
 
     @cached_property
     def compiled(self) -> Compiled:
-        """The program as it would be run."""
+        """Return the program as it would be run."""
         return self.compile()
 
     @cached_property
-    def apart(self) -> Compiled:
-        """The program with its products and small loops as instructions of their own, where XLA can keep them so."""
+    def separated(self) -> Compiled:
+        """Return the program with products and small loops as instructions of their own, where XLA can do so."""
         program = self.compiled.program
         options: dict[str, str] = {}
         if any(is_mixed(program, x) for x in program.instructions.values()):
-            options |= _PRODUCTS_APART
+            options |= _SEPARATE_PRODUCTS
         if _SMALL_LOOP in self.compiled.text:
-            options |= _LOOPS_APART
+            options |= _SEPARATE_LOOPS
         try:
             return self.compile(options) if options else self.compiled
         except jax.errors.JaxRuntimeError:  # another version of XLA, without these options
@@ -120,9 +120,9 @@ class Compiled:
     """A compiled program and its arguments.
 
     Attributes:
-      text: it, as XLA writes it.
-      program: the text, read.
-      module: what the trace of a run calls it.
+      text: the program, as XLA writes it.
+      program: the text, parsed.
+      module: the name of the program in the trace of a run.
     """
 
     def __init__(self, executable: Any, args: tuple[Any, ...], closed: Any) -> None:
@@ -137,25 +137,29 @@ class Compiled:
         return unnamed_dots(self.program, self._closed)
 
     def shares(self, instruction: Instruction) -> list[Attribution]:
-        """Which operations an instruction stands for."""
+        """Divide an instruction among the operations that it represents."""
         return shares(self.program, instruction, self._unnamed)
 
     def calls(self, number: int) -> list[Callable[[], Any]]:
-        """So many calls of it, each of which can be made once."""
+        """Return so many calls of the program, each of which can be made once."""
+        # A donated buffer is gone after a call, so each call needs copies, made before anything is timed.
         each = [jax.tree.map(jnp.copy, self._args) if self._donates else self._args for _ in range(number)]
         jax.block_until_ready(each)
         return [partial(self._executable, *args) for args in each]
 
 
 def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[int]:
-    """The positions of the arguments of a jitted function that are not static, by what its program takes."""
+    """Return the positions of the arguments of a jitted function that are not static.
+
+    JAX does not tell which are static, but what the arguments of the program are called and look like. So those of the
+    call are matched with those of the program in order, and the ones that are left out are static.
+    """
     infos, _ = traced.args_info
     names = iter(traced.jaxpr.jaxpr.debug_info.arg_names)
-    firsts = []
-    for info in infos:
-        firsts.append([str(next(names)) for _ in jax.tree.leaves(info)][:1])
+    firsts = [[str(next(names)) for _ in jax.tree.leaves(info)][:1] for info in infos]
 
     def fits(i: int, k: int) -> bool:
+        """Return whether argument `i` of the call can be argument `k` of the program."""
         name = argument_name(fun, args, i)
         if not all(re.split(r"[.\[]", x, maxsplit=1)[0] == name.partition("[")[0] for x in firsts[k]):
             return False
@@ -168,6 +172,7 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
         )
 
     def match(i: int, k: int) -> list[int] | None:
+        """Match the arguments from `i` on with those of the program from `k` on, with backtracking."""
         if k == len(infos):
             return []
         if i == len(args):
@@ -179,7 +184,7 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
     return list(range(len(args))) if found is None else found
 
 
-def _anew(fun: Any) -> Callable[..., Any]:
+def _uncached(fun: Any) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return fun.__wrapped__(*args)
 
@@ -189,19 +194,19 @@ def _anew(fun: Any) -> Callable[..., Any]:
 
 @contextmanager
 def names_in_cache_key() -> Iterator[None]:
-    """Let the persistent cache, where there is one, not give back a program with the scopes and lines of another."""
+    """Keep JAX's persistent cache from returning the same program with the scopes and lines of another function."""
     setting = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, setting, None)
-    if before is not None:
-        jax.config.update(setting, True)
+    before = getattr(jax.config, setting)
+    jax.config.update(setting, True)
     try:
         yield
     finally:
-        if before is not None:
-            jax.config.update(setting, before)
+        jax.config.update(setting, before)
 
 
 def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], name: str) -> Callable[..., Any]:
+    """Return `function` as one of arrays alone, to its arrays and those that it changes of modules."""
+
     def call(arrays: list[jax.Array]) -> list[jax.Array]:
         parts = join(arrays)
         out, models = call_with_models(function, parts)

@@ -1,7 +1,8 @@
 """Matrix products and convolutions of a compiled program that have lost their names.
 
 XLA's rewrites of a convolution, above all of the gradient of its weights, leave no name on what they make. But the
-program as JAX wrote it has the product, with a result of the same lengths, and computed from the same neighbours.
+jaxpr has the product, with a result of the same lengths, and computed from the same neighbours. So the products of both
+are matched: first those that have their names, then the others by lengths and neighbours.
 """
 
 from __future__ import annotations
@@ -11,53 +12,50 @@ from typing import Any, NamedTuple
 
 from ..._core.source_lines import source_of
 from .flat_program import FlatProgram, Node, Value, insides
-from .hlo import HloProgram, Instruction
-from .provenance import PRODUCTS, Provenance, around, is_product, place_of
+from .hlo import HloProgram
+from .provenance import PRODUCTS, Provenance, around, place_of
 from .scopes import scope_of
 
-# What only puts the numbers of an operand elsewhere, between a product and what it is computed from.
+# Operations that only rearrange an operand, between a product and what it is computed from.
 _VIEWS = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
 )
 
-Lengths = tuple[int, ...]
-
 
 class _Written(NamedTuple):
-    """A product of the program as JAX wrote it: where, the lengths of its result, and what it is computed from."""
+    """A product of the jaxpr: its place, the lengths of its result, and the places it is computed from."""
 
     place: Provenance
-    lengths: Lengths
+    lengths: tuple[int, ...]
     sources: frozenset[Provenance]
 
 
 def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
-    """Where the products without a name come from, by the names of their instructions.
+    """Return the places of products without a name, by the names of their instructions.
 
     Args:
       program: the compiled program.
-      closed: the program before XLA has changed it.
+      closed: its jaxpr, closed.
     """
-    products = [x for x in program.instructions.values() if is_product(x)]
+    products = [x for x in program.instructions.values() if x.opcode in PRODUCTS]
     nameless = [x for x in products if place_of(program, x) is None]
     if not nameless:
         return {}
     flat = FlatProgram(closed.jaxpr, closed.consts, [Value(x.aval) for x in closed.jaxpr.invars])
     written = list(_products(flat, ""))
     for x in products:
+        # Each product of the jaxpr is one of the compiled program, so those with a name are no candidates.
         place = place_of(program, x)
         if place is not None:
-            alike = [
-                y for y in written if (y.place.op, y.place.scope, y.lengths) == (place.op, place.scope, _lengths(x))
-            ]
-            if alike:
-                written.remove(max(alike, key=lambda y: y.place.source == place.source))
+            key = place.op, place.scope, _lengths(x.results[0].shape)
+            if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
+                written.remove(max(same, key=lambda y: y.place.source == place.source))
     found = {}
     for x in nameless:
         near = set(around(program, x, users=False))
-        candidates = [y for y in written if y.lengths == _lengths(x)]
+        candidates = [y for y in written if y.lengths == _lengths(x.results[0].shape)]
         if candidates:
-            # Of several that are alike, the one with most neighbours in common, else the first that is left.
+            # Of several with these lengths, the one with most neighbours in common, else the first that is left.
             best = max(candidates, key=lambda y: len(near & y.sources))
             written.remove(best)
             found[x.name] = best.place
@@ -65,11 +63,12 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
 
 
 def _products(flat: FlatProgram, scope: str) -> Iterator[_Written]:
+    """Yield the products of a program, those inside its loops and branches included, in order."""
     for node in flat.nodes:
         place = _place(node, scope)
         if node.name in PRODUCTS.values():
             sources = frozenset(_place(x, scope) for value in node.inputs for x in _makers(value))
-            yield _Written(place, _sorted(node.outputs[0].aval.shape), sources)
+            yield _Written(place, _lengths(node.outputs[0].aval.shape), sources)
         for inner in insides(node):
             yield from _products(inner, "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack)])))
 
@@ -80,7 +79,7 @@ def _place(node: Node, scope: str) -> Provenance:
 
 
 def _makers(value: Value) -> Iterator[Node]:
-    """The operation that a value comes from, past those that only put it elsewhere."""
+    """Yield the operation that a value comes from, past those that only rearrange it; nothing for an argument."""
     node = value.node
     if node is not None and node.name in _VIEWS:
         yield from _makers(node.inputs[0])
@@ -88,9 +87,6 @@ def _makers(value: Value) -> Iterator[Node]:
         yield node
 
 
-def _lengths(instruction: Instruction) -> Lengths:
-    return _sorted(instruction.results[0].shape)
-
-
-def _sorted(shape: tuple[int, ...]) -> Lengths:
+def _lengths(shape: tuple[int, ...]) -> tuple[int, ...]:
+    # XLA orders axes as it likes, and drops those of size 1.
     return tuple(sorted(length for length in shape if length > 1))

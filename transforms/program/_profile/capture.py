@@ -1,4 +1,4 @@
-"""What a program runs and how long it takes, written to a file for a later comparison: `capture`."""
+"""The operations of a program and their times, written to a file for a later comparison: `capture`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FORMAT = "plurax capture 1"
 
 @dataclass(frozen=True)
 class Capture:
-    """What a program runs, and how long that took in some runs.
+    """The operations that a program runs, and how long they took in some runs.
 
     Attributes:
-      name: of the function.
+      name: the name of the function.
       counts: how often each operation of each scope runs in a call, by `(op, scope)`.
-      seconds: how long these took in each run, of what has a time of its own.
+      seconds: how long these took in each run, for those that have a time of their own.
       program: a digest of the compiled program, apart from names and lines of source.
       machine: the devices (on a CPU the model of the processor), the cores and the versions of JAX, for which alone
         times can be compared.
@@ -51,16 +51,16 @@ class Capture:
 
 
 def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, repeats: int = 20) -> Capture:
-    """Run `fun(*args)` some times and write what it runs to a file, for `trace_diff`.
+    """Run `fun(*args)` some times and write its operations and their times to a file, for `trace_diff`.
 
     Args:
-      path: the file, JSON; one that is there is replaced once the new one is whole. Missing folders are made.
+      path: the file, JSON; an existing one is replaced when the new one is complete. Missing folders are made.
       fun: as for `profile`.
       *args: as for `profile`.
-      repeats: how many calls are watched, as for `profile`; at least two.
+      repeats: the number of calls that are timed, as for `profile`; at least two.
 
     Returns:
-      What was written.
+      The capture that was written.
 
     Raises:
       TypeError: `fun` cannot be called, `repeats` is not a whole number.
@@ -80,22 +80,18 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
     """
     check_count("capture", "repeats", repeats, least=2)
     (found,) = captures("capture", [TracedProgram("capture", fun, args)], repeats)
-    content = {
-        "format": _FORMAT,
-        "name": found.name,
-        "program": found.program,
-        "machine": found.machine,
-        "operations": [
-            {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
-            for (op, scope), count in found.counts.items()
-        ],
-    }
+    operations = [
+        {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
+        for (op, scope), count in found.counts.items()
+    ]
+    head = {"format": _FORMAT, "name": found.name, "program": found.program, "machine": found.machine}
+    content = {**head, "operations": operations}
     write_atomically(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
     return found
 
 
 def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
-    """What `capture` has written."""
+    """Return the capture in a file; raise if it is not one."""
     try:
         content = json.loads(Path(path).read_text())
         if content["format"] != _FORMAT:
@@ -106,6 +102,7 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
 
 
 def _checked(content: dict[str, Any]) -> Capture:
+    """Return the content of a file as a capture; raise an error, of any of several types, if it does not fit."""
     for name in ("name", "program", "machine"):
         if not isinstance(content[name], str):
             raise ValueError(f"{name!r} is no string")
@@ -115,6 +112,7 @@ def _checked(content: dict[str, Any]) -> Capture:
     for (op, scope), row in rows.items():
         if not isinstance(op, str) or not isinstance(scope, str):
             raise ValueError("the name of an operation is no string")
+        # By `type`, as True is an instance of int as well.
         if type(row["count"]) is not int or row["count"] < 0:
             raise ValueError(f"the count of {op!r} is no whole number from 0 on")
         times = row["seconds"]
@@ -132,33 +130,34 @@ def _checked(content: dict[str, Any]) -> Capture:
 
 
 def captures(api: str, prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
-    """Run some programs in turns, and say what each runs."""
-    programs = [one.apart for one in prepared]
+    """Run some programs alternately, and return a capture of each."""
+    programs = [one.separated for one in prepared]
     for compiled in programs:
-        jax.block_until_ready(compiled.calls(1)[0]())
-    return [_captured(*one) for one in zip(prepared, timelines(api, programs, repeats), strict=True)]
+        jax.block_until_ready(compiled.calls(1)[0]())  # a first call, which is slower, is not timed
+    return list(map(_captured, prepared, timelines(api, programs, repeats)))
 
 
 def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
-    program = prepared.apart.program
+    """Return the capture of a program that was run."""
+    program = prepared.separated.program
     counts: dict[tuple[str, str], int] = dict(count_operations(prepared.traced.jaxpr.jaxpr))
     seconds: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
     added: dict[tuple[str, str], int] = defaultdict(int)
     for name, times in runs[0].counts.items() if runs else ():
-        for share in prepared.apart.shares(program.instructions[name]):
+        for share in prepared.separated.shares(program.instructions[name]):
             key = share.place.op, share.place.scope
             for i, run in enumerate(runs):
                 seconds[key][i] += share.part * run.seconds.get(name, 0.0)
+            # Operations of the jaxpr are counted there, where a count does not depend on fusion; only those that XLA
+            # has added, such as copies, are counted by instructions.
             if key not in counts:
                 added[key] += times
-    return Capture(prepared.name, {**counts, **added}, dict(seconds), _digest(prepared), _machine())
-
-
-def _digest(prepared: TracedProgram) -> str:
-    return hashlib.sha256(prepared.apart.program.anonymous().encode()).hexdigest()
+    digest = hashlib.sha256(program.anonymous().encode()).hexdigest()
+    return Capture(prepared.name, {**counts, **added}, dict(seconds), digest, _machine())
 
 
 def _machine() -> str:
+    """Return the devices, cores and versions of JAX, with which alone times can be compared."""
     device = jax.devices()[0]
     kind = processor() if device.platform == "cpu" else device.device_kind
     devices = f"{jax.device_count()} x {device.platform} {kind}, {cores()} cores"

@@ -1,4 +1,4 @@
-"""A program evaluated operation by operation, as it is written, each timed: scans and loops turn by turn."""
+"""A program evaluated operation by operation, as it is written, each timed: scans and loops iteration by iteration."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from .._ir.hlo import HloProgram
 from .._ir.provenance import Provenance
 from .._ir.scopes import scope_of
 
+# Instructions whose cost is known only once XLA has compiled them: see `_cost`.
 _REWRITTEN = frozenset({"while", "reduce-window"})
 
 
 @dataclass
 class Cost:
-    """What the operations of one place cost together.
+    """The cost of all operations of one place together.
 
     Attributes:
       seconds: how long they took.
       count: how many there were.
       flops: their floating point operations.
-      bytes: what they read and wrote.
+      bytes: the bytes that they read and wrote.
     """
 
     seconds: float = 0.0
@@ -41,7 +42,7 @@ class Cost:
     bytes: float = 0.0
 
     def add(self, seconds: float, count: int, flops: int, moved: float) -> None:
-        """Count some operations more."""
+        """Add the cost of some operations."""
         self.seconds += seconds
         self.count += count
         self.flops += flops
@@ -52,10 +53,10 @@ class Eager:
     """One evaluation.
 
     Args:
-      known: for operations of the program their flops and bytes, which are added to it.
+      known: flops and bytes by the `id` of an operation; filled here, and shared by evaluations of one program.
 
     Attributes:
-      costs: what the operations of each place cost.
+      costs: the cost of the operations of each place.
     """
 
     def __init__(self, known: dict[int, tuple[int, int]]) -> None:
@@ -63,10 +64,11 @@ class Eager:
         self._known = known
 
     def run(self, closed: Any, args: Sequence[Any], scope: str = "", source: str = "") -> list[Any]:
-        """Evaluate a program whose scopes are all inside `scope`, and which the line `source` calls."""
+        """Evaluate a program whose scopes are all inside `scope`, and which is called in the line `source`."""
         return interpret(closed.jaxpr, closed.consts, args, partial(self._visit, scope, source))
 
     def _visit(self, scope: str, source: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        """Evaluate and time one operation, or those of the program that it runs."""
         name = eqn.primitive.name
         scope = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
         source = source_of(eqn) or source
@@ -84,45 +86,45 @@ class Eager:
 
 
 def _cost(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
-    """Floating point operations and bytes of one operation, by what it is lowered to."""
-    if eqn.effects:
+    """Return the flops and bytes of one operation, by the HLO that it is lowered to."""
+    if eqn.effects:  # lowered alone it might run its effect, or need a token
         return 0, 0
     lowered: Any = jax.jit(partial(evaluate, eqn)).lower(*values)
     program = HloProgram(lowered.as_text("hlo"))
     if any(x.opcode in _REWRITTEN for x in program.instructions.values()):
-        # What XLA makes of a window over all that is before, or how often a loop turns, is known only then.
+        # Only the compiled text has the number of a loop's iterations. And a cumulative sum is lowered as a window over
+        # all elements before, of quadratic cost, which XLA rewrites.
         program = HloProgram(lowered.compile().as_text())
     work = sum(times * flops(program, x) for x, times in program.runs())
-    return work, sum(x.size * x.dtype.itemsize for x in map(aval, [*eqn.invars, *eqn.outvars]) if _is_sized(x))
-
-
-def _is_sized(x: Any) -> bool:
-    return hasattr(x, "size") and hasattr(x.dtype, "itemsize")
+    # Tokens have no size, and keys no bytes.
+    avals = [x for x in map(aval, [*eqn.invars, *eqn.outvars]) if hasattr(x, "size") and hasattr(x.dtype, "itemsize")]
+    return work, sum(x.size * x.dtype.itemsize for x in avals)
 
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 def _scan(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
+    """Evaluate a scan as a loop of Python over the slices of `xs`."""
     shared, carried = scan_counts(params)
     constants, carry, xs = values[:shared], values[shared : shared + carried], values[shared + carried :]
-    turns = range(params["length"])
+    iterations = range(params["length"])
     ys: list[list[Any]] = []
-    for i in reversed(turns) if params["reverse"] else turns:
+    for i in reversed(iterations) if params["reverse"] else iterations:
         out = run(params["jaxpr"], [*constants, *carry, *(x[i] for x in xs)])
         carry = out[:carried]
         ys.append(out[carried:])
     if params["reverse"]:
         ys.reverse()
-    if not ys:
+    if not ys:  # of length 0: nothing to stack
         empty = [x.aval for x in params["jaxpr"].jaxpr.outvars[carried:]]
         return [*carry, *(jnp.zeros((0, *x.shape), x.dtype) for x in empty)]
     return [*carry, *map(jnp.stack, zip(*ys, strict=True))]
 
 
 def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
-    number = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    of_test, of_body, carry = values[: number[0]], values[number[0] : number[1]], values[number[1] :]
+    cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_test, of_body, carry = values[:cond], values[cond:body], values[body:]
     while run(params["cond_jaxpr"], [*of_test, *carry])[0]:
         carry = run(params["body_jaxpr"], [*of_body, *carry])
     return carry
@@ -130,12 +132,9 @@ def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
 
 def _cond(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
     which, *rest = values
-    branches = params["branches"]
-    return run(branches[min(max(int(which), 0), len(branches) - 1)], rest)
+    # An index out of range is clamped, as by `lax.switch`.
+    return run(params["branches"][min(max(int(which), 0), len(params["branches"]) - 1)], rest)
 
 
-_LOOPS: dict[str, Callable[[dict[str, Any], list[Any], Run], list[Any]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
+_LOOPS: dict[str, Callable[[dict[str, Any], list[Any], Run], list[Any]]]
+_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -1,4 +1,4 @@
-"""The operations of a program as JAX wrote it, counted by what they do and the scopes they are in."""
+"""The operations of a jaxpr, counted by primitive and scope."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from ..._core.jaxpr import CALLS, bodies, called
 from .._ir.scopes import scope_of
 
 Counts = Counter[tuple[str, str]]
-# What runs a program among its parameters, beside the calls.
+# Operations, besides calls, that run a program among their parameters.
 _RUNS = frozenset({"scan", "while", "cond", "shard_map"})
 
 
 def count_operations(jaxpr: Jaxpr) -> Counts:
-    """How often each operation of each scope is run, of those that a result depends on.
+    """Count how often each operation of each scope is run, of those that a result depends on.
 
-    What a scan repeats counts as often as it does; what a `while` repeats, and each branch of a `cond`, counts once.
+    The body of a scan counts once for each iteration; the body of a `while`, and each branch of a `cond`, once.
     """
     counts: Counts = Counter()
     _count(jaxpr, [True] * len(jaxpr.outvars), "", 1, counts)
-    return +counts
+    return +counts  # without zeros, which the body of a scan of length 0 leaves
 
 
 def _count(jaxpr: Jaxpr, wanted: Sequence[bool], scope: str, times: int, counts: Counts) -> list[bool]:
-    """Count what leads to the outputs that are wanted, and tell which arguments that needs."""
+    """Count the operations that lead to the outputs that are wanted; return for each argument whether they need it."""
+    # As `jaxpr` is in order, one pass backwards finds all that is needed. XLA drops the rest, so it is not counted.
     needed = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}
     for eqn in reversed(jaxpr.eqns):
         outputs = [id(x) in needed for x in eqn.outvars]
@@ -45,7 +46,7 @@ def _count(jaxpr: Jaxpr, wanted: Sequence[bool], scope: str, times: int, counts:
 
 
 def _inside(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int, counts: Counts) -> list[bool]:
-    """Likewise for what an operation runs; of a custom rule that is the function alone."""
+    """Do the same for the programs that an operation runs; of a custom derivative rule that is the function alone."""
     name = eqn.primitive.name
     if name in CALLS:
         body, _ = called(eqn)
@@ -57,7 +58,7 @@ def _inside(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int, counts: C
         wanted = list(wanted)
         while True:
             inputs = _count(body, wanted, scope, 0, Counter())
-            # What is carried on from one turn to the next is needed if the next needs it.
+            # A part of the carry is needed if the next iteration needs it, and so on until there is no change.
             more = [a or b for a, b in zip(wanted[:carried], inputs[shared : shared + carried], strict=True)]
             if more == wanted[:carried]:
                 return _count(body, wanted, scope, times * eqn.params["length"], counts)
@@ -65,6 +66,7 @@ def _inside(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int, counts: C
     if name == "cond":
         each = [_count(body, wanted, scope, times, counts) for body in bodies(eqn)]
         return [True, *map(any, zip(*each, strict=True))]
+    # Loops with a condition, and calls with other arguments than their body's: all is wanted and needed.
     for body in bodies(eqn):
         _count(body, [True] * len(body.outvars), scope, times, counts)
     return [True] * len(eqn.invars)

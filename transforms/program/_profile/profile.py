@@ -1,4 +1,4 @@
-"""Where the time of a call goes, by operation, scope and line: `profile`."""
+"""The time of a call by operation, scope and line: `profile`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from .timeline import timelines
 
 _SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
 _GROUPS = ("op", "scope", "source")
-# Times as long as when nobody watches.
+# A run under the profiler that takes this many times as long as without it is mentioned.
 _TOO_LONG = 1.5
 _Run = TypeVar("_Run")
 
@@ -33,12 +34,12 @@ class Operation:
     """A row of a profile.
 
     Attributes:
-      op: the operation of JAX, such as `dot_general`; for what XLA has added that of the instruction, such as `copy`.
-        What JAX writes out as others, such as random numbers, is named after these.
+      op: the operation of JAX, such as `dot_general`; for an instruction that XLA has added its own name, such as
+        `copy`. An operation that JAX writes out as others, such as random numbers, is named after these.
       scope: the scopes it is in, such as `layers/0/attention`; empty where there are none.
       source: the line of the user's code, as `file:line`; empty where it is not known.
-      count: how many instructions do it in a call, each as often as it runs; XLA may put several operations of one name
-        and line into one instruction. In eager mode: how often it runs.
+      count: the number of instructions that do it in a call, each as often as it runs; XLA may merge several operations
+        of one name and line into one instruction. In eager mode: how often it runs.
       mean: seconds of one of these, the mean over the quicker half of the calls that were watched.
       share: its part of the time of a call, from 0 to 1.
       flops: floating point operations in a call, two for each multiplication of a product and one for each number of
@@ -66,20 +67,20 @@ class Operation:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a call goes.
+    """The time of a call, by operation, scope and line.
 
     Attributes:
       operations: one row for each operation, scope and line; most time first.
       mode: `compiled` or `eager`.
-      name: of the function.
+      name: the name of the function.
       jitted: seconds of a call of the compiled function, the median of calls that were not watched.
       watched: seconds of a call as it was watched, of which `share` is a part: of the compiled program from the first
         operation to the last, over several devices on the slowest; in eager mode of all operations together. The mean
         over the quicker half of the calls.
       attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
-      estimated: the part of it that is of several operations that XLA has fused, and is divided by their flops.
+      estimated: the part of it that several operations share, which XLA has fused; it is divided by their flops.
       apart: whether XLA's CPU backend would hand several operations at once to a library, or compile a small loop into
-        one function, and was told not to. The calls that were watched are then of a program of other instructions than
+        one function, and was kept from it. The calls that were watched are then of a program of other instructions than
         those of `jitted`.
 
     Examples:
@@ -100,7 +101,7 @@ class Profile:
     apart: bool
 
     def table(self, *, sort: str = "time", top: int | None = 20, by: str | Sequence[str] = _GROUPS) -> str:
-        """The profile as a table for a terminal.
+        """Return the profile as a table for a terminal.
 
         Args:
           sort: `time`, `mean`, `count`, `flops` or `bytes`, largest first; `op`, `scope` or `source` by the alphabet.
@@ -119,9 +120,8 @@ class Profile:
             raise ValueError(f"Profile.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
         groups = check_groups("Profile.table", by, _GROUPS)
         rows = _grouped(self.operations, groups)
-        rows.sort(key=(lambda row: getattr(row, sort)) if sort in _GROUPS else (lambda row: -_largest(row, sort)))
+        rows.sort(key=attrgetter("share" if sort == "time" else sort), reverse=sort not in _GROUPS)
         head = [*groups, "count", "mean", "share", "flops", "bytes"]
-        shown = rows[:top]
         cells = [
             [
                 *(_label(row, name) for name in groups),
@@ -131,16 +131,15 @@ class Profile:
                 count(row.flops),
                 count(row.bytes),
             ]
-            for row in shown
+            for row in rows[:top]
         ]
         lines = [self.heading(), table(head, cells, len(groups))]
-        if len(shown) < len(rows):
-            rest = sum(row.share for row in rows[len(shown) :])
-            lines.append(f"and {len(rows) - len(shown)} more rows, {rest:.1%} of the time")
+        if hidden := rows[len(cells) :]:
+            lines.append(f"and {len(hidden)} more rows, {sum(row.share for row in hidden):.1%} of the time")
         return "\n".join(lines)
 
     def heading(self) -> str:
-        """What was measured, in words."""
+        """Return a description of what was measured."""
         if self.mode == "eager":
             return (
                 f"{self.name}, operation by operation: {seconds(self.watched)} in all. This sum is not the time of the "
@@ -150,7 +149,7 @@ class Profile:
             f"{self.name}, compiled: {seconds(self.jitted)} a call; {seconds(self.watched)} in the program while it is "
             f"watched, {self.attributed:.1%} of that attributed"
         )
-        if self.estimated >= 0.0005:
+        if self.estimated >= 0.0005:  # less would be printed as 0.0%
             text += f", {self.estimated:.1%} in fused operations, divided among them by their flops"
         if self.apart:
             text += (
@@ -165,7 +164,7 @@ class Profile:
         return text + "."
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as plain numbers, strings, lists and dicts, as `json` and pandas take them."""
+        """Return the profile as plain numbers, strings, lists and dicts, for `json` and pandas."""
         return {**asdict(self), "operations": [asdict(row) for row in self.operations]}
 
     def plot(self, *, by: str = "scope", top: int = 15, ax: Any = None) -> Any:
@@ -192,7 +191,7 @@ class Profile:
         return bars(values, f"% of the {seconds(self.watched)} of {self.name}, {self.mode}", ax)
 
     def __str__(self) -> str:
-        """The table."""
+        """Return the table."""
         return self.table()
 
 
@@ -201,19 +200,19 @@ def profile(
 ) -> Profile:
     """Measure where the time of `fun(*args)` goes.
 
-    Compiled, the program runs under JAX's profiler, and what the trace says of each instruction is joined with the
+    Compiled, the program runs under JAX's profiler, and the times of instructions in the trace are joined with the
     names and lines that the compiled program carries: time lands on `jax.named_scope`s, on the parts of NNX modules by
     their attributes (`layers/0/conv`), on Linen's modules, and on lines of source. Eager, each operation is run by
-    itself as it is written, like the interpreter of the FX tutorial: what one costs alone, not what it costs in the
-    compiled program.
+    itself as it is written, like the interpreter of the FX tutorial: its cost alone, not its cost in the compiled
+    program.
 
     Args:
       fun: a function, a bound method or a module. NNX modules among its arguments, and those that it refers to, are not
-        changed; one that it puts together itself, by `nnx.merge`, has no scopes.
+        changed; one that it merges itself, by `nnx.merge`, has no scopes.
       *args: its arguments, of which numbers become arrays as under `jax.jit`.
       mode: `compiled` or `eager`.
-      repeats: how many calls are watched, at least one; of a program that runs very many instructions fewer, but not
-        less than three.
+      repeats: the number of calls that are watched, at least one; fewer, but three or more, of a program that runs very
+        many instructions.
 
     Returns:
       A `Profile`: `print` it, or see `table`, `to_dict` and `plot`.
@@ -249,6 +248,7 @@ def profile(
         raise ValueError(f"profile: mode must be 'compiled' or 'eager', but got {describe(mode)}.")
     check_count("profile", "repeats", repeats)
     prepared = TracedProgram("profile", fun, args)
+    # The program as it is, without the profiler: what the watched times are compared with.
     jitted = _clock(prepared.compiled, repeats)
     if mode == "eager":
         return _eager(prepared, jitted, repeats)
@@ -256,7 +256,7 @@ def profile(
 
 
 def _clock(compiled: Compiled, repeats: int) -> float:
-    """The median time of a call, after one that does not count."""
+    """Return the median time of a call, after one that does not count."""
     times = []
     for call in compiled.calls(repeats + 1):
         begin = time.perf_counter()
@@ -266,9 +266,10 @@ def _clock(compiled: Compiled, repeats: int) -> float:
 
 
 def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
-    compiled = prepared.apart
+    """Return the profile of the compiled program."""
+    compiled = prepared.separated
     program = compiled.program
-    if compiled is not prepared.compiled:
+    if compiled is not prepared.compiled:  # its first call, which is slower
         jax.block_until_ready(compiled.calls(1)[0]())
     runs = _quickest(timelines("profile", [compiled], repeats)[0], lambda run: run.span)
     if not runs:
@@ -282,27 +283,21 @@ def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     for name, times in runs[0].counts.items():
         instruction = program.instructions[name]
         took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
-        moved = memory(program, instruction)
+        moved = memory(program, instruction)  # of a fusion as one, since it keeps intermediate results in registers
         parts = compiled.shares(instruction)
         for share in parts:
             costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
+        # Nothing is estimated where all parts are one operation in one scope, however the time is divided.
         fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
-    return Profile(
-        _operations(costs, watched),
-        "compiled",
-        prepared.name,
-        jitted,
-        watched,
-        _attributed(costs) / watched,
-        fused / watched,
-        compiled is not prepared.compiled,
-    )
+    return _profile(prepared, "compiled", jitted, watched, costs, fused / watched, compiled is not prepared.compiled)
 
 
 def _eager(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
+    """Return the profile of the program evaluated operation by operation."""
     known: dict[Any, tuple[int, int]] = {}
     runs = []
     for _ in range(repeats + 1):
+        # Flops and bytes need a lowering of each operation, so they are shared by all runs.
         runs.append(Eager(known))
         runs[-1].run(prepared.traced.jaxpr, prepared.arrays())
     # The first has compiled every operation.
@@ -313,21 +308,25 @@ def _eager(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
     }
     if not costs:
         raise RuntimeError(f"profile: `{prepared.name}` runs nothing, so there is nothing to measure.")
-    watched = sum(cost.seconds for cost in costs.values())
-    rows = _operations(costs, watched)
-    return Profile(rows, "eager", prepared.name, jitted, watched, _attributed(costs) / watched, 0.0, False)
+    return _profile(prepared, "eager", jitted, sum(cost.seconds for cost in costs.values()), costs, 0.0, False)
 
 
 def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]:
-    """The half of the runs that was disturbed least; what is taken from these alone adds up."""
+    """Return the half of the runs that was disturbed least."""
+    # Whole runs: a minimum or median for each operation would not add up to the time of a call.
     return sorted(runs, key=time)[: (len(runs) + 1) // 2]
 
 
-def _attributed(costs: dict[Provenance, Cost]) -> float:
-    return sum(cost.seconds for place, cost in costs.items() if place.scope or place.source)
-
-
-def _operations(costs: dict[Provenance, Cost], watched: float) -> tuple[Operation, ...]:
+def _profile(
+    prepared: TracedProgram,
+    mode: str,
+    jitted: float,
+    watched: float,
+    costs: dict[Provenance, Cost],
+    estimated: float,
+    apart: bool,
+) -> Profile:
+    """Return the profile with one row for each place that costs something."""
     rows = [
         Operation(
             place.op,
@@ -341,36 +340,26 @@ def _operations(costs: dict[Provenance, Cost], watched: float) -> tuple[Operatio
         )
         for place, cost in costs.items()
     ]
-    return tuple(sorted(rows, key=lambda row: -row.share))
+    attributed = sum(cost.seconds for place, cost in costs.items() if place.scope or place.source) / watched
+    operations = tuple(sorted(rows, key=lambda row: -row.share))
+    return Profile(operations, mode, prepared.name, jitted, watched, attributed, estimated, apart)
 
 
 def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation]:
-    """The rows added up by some of their names."""
+    """Add up the rows by some of their names."""
     together: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
     for row in rows:
         together[tuple(getattr(row, name) for name in groups)].append(row)
     found = []
     for key, members in together.items():
-        names = dict(zip(groups, key, strict=True))
-        times = sum(row.count for row in members)
-        found.append(
-            Operation(
-                names.get("op", ""),
-                names.get("scope", ""),
-                names.get("source", ""),
-                times,
-                sum(row.mean * row.count for row in members) / times,
-                sum(row.share for row in members),
-                sum(row.flops for row in members),
-                sum(row.bytes for row in members),
-            )
-        )
+        names: dict[str, Any] = dict.fromkeys(_GROUPS, "") | dict(zip(groups, key, strict=True))
+        totals: dict[str, Any] = {
+            name: sum(getattr(row, name) for row in members) for name in ("count", "share", "flops", "bytes")
+        }
+        # The mean is that of one instruction, so it is weighted by counts.
+        mean = sum(row.mean * row.count for row in members) / totals["count"]
+        found.append(Operation(**names, **totals, mean=mean))
     return found
-
-
-def _largest(row: Operation, sort: str) -> float:
-    value: float = row.share if sort == "time" else getattr(row, sort)
-    return value
 
 
 def _label(row: Operation, name: str) -> str:

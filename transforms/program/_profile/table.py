@@ -9,7 +9,7 @@ from ..._core.arguments import describe
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Columns side by side, the first `left` of them flush left, the others flush right."""
+    """Align the columns of a table, the first `left` of them flush left, the others flush right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
@@ -22,7 +22,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
 
 
 def seconds(time: float) -> str:
-    """A time as one reads it."""
+    """Format a time in s, ms or us with three digits."""
+    # From 0.9995 on three digits round to 1.
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if time * factor >= 0.9995:
             return f"{time * factor:.3g} {unit}"
@@ -30,7 +31,7 @@ def seconds(time: float) -> str:
 
 
 def count(number: float) -> str:
-    """A large number as one reads it."""
+    """Format a number in T, G, M or k with three digits."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * size:
             return f"{number / size:.3g} {unit}"
@@ -38,7 +39,7 @@ def count(number: float) -> str:
 
 
 def check_groups(api: str, by: Any, names: Sequence[str]) -> tuple[str, ...]:
-    """What the rows of a table are added up by: a name, or several."""
+    """Return the names that the rows of a table are added up by, given one or several; raise if they are not known."""
     groups = (by,) if isinstance(by, str) else tuple(by) if isinstance(by, (tuple, list)) else ()
     if not groups or set(groups) - set(names):
         raise ValueError(f"{api}: by must be one or some of {', '.join(names)}, but got {describe(by)}.")

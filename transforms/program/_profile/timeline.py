@@ -1,4 +1,4 @@
-"""How long each instruction of a compiled program takes, from a trace of its runs."""
+"""The time that each instruction of a compiled program takes, from a trace of its runs by JAX's profiler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import jax
 from .._ir.hlo import CONTAINERS, HloProgram
 from .._ir.traced_program import Compiled
 
-# What the trace shows around each call, and behind it the number of the program.
+# An annotation around each call in the trace, followed by the number of the program.
 _MARK = "plurax program "
-# Reading a trace takes a second for about 20,000 instructions that were run.
+# Reading a trace takes a second for about 20,000 instructions that were run. So a program of more than this many in all
+# runs less often, but three times at least.
 _EVENTS, _LEAST_RUNS = 100_000, 3
 
 
@@ -27,10 +28,10 @@ class Timeline:
     """One run.
 
     Attributes:
-      seconds: for each instruction how long it was at work. Where several are at once, they share the time; what a
-        loop runs is not counted to the loop.
+      seconds: the time of each instruction. Instructions that run at once share it; the time of a loop's body does not
+        count for the loop.
       counts: how often each was run.
-      span: from the first beginning to the last end.
+      span: the time from the first beginning to the last end.
     """
 
     seconds: dict[str, float]
@@ -39,16 +40,17 @@ class Timeline:
 
 
 def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
-    """Run some programs in turns under the profiler, each so many times, or less often if they run very much.
+    """Run some programs alternately under the profiler, each so many times, or fewer if they have many instructions.
 
     Returns:
-      For each program its runs; over several devices, on the one that took longest.
+      For each program its runs; over several devices, those on the device that took longest.
     """
+    # Alternately, so that a change in the load of the machine meets all of them.
     events = sum(times for compiled in programs for _, times in compiled.program.runs())
     runs = min(runs, max(_EVENTS // max(events, 1), _LEAST_RUNS))
     calls = [compiled.calls(runs) for compiled in programs]
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
+    options.python_tracer_level = 0  # no calls of Python, whose recording takes time
     options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -60,21 +62,21 @@ def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Ti
             ) from error
         try:
             for i in range(runs):
-                for j in range(len(programs)):
+                for j, calls_of_program in enumerate(calls):
                     with jax.profiler.TraceAnnotation(f"{_MARK}{j}"):
-                        jax.block_until_ready(calls[j][i]())
+                        jax.block_until_ready(calls_of_program[i]())
         finally:
             jax.profiler.stop_trace()
         (path,) = Path(directory).rglob("*.xplane.pb")
         with warnings.catch_warnings():
-            # From Python 3.12 on, its types warn when they are first met; as an error that ends the process.
+            # From Python 3.12 on, its types warn when they are first used; as an error that would end the process.
             warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
             found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
-    runs_of: dict[int, list[Timeline]] = {j: [] for j in range(len(programs))}
+    runs_of: list[list[Timeline]] = [[] for _ in programs]
     for which, devices in found:
         each = [_timeline(programs[which].program, events) for events in devices]
         runs_of[which].append(max(each, key=lambda run: run.span))
-    return list(runs_of.values())
+    return runs_of
 
 
 @dataclass
@@ -85,7 +87,8 @@ class _Event:
 
 
 def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event]]]]:
-    """The number of the program of each run, and the instructions of the run on each device."""
+    """Return for each run the number of its program, and its instructions on each device."""
+    # A trace has planes, of the host and of each device; a plane has lines, such as threads; a line has events.
     planes = [(plane.name, [event for line in plane.lines for event in line.events]) for plane in profile.planes]
     marks = sorted(
         (event.start_ns, int(event.name.removeprefix(_MARK)))
@@ -93,7 +96,7 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
         for event in events
         if event.name.startswith(_MARK)
     )
-    # On a GPU both the host, which enqueues, and the device, which computes, speak of instructions.
+    # On a GPU both the host, which enqueues, and the device, which computes, have events of instructions.
     on_device = [name for name, _ in planes if name.startswith("/device:")]
     runs: dict[Any, list[_Event]] = defaultdict(list)
     begun: dict[int, _Event] = {}
@@ -103,7 +106,7 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
             stats = dict(event.stats)
             if stats.get("hlo_module") in modules and "hlo_op" in stats and (name in on_device or not on_device):
                 found = _Event(stats["hlo_op"], event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
-                # A call has ended before the next one begins, so it is told by the time.
+                # A call has ended before the next one begins, so the last mark before an event is that of its call.
                 call = max(bisect.bisect(marks, (event.start_ns, len(marks))) - 1, 0)
                 runs[call, name, stats.get("device_ordinal")].append(found)
                 if "_p" in stats:
@@ -111,7 +114,8 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
             elif event.name.startswith("end: ") and "_c" in stats:
                 ends[stats["_c"]] = (event.start_ns + event.duration_ns) * 1e-9
     for key, begin in begun.items():
-        # One that is divided among threads returns at once, and says so when it is done.
+        # An instruction that is divided among threads returns at once; when it is done there is an event "end: ...",
+        # whose consumer id (`_c`) is the producer id (`_p`) of the first.
         begin.end = max(begin.end, ends.get(key, begin.end))
     calls: dict[int, list[list[_Event]]] = defaultdict(list)
     for (call, *_), events in runs.items():
@@ -120,28 +124,31 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
 
 
 def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
+    """Compute the time of each instruction from the events of one run on one device."""
     events.sort(key=lambda event: event.start)
     _bound(program, events)
     seconds: dict[str, float] = defaultdict(float)
     changes = [(time, i) for i, x in enumerate(events) if x.end > x.start for time in (x.start, x.end)]
     changes.sort()
+    # A sweep over beginnings and ends: the time between two of them belongs to the instructions that are running, in
+    # equal parts, and to loops only while nothing in them is.
     active: set[int] = set()
     loops: set[int] = set()
     before = 0.0
     for time, i in changes:
-        at_work = active or loops
-        for j in at_work:
-            seconds[events[j].name] += (time - before) / len(at_work)
+        running = active or loops
+        for j in running:
+            seconds[events[j].name] += (time - before) / len(running)
         before = time
         instruction = program.instructions.get(events[i].name)
-        # It begins or ends.
+        # Each event comes twice, and is added when it begins and removed when it ends.
         (loops if instruction and instruction.opcode in CONTAINERS else active).symmetric_difference_update([i])
     span = max(x.end for x in events) - events[0].start
     return Timeline(dict(seconds), dict(Counter(x.name for x in events)), span)
 
 
 def _bound(program: HloProgram, events: list[_Event]) -> None:
-    """Let none end later than what needs its result begins: its own word may come after the next ones have run."""
+    """Let no event end later than those that need its result begin: its own end may be recorded after they have run."""
     starts: dict[str, list[float]] = defaultdict(list)
     for event in reversed(events):
         later = [starts[name][-1] for name in (event.name, *program.waiting(event.name)) if starts[name]]

@@ -1,4 +1,4 @@
-"""What differs between two programs when they run: `trace_diff`."""
+"""The differences between two programs when they run: `trace_diff`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .table import check_groups, seconds, table
 
 _GROUPS = ("op", "scope")
 _MICRO = 1e6
-# Of the two durations' larger, and of the whole time of a call: less is not worth the name of a change.
+# A smaller change, relative to the larger of two durations and to the time of a call, does not count as one.
 _LEAST, _LEAST_OF_ALL = 0.1, 0.01
-# The part of the runs at each end that does not tell how far a duration wanders.
+# The part of the runs at each end that the spread of durations leaves out.
 _TAIL = 0.1
 
 _SORTS: dict[str, Callable[[Difference], Any]] = {
@@ -38,16 +38,16 @@ class Difference:
     """An operation of two programs; durations are in microseconds a call, the medians over the runs.
 
     Attributes:
-      op: the operation, such as `dot_general`; empty in what is added up by scope.
-      scope: the scopes it is in; empty in what is added up by operation.
+      op: the operation, such as `dot_general`; empty in rows that are added up by scope.
+      scope: the scopes it is in; empty in rows that are added up by operation.
       control_counts, test_counts: how often it runs in a call: see `trace_diff`.
       control_total_duration, test_total_duration: how long that takes.
-      diff_counts: how much oftener it runs in the test.
+      diff_counts: how much more often it runs in the test.
       diff_duration: how much longer it takes in the test.
-      counts_change_categories: `+` where it runs oftener, `-` less often, `=` as often.
-      noise: how far the durations of both wander from run to run.
+      counts_change_categories: `+` where it runs more often, `-` less often, `=` as often.
+      noise: how far the durations of both vary from run to run.
       category: `added` and `deleted` where it runs in one of the two alone; `increased` and `decreased` where it runs
-        oftener or less often, or as often but longer or shorter by more than the noise; else `unchanged`.
+        more or less often, or as often but longer or shorter by more than the noise; else `unchanged`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -72,10 +72,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class TraceDiff:
-    """What differs between two programs.
+    """The differences between two programs.
 
     Attributes:
-      control, test: what each runs.
+      control, test: the operations of each, with their times.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -90,44 +90,39 @@ class TraceDiff:
 
     @property
     def same_program(self) -> bool:
-        """Whether the two are the same instructions on the same kind of machine, so that no duration is a change."""
+        """Return whether both are the same instructions on the same kind of machine: then no duration is a change."""
         return (self.control.program, self.control.machine) == (self.test.program, self.test.machine)
 
     @property
-    def _can_differ(self) -> bool:
-        """Whether a duration can be a change: of another program on the same kind of machine."""
-        return self.control.machine == self.test.machine and not self.same_program
-
-    @property
     def added(self) -> tuple[Difference, ...]:
-        """The operations that the test alone runs."""
+        """Return the operations that the test alone runs."""
         return self._of("added")
 
     @property
     def deleted(self) -> tuple[Difference, ...]:
-        """The operations that the control alone runs."""
+        """Return the operations that the control alone runs."""
         return self._of("deleted")
 
     @property
     def increased(self) -> tuple[Difference, ...]:
-        """The operations that the test runs oftener, or longer by more than the noise."""
+        """Return the operations that the test runs more often, or longer by more than the noise."""
         return self._of("increased")
 
     @property
     def decreased(self) -> tuple[Difference, ...]:
-        """The operations that the test runs less often, or shorter by more than the noise."""
+        """Return the operations that the test runs less often, or shorter by more than the noise."""
         return self._of("decreased")
 
     @property
     def unchanged(self) -> tuple[Difference, ...]:
-        """The other operations."""
+        """Return the other operations."""
         return self._of("unchanged")
 
     def _of(self, category: Category) -> tuple[Difference, ...]:
         return tuple(row for row in self.differences() if row.category == category)
 
     def differences(self, by: str | Sequence[str] = _GROUPS) -> tuple[Difference, ...]:
-        """All operations of the two.
+        """Return all operations of the two.
 
         Args:
           by: what they are added up by: `op`, `scope`, or both.
@@ -138,21 +133,25 @@ class TraceDiff:
         groups = check_groups("TraceDiff", by, _GROUPS)
         control, test = (_added_up(x, groups) for x in (self.control, self.test))
         least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
-        keys = sorted({**control, **test})
+        # What one of the two does not run, it runs no times, in no time.
+        keys = sorted(control.keys() | test.keys())
         none = _Runs(0, [0.0])
-        names = [dict(zip(groups, key, strict=True)) for key in keys]
         return tuple(
-            self._difference(name, control.get(key, none), test.get(key, none), least)
-            for name, key in zip(names, keys, strict=True)
+            self._difference(dict(zip(groups, key, strict=True)), control.get(key, none), test.get(key, none), least)
+            for key in keys
         )
 
     def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
+        """Compare one operation in the two."""
         medians = statistics.median(control.durations), statistics.median(test.durations)
+        # A difference varies by as much as both together.
         more, longer, noise = test.count - control.count, medians[1] - medians[0], control.spread() + test.spread()
+        # Only another program on the same kind of machine can take longer; what else differs is noise.
+        comparable = self.control.machine == self.test.machine and not self.same_program
         category: Category = "unchanged"
         if not control.count or not test.count:
             category = "deleted" if control.count else "added"
-        elif more or (self._can_differ and abs(longer) > max(noise, least, _LEAST * max(medians))):
+        elif more or (comparable and abs(longer) > max(noise, least, _LEAST * max(medians))):
             category = "increased" if (more or longer) > 0 else "decreased"
         return Difference(
             names.get("op", ""),
@@ -170,14 +169,14 @@ class TraceDiff:
     def table(
         self, *, sort: str = "change", top: int | None = 20, by: str | Sequence[str] = _GROUPS, unchanged: bool = False
     ) -> str:
-        """What differs, as a table for a terminal.
+        """Return the differences as a table for a terminal.
 
         Args:
           sort: `change` (in duration), `duration` (the longer of the two) or `count` (the change in it), largest first;
             `op` or `scope` by the alphabet.
           top: how many rows to show of each category; None shows all.
           by: what is added up: `op`, `scope`, or both.
-          unchanged: whether to show what does not differ as well.
+          unchanged: whether to show operations that do not differ as well.
 
         Returns:
           A heading, and a row for each operation that differs, category by category.
@@ -191,23 +190,20 @@ class TraceDiff:
             raise ValueError(f"TraceDiff.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
         groups = check_groups("TraceDiff.table", by, _GROUPS)
         rows = sorted(self.differences(groups), key=_SORTS[sort])
-        lines = [self.heading()]
         head = ["", *groups, "count", "", "duration", "", "change", "noise"]
-        cells = []
+        counts, cells = [], []
         for category in get_args(Category):
-            of_it = [row for row in rows if row.category == category]
-            lines.append(f"{category}: {len(of_it)}")
+            members = [row for row in rows if row.category == category]
+            counts.append(f"{category}: {len(members)}")
             if category != "unchanged" or unchanged:
-                cells += [_cells(row, groups) for row in of_it[:top]]
-        return "\n".join([lines[0], ", ".join(lines[1:]), *([table(head, cells, 1 + len(groups))] if cells else [])])
+                cells += [_cells(row, groups) for row in members[:top]]
+        return "\n".join([self.heading(), ", ".join(counts), *([table(head, cells, 1 + len(groups))] if cells else [])])
 
     def heading(self) -> str:
-        """What was compared, in words."""
-        times = _call(self.control), _call(self.test)
-        names = [
-            f"{x.name} ({seconds(time / _MICRO)})" for x, time in zip((self.control, self.test), times, strict=True)
-        ]
-        text = f"control {names[0]}, test {names[1]}: medians of {_number(self.control)} and {_number(self.test)} calls"
+        """Return a description of what was compared."""
+        names = [f"{x.name} ({seconds(_call(x) / _MICRO)})" for x in (self.control, self.test)]
+        calls = [max(map(len, x.seconds.values()), default=0) for x in (self.control, self.test)]
+        text = f"control {names[0]}, test {names[1]}: medians of {calls[0]} and {calls[1]} calls"
         if self.same_program:
             return f"{text}; the compiled programs are the same"
         if self.control.machine != self.test.machine:
@@ -215,17 +211,13 @@ class TraceDiff:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences as plain numbers and strings, with the columns of Holistic Trace Analysis."""
+        """Return the differences as plain numbers and strings, with the columns of Holistic Trace Analysis."""
         rows = [{"name": _name(row), **asdict(row)} for row in self.differences()]
-        return {
-            "control": self.control.name,
-            "test": self.test.name,
-            "same_program": self.same_program,
-            "operations": rows,
-        }
+        names = {"control": self.control.name, "test": self.test.name}
+        return {**names, "same_program": self.same_program, "operations": rows}
 
     def plot_counts(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
-        """Draw how often operations run in both, of those where that differs most; needs the extra `plot`.
+        """Draw how often the operations run whose counts differ most; needs the extra `plot`.
 
         Args:
           top: how many operations.
@@ -246,7 +238,7 @@ class TraceDiff:
         return pairs_of_bars(values, (self.control.name, self.test.name), "times a call", ax)
 
     def plot_durations(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
-        """Draw how long operations take in both, of those where that differs most; needs the extra `plot`.
+        """Draw how long the operations take whose durations differ most; needs the extra `plot`.
 
         Args:
           top: as for `plot_counts`.
@@ -265,7 +257,7 @@ class TraceDiff:
         return pairs_of_bars(values, (self.control.name, self.test.name), "ms a call", ax)
 
     def __str__(self) -> str:
-        """The table."""
+        """Return the table."""
         return self.table()
 
 
@@ -275,28 +267,28 @@ def trace_diff(
     *args: Any,
     repeats: int = 20,
 ) -> TraceDiff:
-    """Compare what two functions run for the same arguments, and how long it takes.
+    """Compare the operations that two functions run for the same arguments, and how long they take.
 
-    Operations are those of the program as JAX wrote it (and what XLA has added, such as copies), by scope, each with
-    how often it runs and how long it takes. How often is what the program says: a scan counts as often as it turns, the
-    body of a `while` and each branch of a `cond` once, as how often these run depends on data. How long is measured,
-    the two in turns. A duration counts as changed only where it does by more than it wanders from run to run in both
-    together, by a tenth of itself and by a hundredth of the call. Programs that are the same instructions, and captures
-    of different machines, have no change of duration. An operation that JAX writes out as others, such as random
-    numbers, has its time there.
+    Operations are those of the program as JAX wrote it (and those that XLA has added, such as copies), by scope, each
+    with how often it runs and how long it takes. How often follows from the program: the body of a scan counts once for
+    each iteration, the body of a `while` and each branch of a `cond` once, since these depend on data. How long is
+    measured, the two alternately. A duration counts as changed only if the change is larger than the variation from run
+    to run in both together, than a tenth of the duration and than a hundredth of the call. Programs that are the same
+    instructions, and captures of different machines, have no change of duration. An operation that JAX writes out as
+    others, such as random numbers, has its time there.
 
     Args:
       control: a function, a bound method or a module, or the path of a capture: see `capture`.
-      test: what to compare with it; both are functions or both are captures.
+      test: the other one to compare; both are functions or both are captures.
       *args: the arguments for both functions; none for captures.
-      repeats: how many calls of each are watched, as for `profile`; at least two.
+      repeats: the number of calls of each that are watched, as for `profile`; at least two.
 
     Returns:
       A `TraceDiff`: `print` it; its categories are `added`, `deleted`, `increased`, `decreased` and `unchanged`.
 
     Raises:
-      TypeError: `control` or `test` is neither a function nor a path, or one is this and the other that; arguments for
-        captures; `repeats` is not a whole number.
+      TypeError: `control` or `test` is neither a function nor a path, or they are one of each; arguments for captures;
+        `repeats` is not a whole number.
       ValueError: a file is not a capture; `repeats` is less than two.
       OSError: a file cannot be read.
 
@@ -325,13 +317,11 @@ def trace_diff(
     if paths[0]:
         if args:
             raise TypeError("trace_diff: captures take no arguments; they were made with some.")
-        found = [read_capture("trace_diff", cast(Any, x)) for x in (control, test)]
-        return TraceDiff(*found)
+        return TraceDiff(*(read_capture("trace_diff", cast(Any, x)) for x in (control, test)))
     for name, fun in (("control", control), ("test", test)):
         check_callable("trace_diff", fun, name)
-    return TraceDiff(
-        *captures("trace_diff", [TracedProgram("trace_diff", cast(Any, fun), args) for fun in (control, test)], repeats)
-    )
+    programs = [TracedProgram("trace_diff", cast(Any, fun), args) for fun in (control, test)]
+    return TraceDiff(*captures("trace_diff", programs, repeats))
 
 
 @dataclass(frozen=True)
@@ -342,31 +332,30 @@ class _Runs:
     durations: list[float]
 
     def spread(self) -> float:
-        """How far the durations wander, apart from a few at each end."""
+        """Return how far the durations vary, without a few at each end."""
+        # A run that the system interrupts may take many times as long, so the extremes tell nothing.
         ordered = sorted(self.durations)
         tail = int(_TAIL * len(ordered))
         return ordered[-1 - tail] - ordered[tail]
 
 
 def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], _Runs]:
+    """Add up the operations of a capture by `op`, `scope`, both or neither."""
     together: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for key in capture.counts:
         together[tuple(dict(zip(_GROUPS, key, strict=True))[name] for name in groups)].append(key)
-    found = {}
+    totals = {}
     for group, keys in together.items():
         runs = [capture.seconds[key] for key in keys if key in capture.seconds]
+        # The sums of each run, and not of medians, which do not add up.
         durations = [sum(run) * _MICRO for run in zip(*runs, strict=True)] or [0.0]
-        found[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
-    return found
+        totals[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
+    return totals
 
 
 def _call(capture: Capture) -> float:
-    """Microseconds of a call, the median."""
+    """Return the microseconds of a call, the median."""
     return statistics.median(_added_up(capture, ()).get((), _Runs(0, [0.0])).durations)
-
-
-def _number(capture: Capture) -> int:
-    return max(map(len, capture.seconds.values()), default=0)
 
 
 def _name(row: Difference) -> str:
@@ -374,6 +363,7 @@ def _name(row: Difference) -> str:
 
 
 def _cells(row: Difference, groups: Sequence[str]) -> list[str]:
+    """Return the cells of a row of the table."""
     durations = row.control_total_duration / _MICRO, row.test_total_duration / _MICRO
     change = row.diff_duration / _MICRO
     return [
