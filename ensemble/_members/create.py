@@ -21,15 +21,15 @@ from .sharding import Layout
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
 
 
-def stack_members(api: str, members: Sequence[Any]) -> SplitModel:
-    """Return the members as one model, with axis 0 of every array as the members; raise if they do not fit."""
+def stack_members(api: str, members: Sequence[Any]) -> tuple[Structure, Any, Any]:
+    """Return the structure of the members, and their stacked trainable and other arrays; raise if they do not fit."""
     parts = Stacking(api, "member", _REMEDY)(members)
     _check_any_arrays(api, parts)
-    return parts
+    return parts.structure, parts.trainable, parts.rest
 
 
-def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) -> SplitModel:
-    """Return the members of `Ensemble.create`, which describes the arguments, as one model."""
+def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) -> tuple[Structure, Any, Any]:
+    """Return the same for the members of `Ensemble.create`, which describes the arguments."""
     from flax import nnx
 
     if not callable(make):
@@ -53,7 +53,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     make_some = partial(lax.map, make_one)
     if mesh is None:
         trainable, rest = _run_once(lambda: make_some(jnp.arange(size)), key)
-        return SplitModel(structures[0], trainable, rest)
+        return structures[0], trainable, rest
     layout = Layout.of("Ensemble.create", mesh)
     if layout.padded(size) != size:
         raise ValueError(
@@ -69,7 +69,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     indices = layout.place(np.arange(size), size)
     with layout.context():
         trainable, rest = jax.jit(layout.over_members(make_some))(indices)
-    return SplitModel(structures[0], trainable, rest)
+    return structures[0], trainable, rest
 
 
 def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:

@@ -112,8 +112,7 @@ class Ensemble:
                     f"Ensemble.stack: member {i} is {type(member).__name__}, not an NNX module; for Linen, Equinox or "
                     "functions use Ensemble.from_apply(apply, variables)."
                 )
-        parts = stack_members("Ensemble.stack", members)
-        return cls(parts.structure, parts.trainable, parts.rest)
+        return cls(*stack_members("Ensemble.stack", members))
 
     @classmethod
     def create(cls, make: Callable[..., Any], size: int, *, seed: Any, mesh: Any = None) -> Ensemble:
@@ -144,8 +143,7 @@ class Ensemble:
           >>> Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
           Ensemble of 2 × Linear, 15 parameters each
         """
-        parts = create_members(make, size, seed, mesh)
-        return cls(parts.structure, parts.trainable, parts.rest)
+        return cls(*create_members(make, size, seed, mesh))
 
     @classmethod
     def from_apply(
@@ -189,8 +187,7 @@ class Ensemble:
                 "Ensemble.from_apply: the list of variables is empty; an ensemble has at least one member."
             )
         members = [FunctionalModel(apply, value, trainable) for value in variables]
-        parts = stack_members("Ensemble.from_apply", members)
-        return cls(parts.structure, parts.trainable, parts.rest)
+        return cls(*stack_members("Ensemble.from_apply", members))
 
     def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
         """Evaluate every member, in one compiled program.

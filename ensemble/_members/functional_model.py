@@ -40,7 +40,8 @@ class FunctionalModel:
     def __plurax_split__(self) -> tuple[FunctionalStructure, Any, Any]:
         """Return the structure, the variables that train, and the other arrays, with None in place of the others."""
         named, treedef = jax.tree.flatten_with_path(self.variables)
-        rule = self._rule or (_trains_params if _is_linen(self.variables) else _trains_floats)
+        is_linen = isinstance(self.variables, Mapping) and "params" in self.variables
+        rule = self._rule or (_trains_params if is_linen else _trains_floats)
 
         def kind_of(path: Any, leaf: Any) -> Any:
             if not HashablePytree.is_array(leaf):
@@ -109,10 +110,6 @@ jax.tree_util.register_pytree_node(
     lambda model: ((parts := model.__plurax_split__())[1:], parts[0]),
     lambda structure, children: structure.merge(*children),
 )
-
-
-def _is_linen(variables: Any) -> bool:
-    return isinstance(variables, Mapping) and "params" in variables
 
 
 def _trains_params(path: str, leaf: Any) -> bool:

@@ -109,21 +109,20 @@ class Layout:
     def place_batch(self, batch: Any, axes: Sequence[Axes]) -> Any:
         """Return the batch with each array on the devices that need it."""
         leaves, treedef = jax.tree.flatten(batch)
-        specs = self.batch_specs(batch, axes)
-        placed = []
-        for x, spec, axis in zip(leaves, specs, broadcast_axes(tuple(axes), batch), strict=True):
+
+        def place(x: Any, spec: P) -> jax.Array:
             # An array with a slice for each member that does not divide is padded by `over_devices`, and split then.
-            split = axis is None or x.shape[axis] % self.devices == 0
-            placed.append(self._place(x, NamedSharding(self.mesh, spec) if split else self.shared, 0))
-        return jax.tree.unflatten(treedef, placed)
+            divides = ENSEMBLE not in spec or x.shape[tuple(spec).index(ENSEMBLE)] % self.devices == 0
+            return self._place(x, NamedSharding(self.mesh, spec) if divides else self.shared, 0)
+
+        return jax.tree.unflatten(treedef, map(place, leaves, self.batch_specs(batch, axes)))
 
     def _place(self, x: Any, sharding: NamedSharding, more: int) -> jax.Array:
         """Return `x`, with `more` copies of its last row, in the given sharding."""
-        traced = isinstance(x, Tracer)
-        if isinstance(x, jax.Array) and not traced and x.sharding == sharding and not more:
-            return x
-        if traced:
+        if isinstance(x, Tracer):
             return jax.device_put(_pad(x, 0, more), sharding)
+        if isinstance(x, jax.Array) and x.sharding == sharding and not more:
+            return x
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return _pad_spread(x, sharding, more)
         if self.in_one_process and not more:

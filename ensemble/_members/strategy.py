@@ -40,14 +40,13 @@ class Execution(NamedTuple):
     devices: int = 1
 
     def __str__(self) -> str:
-        words = [self.strategy]
-        if self.chunk_size is not None:
-            words.append(f"{self.chunk_size} at a time")
-        if self.products:
-            words.append("convolutions as products")
-        if self.devices > 1:
-            words.append(f"on {self.devices} devices")
-        return ", ".join(words)
+        words = (
+            self.strategy,
+            "" if self.chunk_size is None else f"{self.chunk_size} at a time",
+            "convolutions as products" if self.products else "",
+            f"on {self.devices} devices" if self.devices > 1 else "",
+        )
+        return ", ".join(filter(None, words))
 
 
 def over_members(
@@ -156,14 +155,11 @@ def take_member(args: Sequence[Any], in_axes: Sequence[Axes], i: Any) -> Any:
     """Return the arguments of member `i`, an int or a traced integer."""
     leaves, treedef = jax.tree.flatten(tuple(args))
     axes = broadcast_axes(tuple(in_axes), tuple(args))
-
-    def take(leaf: Any, axis: int) -> Any:
-        # A static slice where the index is known: the compiler can fold it into what uses it.
-        if isinstance(i, int):
-            return lax.index_in_dim(leaf, i, axis, keepdims=False)
-        return lax.dynamic_index_in_dim(leaf, i, axis, keepdims=False)
-
-    taken = [leaf if axis is None else take(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    # A static slice where the index is known: the compiler can fold it into what uses it.
+    take: Any = lax.index_in_dim if isinstance(i, int) else lax.dynamic_index_in_dim
+    taken = [
+        leaf if axis is None else take(leaf, i, axis, keepdims=False) for leaf, axis in zip(leaves, axes, strict=True)
+    ]
     return jax.tree.unflatten(treedef, taken)
 
 

@@ -70,7 +70,7 @@ class Batches:
         fraction: float = 1.0,
         epochs: int | None = None,
     ) -> None:
-        self._count = _length(data)
+        count = _length(data)
         for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
             check_count("Batches", name, value, optional=name != "batch_size")
         check_key("Batches", key)
@@ -85,7 +85,7 @@ class Batches:
             raise ValueError(f'Batches: fraction={fraction} needs draw="bootstrap" or "subset".')
         if draw != "all" and members is None:
             raise ValueError(f"Batches: draw={draw!r} is for each member; say how many there are with members=.")
-        each = self._count if draw == "all" else round(fraction * self._count)
+        each = count if draw == "all" else round(fraction * count)
         if batch_size > each:
             raise ValueError(f"Batches: batch_size is {batch_size}, but there are only {each} examples to draw from.")
         # NumPy arrays may be changed by the caller, and are copied; JAX arrays cannot.
@@ -95,7 +95,7 @@ class Batches:
         self.indices: jax.Array | None = None
         if draw != "all":
             assert members is not None
-            self.indices = _drawn(to_draw, members, self._count, each, draw == "bootstrap")
+            self.indices = _drawn(to_draw, members, count, each, draw == "bootstrap")
 
     @property
     def per_epoch(self) -> int:
