@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from ..transforms._core.arguments import is_real
 from ._scoring.classification import at_labels
-from ._scoring.validation import at_least_float32, check_numbers, check_probabilities, check_scored, outside, prepared
+from ._scoring.validation import at_least_float32, check_numbers, check_probabilities, check_scored, prepared, with_nans
 
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
 
@@ -270,11 +270,11 @@ def _threshold(p: jax.Array, labels: jax.Array, error: float, score: str) -> jax
 
 @partial(jax.jit, static_argnums=2)
 def _sets(p: jax.Array, threshold: jax.Array, score: str) -> jax.Array:
-    p = at_least_float32(p)
+    p = with_nans(p)
     # All classes where nothing is known: a set may be too large, but must not lack the label.
-    wrong = jnp.isnan(p).any(axis=-1, keepdims=True) | outside(p).any(axis=-1, keepdims=True)
+    unknown = jnp.isnan(p).any(axis=-1, keepdims=True)
     threshold = threshold[..., None, None]
-    return (_scores(p, score) <= threshold) | wrong | jnp.isnan(threshold)
+    return (_scores(p, score) <= threshold) | unknown | jnp.isnan(threshold)
 
 
 def _scores(p: jax.Array, score: str) -> jax.Array:

@@ -146,10 +146,11 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
     ax = _axes(ax)
     picture = ax.imshow(shares, cmap="viridis", vmin=0)
     size = len(votes)
-    for (i, j), share in np.ndenumerate(shares) if size <= 12 else ():
-        # White on the dark end of the colour map, black on the light one.
-        colour = "white" if share < 0.6 * max(shares.max(), 1e-9) else "black"
-        ax.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=colour)
+    if size <= 12:
+        for (i, j), share in np.ndenumerate(shares):
+            # White on the dark end of the colour map, black on the light one.
+            colour = "white" if share < 0.6 * max(shares.max(), 1e-9) else "black"
+            ax.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=colour)
     ticks = range(0, size, max(1, size // 10))
     ax.set_xticks(ticks)
     ax.set_yticks(ticks)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jax.typing import ArrayLike
 
-from .validation import at_least_float32, check_numbers, check_probabilities, outside
+from .validation import at_least_float32, check_numbers, check_probabilities, with_nans
 
 
 def entropy(probabilities: ArrayLike) -> jax.Array:
@@ -170,22 +170,18 @@ def disagreement(probabilities: ArrayLike) -> jax.Array:
 
 @jax.jit
 def _entropies(p: jax.Array) -> jax.Array:
-    p = at_least_float32(p)
-    # Where `p` is traced and wrong it cannot be refused; the result is NaN instead.
-    return jnp.where(outside(p).any(axis=-1), jnp.nan, entropy_of(p))
+    return entropy_of(with_nans(p))
 
 
 @jax.jit
 def _of_mean(p: jax.Array) -> jax.Array:
-    p = at_least_float32(p)
-    return jnp.where(outside(p).any(axis=(0, -1)), jnp.nan, entropy_of(p.mean(axis=0)))
+    return entropy_of(with_nans(p).mean(axis=0))
 
 
 @jax.jit
 def _information(p: jax.Array) -> jax.Array:
-    p = at_least_float32(p)
-    found = information_of(p, entropy_of(p.mean(axis=0)))
-    return jnp.where(outside(p).any(axis=(0, -1)), jnp.nan, found)
+    p = with_nans(p)
+    return information_of(p, entropy_of(p.mean(axis=0)))
 
 
 @jax.jit

@@ -16,11 +16,10 @@ from ...transforms._core.compat import Tracer
 
 def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return probabilities and labels in the dtypes of the computation, and a mask (..., batch) of valid examples."""
-    p = at_least_float32(p)
+    p = with_nans(p) if bounded else at_least_float32(p)
     # In a narrow dtype the number of classes could overflow. The cast makes no other label a class.
     labels = labels.astype(int)
-    valid = (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1)
-    return p, labels, valid & ~outside(p).any(axis=-1) if bounded else valid
+    return p, labels, (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1)
 
 
 def at_least_float32(x: Any) -> Any:
@@ -34,6 +33,12 @@ def outside(probabilities: jax.Array) -> jax.Array:
     """Return where numbers are not probabilities."""
     # Half precision may round to a little beyond 1: bfloat16 does so by up to 2**-8 = 0.004.
     return (probabilities < -0.01) | (probabilities > 1.01)
+
+
+def with_nans(p: Any) -> Any:
+    """Return probabilities in float32 or wider, with NaN for those outside 0 to 1, which may be traced."""
+    p = at_least_float32(p)
+    return jnp.where(outside(p), jnp.nan, p)
 
 
 def first(wrong: Callable[[Any], Any], x: Any) -> tuple[tuple[int, ...], Any] | None:
