@@ -235,8 +235,6 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
         of_one = jax.vmap(of_one)
     known = valid & jnp.isfinite(logits).all(axis=-1)
     can_fit = known.all(axis=None if pooled else -1) & (labels.shape[0] > 0)
-    # Zeros in place of what is not finite: with NaN the loop of the minimisation would not be well defined, and under
-    # vmap all models are in one loop.
     return jnp.where(can_fit, of_one(jnp.where(jnp.isfinite(logits), logits, 0)), jnp.nan)
 
 
@@ -308,6 +306,7 @@ def _check_score(name: str, score: Any) -> None:
 
 
 def _check_scales(name: str, scales: Any, predictions: Any) -> Any:
+    """Return scales of the shape of the predictions, ones by default; raise if they do not fit."""
     if scales is None:
         return jnp.ones_like(predictions)
     scales = check_numbers(name, "scales", scales, "(..., batch)", above=0.0)

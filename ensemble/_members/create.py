@@ -39,6 +39,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     structures: list[Structure] = []
 
     def make_one(i: jax.Array) -> tuple[Any, Any]:
+        """Return the arrays of member `i`, and append its structure: lax.map returns arrays only."""
         # A folded key does not depend on how many members there are.
         member = make(nnx.Rngs(key[i] if key.ndim else jax.random.fold_in(key, i)))
         if not is_model(member):

@@ -346,6 +346,7 @@ class Ensemble:
         return self.structure.merge(self.trainable, self.rest)
 
     def __plurax_stack__(self, model: Any) -> Ensemble:
+        """Return `model` as an ensemble, within a vmap as well as outside."""
         parts = split(model)
         stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
         # Within a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis less than the result will

@@ -115,6 +115,7 @@ def _regress(outputs: Any) -> Prediction:
 
 @jax.jit
 def _of_values(members: jax.Array, variances: jax.Array | None) -> Prediction:
+    """Return the prediction for values, or for means and the variances that the members predict."""
     members = at_least_float32(members)
     variance = members.var(axis=0)
     if variances is not None:

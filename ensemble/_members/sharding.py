@@ -192,6 +192,7 @@ class Layout:
         more = self.padded(size) - size
 
         def over_all(arrays: Any, *batch: Any) -> Any:
+            """Pad the batch, split it and the arrays over the devices, and evaluate."""
             leaves, treedef = jax.tree.flatten(batch)
             member_axes = broadcast_axes(tuple(axes), batch)
             # The caller pads what has the members along axis 0; in the batch they may be along any axis.

@@ -106,6 +106,7 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
         axes = broadcast_axes(tuple(in_axes[1:]), others)
 
         def slice_members(start: Any, carried: Any) -> tuple[Any, ...]:
+            """Return the arguments of the `chunk` members from `start` on."""
             slices = [
                 x if axis is None else lax.dynamic_slice_in_dim(x, start, chunk, axis % x.ndim)
                 for x, axis in zip(leaves, axes, strict=True)
@@ -121,6 +122,7 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
             return over_members(fun, execution, in_axes, size)(carried, *others)
 
         def replace_chunk(carried: Any, i: Any) -> tuple[Any, Any]:
+            """Return `carried` with chunk `i` replaced, and the other outputs of the chunk."""
             # The last chunk begins early enough to be as long as the others: all of them are one program.
             start = jnp.minimum(i * chunk, size - chunk)
             args = slice_members(start, carried)

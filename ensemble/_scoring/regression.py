@@ -135,6 +135,7 @@ def _mixture(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Ar
 
 @jax.jit
 def _crps(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the mean score, of which the integral has a closed form for normal distributions."""
     mean, variance, targets = _wide(mean, variance, targets)
     deviation = jnp.sqrt(variance)
     # Equation 21 of Gneiting and Raftery, negated: s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi)), z = (y - m) / s.
@@ -145,6 +146,7 @@ def _crps(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Array
 
 @partial(jax.jit, static_argnums=3)
 def _coverage(mean: jax.Array, variance: jax.Array, targets: jax.Array, level: float) -> jax.Array:
+    """Return the share of targets that are within the quantiles (1 - level) / 2 and (1 + level) / 2."""
     mean, variance, targets = _wide(mean, variance, targets)
     reach = ndtri(jnp.asarray((1 + level) / 2, mean.dtype)) * jnp.sqrt(variance)
     error = jnp.abs(targets - mean)

@@ -106,6 +106,7 @@ def risk_coverage(doubts: ArrayLike, errors: ArrayLike) -> RiskCoverage:
 
 @jax.jit
 def _auroc(scores_in: jax.Array, scores_out: jax.Array) -> jax.Array:
+    """Return the area for each of the leading axes."""
     scores_in, scores_out = at_least_float32(scores_in), at_least_float32(scores_out)
 
     # The area is P(in < out) + P(in = out) / 2 (the Mann-Whitney statistic). For each score out of the distribution,
@@ -125,6 +126,7 @@ def _auroc(scores_in: jax.Array, scores_out: jax.Array) -> jax.Array:
 
 @jax.jit
 def _risk_coverage(doubts: jax.Array, errors: jax.Array) -> RiskCoverage:
+    """Return the mean error of the first 1, 2, ... examples in the order of their doubts."""
     errors = at_least_float32(errors)
     doubts = at_least_float32(doubts)
     batch = doubts.shape[-1]

@@ -186,6 +186,7 @@ def _information(p: jax.Array) -> jax.Array:
 
 @jax.jit
 def _disagreement(p: jax.Array) -> jax.Array:
+    """Return for each example the share of the pairs of members with different classes."""
     p = at_least_float32(p)
     members = p.shape[0]
     # Of v votes for a class v (v - 1) ordered pairs agree: time and memory do not grow with the pairs.

@@ -136,6 +136,7 @@ class BatchIterator(Iterator[Any]):
         self._order: jax.Array | None = None
 
     def __next__(self) -> Any:
+        """Return the next batch; the order of an epoch is drawn with its first."""
         batches = self._batches
         epoch, i = divmod(self._next, batches.per_epoch)
         if batches._epochs is not None and epoch >= batches._epochs:

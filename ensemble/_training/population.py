@@ -78,7 +78,7 @@ def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
       mode: "min" where smaller scores are better, "max" where larger ones are.
 
     Returns:
-      int32 (k,); of equal scores the one that stands first is better.
+      int32 (k,); of equal scores the first is better.
 
     Raises:
       TypeError: `scores` are not real numbers, or `k` is not an int.
