@@ -64,9 +64,12 @@ def select(members: Members, indices: ArrayLike) -> Members:
             "of a TrainState pads them."
         )
     selected: Any = jax.tree.map(lambda x: x[indices], arrays) if traced else take(arrays, np.asarray(indices))
+    made: Any  # no type checker knows that it is what `members` is
     if isinstance(members, Ensemble):
-        return Ensemble(structure, *selected)
-    return TrainState._of_padded(structure, selected, count, members.step)
+        made = Ensemble(structure, *selected)
+    else:
+        made = TrainState._of_padded(structure, selected, count, members.step)
+    return made
 
 
 def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
