@@ -56,15 +56,15 @@ def select(members: Members, indices: ArrayLike) -> Members:
         arrays = members._arrays() if traced else members._rows()
     else:
         raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
-    indices = _checked_indices(indices, size)
-    count, layout = len(indices), None if traced else Layout.around(arrays)
+    rows = _checked_indices(indices, size)
+    count, layout = len(rows), None if traced else Layout.around(arrays)
     if isinstance(members, Ensemble) and layout is not None and layout.padded(count) != count:
         raise ValueError(
             f"select: {count} members do not divide over the {layout.devices} devices of the ensemble; select "
             "of a TrainState pads them."
         )
-    selected: Any = jax.tree.map(lambda x: x[indices], arrays) if traced else take(arrays, np.asarray(indices))
-    made: Any  # no type checker knows that it is what `members` is
+    selected: Any = jax.tree.map(lambda x: x[rows], arrays) if traced else take(arrays, rows)
+    made: Any
     if isinstance(members, Ensemble):
         made = Ensemble(structure, *selected)
     else:
