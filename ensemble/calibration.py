@@ -173,8 +173,8 @@ def conformal_radius(
             f"conformal_radius: predictions must have shape (..., batch) and targets (batch,), but got "
             f"{jnp.shape(predictions)} and {jnp.shape(targets)}."
         )
-    targets, predictions, scales = map(at_least_float32, (targets, predictions, scales))
-    return _kth(jnp.abs(targets - predictions) / jnp.where(scales > 0, scales, jnp.nan), error)
+    target, centre, scale = map(at_least_float32, (targets, predictions, scales))
+    return _kth(jnp.abs(target - centre) / jnp.where(scale > 0, scale, jnp.nan), error)
 
 
 def conformal_intervals(
@@ -206,9 +206,9 @@ def conformal_intervals(
             f"conformal_intervals: radius must have shape {jnp.shape(predictions)[:-1]}, as predictions before their "
             f"last axis, but got {jnp.shape(radius)}."
         )
-    predictions, scales = map(at_least_float32, (predictions, scales))
-    reach = jnp.asarray(radius)[..., None] * jnp.where(scales > 0, scales, jnp.nan)
-    return predictions - reach, predictions + reach
+    centre, scale = map(at_least_float32, (predictions, scales))
+    reach = jnp.asarray(radius)[..., None] * jnp.where(scale > 0, scale, jnp.nan)
+    return centre - reach, centre + reach
 
 
 @partial(jax.jit, static_argnums=2)
