@@ -1,4 +1,4 @@
-"""Probabilities that mean what they say: temperatures, and sets of classes that hold the label as often as promised."""
+"""Calibration: temperatures, and conformal sets and intervals that hold the truth as often as promised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..transforms._core.arguments import is_real
-from ._scoring.validation import at_least_float32, check_numbers, check_probabilities, check_scored, outside, prepared
+from ._scoring.classification import at_labels
+from ._scoring.validation import at_least_float32, check_numbers, check_probabilities, check_scored, prepared, with_nans
 
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
 
@@ -23,9 +24,9 @@ _STEPS = 100
 
 
 def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = False) -> jax.Array:
-    """The temperature by which logits are to be divided, so that their probabilities are calibrated.
+    """Return the temperature by which to divide logits, so that their probabilities are calibrated.
 
-    It is that of the smallest mean negative log-likelihood on these data, which should not be those trained on.
+    It minimises the mean negative log-likelihood on these data, which should not be those trained on.
 
     Args:
       logits: floating (..., batch, classes), at least 2 classes.
@@ -35,12 +36,12 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
 
     Returns:
       Shape (...), or () where pooled, above 0; float32 or float64. NaN where logits are not finite, or a traced label
-      is no class. Where every example is predicted right, smaller is always better: then it is so small that it makes
-      no difference. Where all logits are equal, nothing matters: then it is 1.
+      is not a class. Where every example is predicted right, smaller is always better: then it is so small that a
+      smaller one makes no difference. Where all logits are equal, it has no effect, and is 1.
 
     Raises:
-      TypeError: labels are no integers, or logits not floating.
-      ValueError: shapes that do not fit, or a label that is not traced is no class.
+      TypeError: labels are not integers, or logits not floating.
+      ValueError: shapes that do not fit, or a label that is not traced is not a class.
 
     Cost:
       At most 100 steps of L-BFGS (optax's) on the logarithm of the temperature, in one compiled program.
@@ -67,9 +68,9 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
 def conformal_threshold(
     probabilities: ArrayLike, labels: ArrayLike, *, error: float, score: str = "probability"
 ) -> jax.Array:
-    """What `conformal_sets` needs to hold the label of a new example with a probability of at least 1 - `error`.
+    """Return the threshold with which `conformal_sets` hold a new label with a probability of at least 1 - `error`.
 
-    That holds on average over data to calibrate with and new examples, if all of them could come in any order: for any
+    The probability is over the calibration data and new examples, if all of them are exchangeable: it holds for any
     model, right or wrong, and any number of data. It does not hold for each class, nor on shifted data.
 
     Args:
@@ -81,8 +82,8 @@ def conformal_threshold(
         model is in doubt.
 
     Returns:
-      Shape (...): the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinite where that is more
-      than there are, so that sets hold all classes. NaN where the scores of `metrics` are.
+      Shape (...): the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinite where that
+      exceeds the batch, so that sets hold all classes. NaN where the scores of `metrics` are.
 
     Raises:
       TypeError, ValueError: as for `plurax.ensemble.metrics.nll`; `error` is out of range, or an unknown score.
@@ -106,7 +107,7 @@ def conformal_threshold(
 
 
 def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str = "probability") -> jax.Array:
-    """The classes that each example may have.
+    """Return the set of classes that each example may have.
 
     Args:
       probabilities: floating (..., batch, classes).
@@ -114,8 +115,8 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str
       score: as there.
 
     Returns:
-      bool (..., batch, classes). A set may be empty under "probability". Where a probability is NaN, or traced and no
-      probability, and where the threshold is NaN, it has all classes.
+      bool (..., batch, classes). A set may be empty under "probability". Where a probability is NaN, or traced and
+      outside 0 to 1, and where the threshold is NaN, it has all classes.
 
     Raises:
       TypeError, ValueError: as for `plurax.ensemble.metrics.entropy`; thresholds that do not fit, or an unknown score.
@@ -139,7 +140,7 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str
 def conformal_radius(
     predictions: ArrayLike, targets: ArrayLike, *, error: float, scales: ArrayLike | None = None
 ) -> jax.Array:
-    """The radius of `conformal_intervals` that hold a new target with a probability of at least 1 - `error`.
+    """Return the radius of `conformal_intervals` that hold a new target with a probability of at least 1 - `error`.
 
     Args:
       predictions: real (..., batch), of data that were not trained on.
@@ -151,7 +152,7 @@ def conformal_radius(
       Shape (...): the k-th smallest distance (in scales) of prediction and target, as for `conformal_threshold`.
 
     Raises:
-      TypeError: no real numbers.
+      TypeError: an argument does not hold real numbers.
       ValueError: shapes that do not fit, a scale that is not traced and not above 0, or `error` out of range.
 
     Source:
@@ -172,14 +173,14 @@ def conformal_radius(
             f"conformal_radius: predictions must have shape (..., batch) and targets (batch,), but got "
             f"{jnp.shape(predictions)} and {jnp.shape(targets)}."
         )
-    wide = [at_least_float32(x) for x in (targets, predictions, scales)]
-    return _kth(jnp.abs(wide[0] - wide[1]) / jnp.where(wide[2] > 0, wide[2], jnp.nan), error)
+    target, centre, scale = map(at_least_float32, (targets, predictions, scales))
+    return _kth(jnp.abs(target - centre) / jnp.where(scale > 0, scale, jnp.nan), error)
 
 
 def conformal_intervals(
     predictions: ArrayLike, radius: ArrayLike, *, scales: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The lower and the upper ends of intervals around predictions.
+    """Return the lower and the upper ends of intervals around predictions.
 
     Args:
       predictions: real (..., batch).
@@ -205,21 +206,19 @@ def conformal_intervals(
             f"conformal_intervals: radius must have shape {jnp.shape(predictions)[:-1]}, as predictions before their "
             f"last axis, but got {jnp.shape(radius)}."
         )
-    wide = at_least_float32(scales)
-    reach = jnp.asarray(radius)[..., None] * jnp.where(wide > 0, wide, jnp.nan)
-    return at_least_float32(predictions) - reach, at_least_float32(predictions) + reach
+    centre, scale = map(at_least_float32, (predictions, scales))
+    reach = jnp.asarray(radius)[..., None] * jnp.where(scale > 0, scale, jnp.nan)
+    return centre - reach, centre + reach
 
 
 @partial(jax.jit, static_argnums=2)
 def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Array:
+    """Return the temperatures of models, or the one of their mean probability; NaN where the data are not valid."""
     logits, labels, valid = prepared(logits, labels, False)
 
-    def surprise(log_p: jax.Array) -> jax.Array:
-        index = jnp.broadcast_to(labels, log_p.shape[:-1])[..., None]
-        return -jnp.take_along_axis(log_p, index, axis=-1)[..., 0].mean(axis=-1)
-
     def of_one(logits: jax.Array) -> jax.Array:
-        # Against what is most probable, so that nothing overflows; in units of their size, so that 1 is a good guess.
+        # A softmax does not change with a constant in all logits, so the largest becomes 0 and nothing overflows. In
+        # units of their mean distance from it, 1 is a good first guess of the temperature.
         below = logits - logits.max(axis=-1, keepdims=True)
         unit = jnp.where(below.mean() < 0, -below.mean(), 1)
 
@@ -227,19 +226,20 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
             log_p = jax.nn.log_softmax(below / unit * jnp.exp(-log_temperature), axis=-1)
             if pooled:
                 log_p = jax.nn.logsumexp(log_p, axis=0) - math.log(logits.shape[0])
-            return surprise(log_p)
+            return -at_labels(log_p, labels).mean(axis=-1)
 
+        # The minimum over the logarithm: a temperature is positive, and its scale is unknown.
         return unit * jnp.exp(_minimum(loss, jnp.zeros((), logits.dtype)))
 
     for _ in range(0 if pooled else logits.ndim - 2):
         of_one = jax.vmap(of_one)
     known = valid & jnp.isfinite(logits).all(axis=-1)
-    sound = known.all(axis=None if pooled else -1) & (labels.shape[0] > 0)
-    return jnp.where(sound, of_one(jnp.where(jnp.isfinite(logits), logits, 0)), jnp.nan)
+    can_fit = known.all(axis=None if pooled else -1) & (labels.shape[0] > 0)
+    return jnp.where(can_fit, of_one(jnp.where(jnp.isfinite(logits), logits, 0)), jnp.nan)
 
 
 def _minimum(loss: Any, start: jax.Array) -> jax.Array:
-    """Where a smooth function of one number has its minimum, within bounds."""
+    """Return the number at which a smooth function of one number has its minimum, within bounds."""
     optimizer = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
@@ -253,6 +253,7 @@ def _minimum(loss: Any, start: jax.Array) -> jax.Array:
 
     def goes_on(carry: tuple[Any, ...]) -> jax.Array:
         x, _, moved, i = carry
+        # Until a step is a few roundings.
         return (moved > 4 * jnp.finfo(x.dtype).eps * (1 + jnp.abs(x))) & (i < _STEPS)
 
     first = (start, optimizer.init(start), jnp.array(jnp.inf, start.dtype), jnp.int32(0))
@@ -262,24 +263,23 @@ def _minimum(loss: Any, start: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnums=(2, 3))
 def _threshold(p: jax.Array, labels: jax.Array, error: float, score: str) -> jax.Array:
     p, labels, valid = prepared(p, labels, True)
-    scores = _scores(p, score)
-    index = jnp.broadcast_to(labels, p.shape[:-1])[..., None]
-    of_label = jnp.take_along_axis(scores, index, axis=-1)[..., 0]
-    return _kth(jnp.where(valid, of_label, jnp.nan), error)
+    return _kth(jnp.where(valid, at_labels(_scores(p, score), labels), jnp.nan), error)
 
 
 @partial(jax.jit, static_argnums=2)
 def _sets(p: jax.Array, threshold: jax.Array, score: str) -> jax.Array:
-    p = at_least_float32(p)
-    wrong = jnp.isnan(p).any(axis=-1, keepdims=True) | outside(p).any(axis=-1, keepdims=True)
+    p = with_nans(p)
+    # All classes where nothing is known: a set may be too large, but must not lack the label.
+    unknown = jnp.isnan(p).any(axis=-1, keepdims=True)
     threshold = threshold[..., None, None]
-    return (_scores(p, score) <= threshold) | wrong | jnp.isnan(threshold)
+    return (_scores(p, score) <= threshold) | unknown | jnp.isnan(threshold)
 
 
 def _scores(p: jax.Array, score: str) -> jax.Array:
-    """What each class would score as the label: (..., batch, classes)."""
+    """Return the score that each class would have as the label: (..., batch, classes)."""
     if score == "probability":
         return 1 - p
+    # Summed from the most probable class on, and put back: the permutation that sorts `order` is its inverse.
     order = jnp.argsort(-p, axis=-1, stable=True)
     summed = jnp.cumsum(jnp.take_along_axis(p, order, axis=-1), axis=-1)
     return jnp.take_along_axis(summed, jnp.argsort(order, axis=-1), axis=-1)
@@ -287,9 +287,9 @@ def _scores(p: jax.Array, score: str) -> jax.Array:
 
 @partial(jax.jit, static_argnums=1)
 def _kth(scores: jax.Array, error: float) -> jax.Array:
-    """The k-th smallest along the last axis; NaN where one is."""
+    """Return the k-th smallest along the last axis, k = ceil((batch + 1) (1 - error)); NaN where a score is NaN."""
     batch = scores.shape[-1]
-    # One that exceeds k by no more than rounding is k.
+    # Rounded, 10 * (1 - 0.7) is 3.0000000000000004, of which the ceiling is not 3.
     k = math.ceil((batch + 1) * (1 - float(error)) - 1e-9)
     found = jnp.sort(scores, axis=-1)[..., k - 1] if k <= batch else jnp.inf
     return jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, found)
@@ -306,6 +306,7 @@ def _check_score(name: str, score: Any) -> None:
 
 
 def _check_scales(name: str, scales: Any, predictions: Any) -> Any:
+    """Return scales of the shape of the predictions, ones by default; raise if they do not fit."""
     if scales is None:
         return jnp.ones_like(predictions)
     scales = check_numbers(name, "scales", scales, "(..., batch)", above=0.0)

@@ -1,13 +1,13 @@
-"""Scores of predictions, and measures of how sure they are; each a few lines with its source.
+"""Scores of predictions, and measures of their uncertainty; each a few lines with its source.
 
-Every function is pure `jax.numpy`: it works under `jit` and `vmap`, and where it says (..., batch, classes) on
-probabilities of one model or of the mean of an ensemble (batch, classes) as on those of all members (members, batch,
-classes), for which it gives one score each. Labels are integers (batch,). What tells how members differ takes those of
-all, with the members along axis 0. All scores but `accuracy` are better when they are smaller.
+Every function is pure `jax.numpy` and works under `jit` and `vmap`. Where it takes (..., batch, classes), it takes the
+probabilities of one model or of the mean of an ensemble (batch, classes) as well as those of all members (members,
+batch, classes), and returns one score for each. Labels are integers (batch,). Measures of how members differ take the
+probabilities of all of them, with the members along axis 0. All scores but `accuracy` are better when they are smaller.
 
-Scores are computed and returned in the dtype of what they are of, but in float32 for half precision. An example that
+Scores are computed and returned in the dtype of their argument, but in float32 for half precision. An example that
 holds a NaN makes the score NaN, of that member alone; so does a batch without examples. Wrong values (a label that is
-no class, a logit where a probability should be) are refused where they are known, which waits for them to be computed;
+not a class, a logit in place of a probability) are refused where they are known, which waits for them to be computed;
 where they are traced, as under `jit`, they make the score NaN.
 """
 

@@ -1,6 +1,6 @@
-"""Pictures of an ensemble's predictions and of its training; they need the extra `plot`.
+"""Plots of an ensemble's predictions and of its training; they need the extra `plot`.
 
-Each draws on the axes that it is given, or on new ones, and returns them: `ax.figure.savefig("picture.png")`.
+Each function draws on the given axes, or on new ones, and returns them: `ax.figure.savefig("picture.png")`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["disagreement", "entropies", "learning_curves", "reliability"]
 
 
 def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, ax: Any = None) -> Any:
-    """How often predictions are right, against how confident they are; the diagonal is perfect.
+    """Draw the accuracy of predictions against their confidence; the diagonal is perfect.
 
-    Bars hang between confidence and accuracy; a line below shows how many examples each bin has.
+    Bars span confidence and accuracy; those at the bottom show the number of examples in each bin.
 
     Args:
       probabilities: floating (batch, classes), such as `Prediction.mean`.
@@ -54,7 +54,7 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, 
         raise ValueError("reliability: there are no examples, or some have no probabilities (NaN); leave those out.")
     probabilities = probabilities.astype(np.promote_types(probabilities.dtype, np.float32))
     confidence, right = probabilities.max(axis=-1), probabilities.argmax(axis=-1) == labels
-    # As `ece` bins them: against ends of the same dtype.
+    # The bins of `ece`, whose error is in the title: with ends of the same dtype, or an example may fall into another.
     bin_of = np.searchsorted((np.arange(1, bins) / bins).astype(confidence.dtype), confidence)
     counts = np.bincount(bin_of, minlength=bins)
     known = counts > 0
@@ -72,11 +72,11 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, 
 
 
 def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None) -> Any:
-    """Histograms of doubt, such as of examples in and out of the distribution, on one scale.
+    """Draw histograms of doubt, such as of examples in and out of the distribution, on one scale.
 
     Args:
-      groups: by name the entropies, or other scores, of examples: real (count,). One that is not finite is in no
-        interval, but is an example of which the others are a share.
+      groups: for each name the entropies, or other scores, of examples: real (count,). One that is not finite is in
+        no interval, but counts among the examples of which the others are a share.
       bins: number of intervals.
       ax: matplotlib axes, or None for new ones.
 
@@ -103,6 +103,7 @@ def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None
     ax = _axes(ax)
     finite = np.concatenate([x[np.isfinite(x)] for x in values.values()])
     edges = np.histogram_bin_edges(finite, bins)
+    # Shares and not counts, so that groups of different sizes can be compared.
     for i, (name, x) in enumerate(values.items()):
         kept = x[np.isfinite(x)]
         weights = np.full(len(kept), 1 / len(x))
@@ -114,7 +115,7 @@ def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None
 
 
 def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
-    """How often each two members predict different classes, as a matrix.
+    """Draw how often each two members predict different classes, as a matrix.
 
     Args:
       probabilities: floating (members, batch, classes), such as `Prediction.members`; logits give the same.
@@ -125,7 +126,7 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
 
     Raises:
       ModuleNotFoundError: matplotlib is missing.
-      TypeError, ValueError: no probabilities of that shape.
+      TypeError, ValueError: not probabilities of that shape.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -146,14 +147,14 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
     picture = ax.imshow(shares, cmap="viridis", vmin=0)
     size = len(votes)
     if size <= 12:
-        for i in range(size):
-            for j in range(size):
-                dark = shares[i, j] < 0.6 * max(shares.max(), 1e-9)
-                text = f"{100 * shares[i, j]:.0f}"
-                ax.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+        for (i, j), share in np.ndenumerate(shares):
+            # White on the dark end of the colour map, black on the light one.
+            colour = "white" if share < 0.6 * max(shares.max(), 1e-9) else "black"
+            ax.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=colour)
     ticks = range(0, size, max(1, size // 10))
     ax.set_xticks(ticks)
     ax.set_yticks(ticks)
+    # Of size**2 entries those on the diagonal are zero, and are no pairs.
     pairs = shares.sum() / max(1, size * (size - 1))
     ax.set(xlabel="member", ylabel="member", title=f"they disagree on {100 * pairs:.1f} % of the examples")
     ax.figure.colorbar(picture, ax=ax, shrink=0.8)
@@ -163,16 +164,16 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
 def learning_curves(
     history: Sequence[Mapping[str, Any]], *, metric: str = "loss", by: str | None = None, ax: Any = None
 ) -> Any:
-    """A metric against the steps: the median over the members, with the band from the lowest to the highest.
+    """Draw a metric against the steps: the median over the members, with a band from the lowest to the highest.
 
     Args:
-      history: of `Trainer.fit`.
-      metric: what is drawn.
+      history: the rows that `Trainer.fit` returns.
+      metric: the name of the metric.
       by: a column that groups the members, such as "learning_rate"; None puts all in one band.
       ax: matplotlib axes, or None for new ones.
 
     Returns:
-      The axes. Members that have stopped are in the bands up to there.
+      The axes. Members that have stopped are in the bands up to the step of that.
 
     Raises:
       ModuleNotFoundError: matplotlib is missing.
@@ -195,6 +196,7 @@ def learning_curves(
     import matplotlib as mpl
 
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(groups))) if len(groups) > 1 else ["C0"]
+    # Three digits where they tell the groups apart, else all.
     short = [f"{group:.3g}" if isinstance(group, float) else str(group) for group in groups]
     labels = short if len(set(short)) == len(groups) else list(map(str, groups))
     for group, colour, label in zip(groups, colours, labels, strict=True):
@@ -203,6 +205,7 @@ def learning_curves(
             if by is None or row[by] == group:
                 per_step.setdefault(row["step"], []).append(row[metric])
         steps = sorted(per_step)
+        # One member that is not finite must not hide the others.
         values = [[x for x in per_step[step] if np.isfinite(x)] or [np.nan] for step in steps]
         ax.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, linewidth=0)
         ax.plot(steps, list(map(np.median, values)), color=colour, linewidth=1.4, label=None if by is None else label)
@@ -213,6 +216,7 @@ def learning_curves(
 
 
 def _axes(ax: Any) -> Any:
+    """Return the axes that are given, or those of a new figure."""
     if ax is not None:
         return ax
     try:
@@ -221,4 +225,5 @@ def _axes(ax: Any) -> Any:
         raise ModuleNotFoundError(
             "plurax.ensemble.plots needs matplotlib; install it with: pip install 'plurax[plot]'"
         ) from error
+    # Not by pyplot, which would keep every figure in memory and open windows.
     return Figure(figsize=(5, 4), layout="constrained").subplots()

@@ -1,1 +1,20 @@
-"""Many models stored as one: on one device or spread over many, called by a strategy, read as a prediction."""
+"""Many models of one architecture, stored as one: the `Ensemble`, its evaluation, and where its members are.
+
+In come models, or a function that makes one and a seed; out come the outputs of all members, stacked along axis 0, or a
+`Prediction`.
+
+- `functional_model`: a pytree with an apply function, as a model (the members of `Ensemble.from_apply`).
+- `create`: the arrays of the members: given models stacked along axis 0 of every array, or models made from a seed, on
+  each device its own.
+- `ensemble`: the `Ensemble` itself, a pytree of those arrays: indexing, views, the check that axis 0 is the members.
+- `call`: the compiled program of `ens(x)`: batched, or one member after another where that is quicker.
+- `prediction`: the outputs of the members as a mean, a variance and, of classes, entropies.
+
+Below these, and shared with training:
+
+- `strategy`: how one function is executed for all members: `vmap`, in chunks, a compiled loop, or unrolled; and the
+  loop that writes members in place.
+- `sharding`: the layout of members over the devices of a mesh: where arrays and batches are placed, how a number of
+  members that does not divide is padded, and the `shard_map` around a function of members.
+- `rows`: arrays with a row for each member: rows taken, replaced, cut off or chosen, on one device or on many.
+"""

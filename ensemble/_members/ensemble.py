@@ -6,32 +6,28 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from ...transforms import vmap
-from ...transforms._core.arguments import check_count, describe, is_int
-from ...transforms._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes, mapped_size
-from ...transforms._core.compat import Tracer
-from ...transforms._core.prng import is_key
+from ...transforms._core.arguments import describe
+from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._models.hashable import HashablePytree
-from ...transforms._models.split_model import SplitModel, Structure, is_model, is_module, split
-from ...transforms._models.stacking import Stacking, check_leaves, strong
+from ...transforms._models.split_model import Structure, is_model, is_module, split
+from .call import call_members
+from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .prediction import Prediction, check_kind, predict
 from .sharding import Layout
-from .strategy import in_turn
 
 
 class _Ndims(tuple[int, ...]):
-    """How many axes each array has, -1 for what is none, such as an axis or a sharding: a prefix, for any ensemble."""
+    """The number of axes of each array of an ensemble, and -1 for each leaf that is not an array.
+
+    An ensemble that holds axes or shardings instead of arrays is a prefix of others, as `in_axes` and `in_shardings`
+    take it. JAX compares the static parts of a prefix and of what it is for with `==`, so a prefix is equal to all.
+    """
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Ndims):
@@ -39,10 +35,10 @@ class _Ndims(tuple[int, ...]):
         return not all(ndims and -1 not in ndims for ndims in (self, other)) or tuple(self) == tuple(other)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
+        return not self == other  # `tuple` has one of its own
 
     def __hash__(self) -> int:
-        return 0  # a prefix is equal to all
+        return 0  # equal objects have equal hashes, and a prefix is equal to all
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,11 +69,11 @@ class Ensemble:
     structure: Structure
     trainable: Any
     rest: Any
-    # As a pytree it keeps them: where arrays have others then, somebody has sliced them.
+    # Static, so that they survive a flattening: where the arrays have other numbers of axes then, they were sliced.
     _ndims: _Ndims = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ndims", self._found_ndims())
+        object.__setattr__(self, "_ndims", self._current_ndims())
 
     @classmethod
     def stack(cls, members: Sequence[Any]) -> Ensemble:
@@ -90,8 +86,8 @@ class Ensemble:
           An ensemble of `len(members)` models.
 
         Raises:
-          TypeError: `members` is no sequence, or holds something that is not a model; members of different classes, or
-            with a variable that is not an array.
+          TypeError: `members` is not a sequence, or holds something that is not a model; members of different classes,
+            or with a variable that is not an array.
           ValueError: `members` is empty, holds models without arrays, models that share a variable (such as those of an
             `nnx.Rngs` that all of them keep), or models that differ in the path, shape or dtype of an array or in their
             configuration. The first difference is named, and the member's index.
@@ -116,7 +112,7 @@ class Ensemble:
                     f"Ensemble.stack: member {i} is {type(member).__name__}, not an NNX module; for Linen, Equinox or "
                     "functions use Ensemble.from_apply(apply, variables)."
                 )
-        return _stacked("Ensemble.stack", members)
+        return cls(*stack_members("Ensemble.stack", members))
 
     @classmethod
     def create(cls, make: Callable[..., Any], size: int, *, seed: Any, mesh: Any = None) -> Ensemble:
@@ -126,7 +122,7 @@ class Ensemble:
           make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
           size: how many members, at least 1.
           seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
-            Or an array of keys (size,): member i is `make(nnx.Rngs(seed[i]))`, so that some may begin alike.
+            Or an array of keys (size,): member i is `make(nnx.Rngs(seed[i]))`, so that some may begin equal.
           mesh: a `jax.sharding.Mesh` with an axis "ensemble": each of its devices makes its own members, and no other
             (but along an axis "data") holds them. It may span several processes.
 
@@ -134,8 +130,8 @@ class Ensemble:
           An ensemble of `size` models.
 
         Raises:
-          TypeError: `make` is not callable or returns no model; `size` is no int; `seed` is neither an int nor a key,
-            nor `size` keys; `mesh` is no mesh.
+          TypeError: `make` is not callable or does not return a model; `size` is not an int; `seed` is neither an int
+            nor a key, nor `size` keys; `mesh` is not a mesh.
           ValueError: `size` is below 1, or does not divide over the devices of the mesh; the models have no arrays.
 
         Cost:
@@ -147,43 +143,7 @@ class Ensemble:
           >>> Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
           Ensemble of 2 × Linear, 15 parameters each
         """
-        from flax import nnx
-
-        if not callable(make):
-            raise TypeError(f"Ensemble.create: make must be a function of nnx.Rngs, but got {describe(make)}.")
-        check_count("Ensemble.create", "size", size)
-        key = _key(seed, size)
-        structures: list[Structure] = []
-
-        def make_one(i: jax.Array) -> tuple[Any, Any]:
-            member = make(nnx.Rngs(key[i] if key.ndim else jax.random.fold_in(key, i)))
-            if not is_model(member):
-                raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
-            parts = split(member)
-            check_leaves("Ensemble.create", "the model that make returns", parts)
-            _check_any_arrays("Ensemble.create", parts)
-            structures.append(parts.structure)
-            return strong((parts.trainable, parts.rest))
-
-        # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap.
-        make_some = partial(lax.map, make_one)
-        if mesh is None:
-            trainable, rest = _run_once(lambda: make_some(jnp.arange(size)), key)
-            return cls(structures[0], trainable, rest)
-        layout = Layout.of("Ensemble.create", mesh)
-        if layout.padded(size) != size:
-            raise ValueError(
-                f"Ensemble.create: {size} members do not divide over the {layout.devices} devices of the mesh axis "
-                '"ensemble"; create them without a mesh, and Trainer.init pads them.'
-            )
-        if isinstance(key, Tracer):
-            raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
-        impl, words = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
-        key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
-        numbers = layout.place(np.arange(size), size)
-        with layout.context():
-            trainable, rest = jax.jit(layout.over_members(make_some))(numbers)
-        return cls(structures[0], trainable, rest)
+        return cls(*create_members(make, size, seed, mesh))
 
     @classmethod
     def from_apply(
@@ -204,7 +164,7 @@ class Ensemble:
           A loss carries other state along (`batch_stats`) by assigning `model.variables`.
 
         Raises:
-          TypeError: `apply` is not callable, or `variables` is no list.
+          TypeError: `apply` is not callable, or `variables` is not a list.
           ValueError: the list is empty, or a member differs in structure, shape, dtype or configuration.
 
         Examples:
@@ -227,36 +187,37 @@ class Ensemble:
                 "Ensemble.from_apply: the list of variables is empty; an ensemble has at least one member."
             )
         members = [FunctionalModel(apply, value, trainable) for value in variables]
-        return _stacked("Ensemble.from_apply", members)
+        return cls(*stack_members("Ensemble.from_apply", members))
 
     def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
         """Evaluate every member, in one compiled program.
 
         Args:
-          *args: what the members take; arrays, or configuration that is not an array, passed on as it is.
+          *args: the arguments of a member: arrays, or configuration that is not an array, passed on as it is.
           in_axes: None shows every member the same arguments; 0 gives member i slice i of each positional argument; a
             tuple has one entry for each.
           **kwargs: shared by all members where they are not arrays or `in_axes` is None; else mapped over axis 0, as
             `jax.vmap` does.
 
         Returns:
-          What a member returns, with a new axis 0 of length `len(self)`.
+          The output of a member, with a new axis 0 of length `len(self)`.
 
         Raises:
           ValueError: a mapped axis is not as long as the ensemble; a member would change its own state (BatchNorm in
             training, dropout): see `view`.
         """
         check_in_axes("Ensemble", in_axes)
-        self._check_whole()
+        self._check_intact()
         arrays, static = HashablePytree.separate((args, kwargs))
         layout = Layout.around(self)
         if layout is None:
-            return _call(self, arrays, static, HashablePytree.of(in_axes), None)
+            return call_members(self, arrays, static, HashablePytree.of(in_axes), None)
         with layout.context():
-            return _call(self, list(map(layout.place_shared, arrays)), static, HashablePytree.of(in_axes), layout)
+            arrays = list(map(layout.place_shared, arrays))
+            return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
-        """Predict with all members in evaluation mode, and say how sure they are.
+        """Predict with all members in evaluation mode, and measure how certain they are.
 
         Evaluation mode is `deterministic=True` and `use_running_average=True` in every module that has such an
         attribute.
@@ -265,15 +226,15 @@ class Ensemble:
           x: inputs, shape (batch, ...).
           kind: `"classification"` takes the members' outputs as logits (batch, classes); `"regression"` as values
             (batch, ...) or as a pair of means and variances.
-          in_axes: as for a call: None shows every member the same `x`; 0 gives member i slice i of it.
-          **kwargs: handed on as by a call, such as `train=False` for Linen.
+          in_axes: as in a call: None shows every member the same `x`; 0 gives member i slice i of it.
+          **kwargs: passed on as in a call, such as `train=False` for Linen.
 
         Returns:
           A `Prediction`, in float32 where the outputs are of half precision.
 
         Raises:
           TypeError: logits that are not of floating point.
-          ValueError: as for a call; `kind` is unknown; the outputs have another shape than it asks for; logits of
+          ValueError: as in a call; `kind` is unknown; the outputs do not have the shape that it needs; logits of
             fewer than 2 classes; a negative variance.
 
         Source:
@@ -323,18 +284,17 @@ class Ensemble:
         return list(self)
 
     def __len__(self) -> int:
-        self._check_whole()
+        self._check_intact()
         return jax.tree.leaves((self.trainable, self.rest))[0].shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
-        """Member `index` as a standalone model, or an ensemble of a slice of the members."""
+        """Return member `index` as a standalone model, or an ensemble of a slice of the members."""
         size = len(self)
         if isinstance(index, slice):
-            chosen = range(size)[index]
-            if not chosen:
+            if not range(size)[index]:
                 raise IndexError(f"Ensemble: {index} selects none of the {size} members; an ensemble has at least one.")
             return jax.tree.map(lambda x: x[index], self)
         if isinstance(index, bool) or not hasattr(type(index), "__index__"):
@@ -345,20 +305,22 @@ class Ensemble:
         return jax.tree.map(lambda x: x[i], self).__plurax_member__()
 
     def __repr__(self) -> str:
-        if not self._is_whole() or min(self._ndims, default=0) < 1:
+        # Sliced, or a prefix: there is no axis 0 whose length would be the number of members.
+        if not self._is_intact() or min(self._ndims, default=0) < 1:
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
 
-    def _found_ndims(self) -> _Ndims:
+    def _current_ndims(self) -> _Ndims:
         return _Ndims(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest)))
 
-    def _is_whole(self) -> bool:
-        return tuple(self._found_ndims()) == tuple(self._ndims)
+    def _is_intact(self) -> bool:
+        # As plain tuples: `_Ndims` of a prefix would be equal to any.
+        return tuple(self._current_ndims()) == tuple(self._ndims)
 
-    def _check_whole(self) -> None:
-        """Refuse arrays whose axis 0 is not the members."""
-        if not self._is_whole():
+    def _check_intact(self) -> None:
+        """Raise if axis 0 of the arrays is not the members."""
+        if not self._is_intact():
             raise ValueError(
                 "Ensemble: its arrays have other axes than it was made with, so their axis 0 is not the members: "
                 "something that knows no members has sliced or stacked them, as jax.vmap, lax.map and lax.scan do. Map "
@@ -367,31 +329,34 @@ class Ensemble:
             )
 
     def _evaluating(self) -> Ensemble:
-        """The ensemble in evaluation mode; functions of variables are left as they are."""
+        """Return the ensemble in evaluation mode; functions of variables are left as they are."""
         model = self.__plurax_member__()
         if not is_module(model):
             return self
         from flax import nnx
 
-        # Not `model.eval()`, which may be a method of another meaning.
+        # Not `model.eval()`: a user's class may have a method of that name with another meaning.
         evaluating = nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
         return self.__plurax_stack__(evaluating)
 
-    # The protocols by which the transforms know an ensemble.
+    # The transforms know an ensemble by the protocols `Members` (the first two methods) and `Model` (the third) of
+    # `transforms._models.split_model`.
 
     def __plurax_member__(self) -> Any:
         return self.structure.merge(self.trainable, self.rest)
 
     def __plurax_stack__(self, model: Any) -> Ensemble:
+        """Return `model` as an ensemble, within a vmap as well as outside."""
         parts = split(model)
         stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
-        # Where axis 0 has been mapped away here, it will come back.
-        mapped = [of_all - here for of_all, here in zip(self._ndims, self._found_ndims(), strict=True)]
+        # Within a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis less than the result will
+        # have outside. The difference is the same for all arrays.
+        mapped = [of_all - here for of_all, here in zip(self._ndims, self._current_ndims(), strict=True)]
         object.__setattr__(stacked, "_ndims", _Ndims(ndim + mapped[0] for ndim in stacked._ndims))
         return stacked
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:
-        self._check_whole()
+        self._check_intact()
         return _StackedStructure(self.structure), self.trainable, self.rest
 
 
@@ -399,23 +364,20 @@ def _flatten_with_keys(ens: Ensemble) -> tuple[Any, Any]:
     return ((GetAttrKey("trainable"), ens.trainable), (GetAttrKey("rest"), ens.rest)), (ens.structure, ens._ndims)
 
 
-def _flatten(ens: Ensemble) -> tuple[Any, Any]:
-    return (ens.trainable, ens.rest), (ens.structure, ens._ndims)
-
-
 def _unflatten(static: tuple[Structure, _Ndims], arrays: Iterable[Any]) -> Ensemble:
+    # Not by the constructor, which would take the number of axes from the arrays: those may be sliced, or no arrays.
     ens = object.__new__(Ensemble)
     trainable, rest = arrays
     vars(ens).update(structure=static[0], trainable=trainable, rest=rest, _ndims=static[1])
     return ens
 
 
-register_pytree_with_keys(Ensemble, _flatten_with_keys, _unflatten, _flatten)
+register_pytree_with_keys(Ensemble, _flatten_with_keys, _unflatten)
 
 
 @dataclass(frozen=True)
 class _StackedStructure:
-    """The static part of a whole ensemble that is differentiated."""
+    """The static part of an ensemble that is differentiated as one model with stacked parameters."""
 
     member: Structure
 
@@ -424,78 +386,3 @@ class _StackedStructure:
 
     def gradient(self, trainable: Any, _: Any) -> Any:
         return trainable
-
-
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def _call(
-    ens: Ensemble, arrays: list[Any], static: HashablePytree, in_axes: HashablePytree, layout: Layout | None
-) -> Any:
-    if in_axes.value is not None:
-        args, kwargs = static.join(arrays)
-        axes = axes_per_argument("Ensemble", in_axes.value, args)
-        # Configuration has no axis to map; only arrays do.
-        mapped = {
-            name: x for name, x in kwargs.items() if any(HashablePytree.is_array(leaf) for leaf in jax.tree.leaves(x))
-        }
-
-        def call_member(member: Any, /, *args: Any, **mapped: Any) -> Any:
-            return member(*args, **{**kwargs, **mapped})
-
-        mapped_size("Ensemble", call_member, (None, *args), mapped, (None, *axes), 0, len(ens), "the number of members")
-
-    if layout is not None:
-        # Each device calls its own: left to itself the compiler would gather the members of convolutions.
-        args, kwargs = static.join(arrays)
-        leaf_axes: list[int | None] = [None] * len(jax.tree.leaves((args, kwargs)))
-        if in_axes.value is not None:
-            leaf_axes = [*broadcast_axes(tuple(axes), args), *[0] * len(jax.tree.leaves(kwargs))]
-        found = zip(jax.tree.leaves((args, kwargs)), leaf_axes, strict=True)
-        on_one = partial(_call, static=static, in_axes=in_axes, layout=None)
-        counted = [None if axis is None else axis % jnp.ndim(x) for x, axis in found if HashablePytree.is_array(x)]
-        return layout.over_arrays(on_one, counted)(ens, arrays)
-
-    def call(ens: Ensemble, arrays: list[Any], chunk_size: int | None) -> Any:
-        args, kwargs = static.join(arrays)
-        if in_axes.value is None:
-            return vmap(ens, None, chunk_size=chunk_size)(*args, **kwargs)
-        of_arrays = {name: kwargs[name] for name in mapped}
-        return vmap(call_member, (0, *axes), chunk_size=chunk_size)(ens, *args, **of_arrays)
-
-    batched, out = jax.make_jaxpr(partial(call, chunk_size=None), return_shape=True)(ens, arrays)
-    if in_turn(batched.jaxpr, jax.default_backend()):
-        return call(ens, arrays, 1)
-    return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
-
-
-def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
-    """`fun()`, compiled for a single run: at LLVM's level 2 in 1.3 s where 3 takes 5 to 8, with the same numbers."""
-    if isinstance(key, Tracer) or isinstance(jnp.zeros(()), Tracer):
-        return fun()
-    options: dict[str, Any] = {"xla_backend_optimization_level": 2}
-    return jax.jit(fun).lower().compile(compiler_options=options)()
-
-
-def _stacked(api: str, members: Sequence[Any]) -> Ensemble:
-    parts = Stacking(api, "member", _REMEDY)(members)
-    _check_any_arrays(api, parts)
-    return Ensemble(parts.structure, parts.trainable, parts.rest)
-
-
-_REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
-
-
-def _check_any_arrays(api: str, parts: SplitModel) -> None:
-    if not jax.tree.leaves(parts):
-        raise ValueError(f"{api}: the models hold no arrays, so there is nothing to stack.")
-
-
-def _key(seed: Any, size: int) -> jax.Array:
-    if isinstance(seed, jax.Array) and is_key(seed):
-        if seed.shape in ((), (size,)):
-            return seed
-    elif is_int(seed):
-        return jax.random.key(seed)
-    raise TypeError(
-        f"Ensemble.create: seed must be an int, a key such as jax.random.key(0), or {size} keys, but got "
-        f"{describe(seed)}."
-    )

@@ -17,7 +17,7 @@ Rule = Callable[[str, Any], bool]
 class FunctionalModel:
     """A model made of variables and a pure function of them.
 
-    This is what indexing an ensemble of `Ensemble.from_apply` gives, and what its loss receives. Assigning `variables`
+    It is what indexing an ensemble of `Ensemble.from_apply` gives, and what its loss receives. Assigning `variables`
     in a loss carries state along, such as Linen's `batch_stats`.
 
     Attributes:
@@ -31,24 +31,28 @@ class FunctionalModel:
         self._rule = trainable
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`apply(variables, *args, **kwargs)`."""
+        """Return `apply(variables, *args, **kwargs)`."""
         return self.apply(self.variables, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"Applied({_name(self.apply)}, {self.variables!r})"
 
     def __plurax_split__(self) -> tuple[FunctionalStructure, Any, Any]:
+        """Return the structure, the variables that train, and the other arrays, with None in place of the others."""
         named, treedef = jax.tree.flatten_with_path(self.variables)
-        rule = self._rule or (_trains_params if _is_linen(self.variables) else _trains_floats)
+        is_linen = isinstance(self.variables, Mapping) and "params" in self.variables
+        rule = self._rule or (_trains_params if is_linen else _trains_floats)
 
         def kind_of(path: Any, leaf: Any) -> Any:
             if not HashablePytree.is_array(leaf):
                 return leaf
             return Placeholder.TRAINABLE if rule(dotted(path), leaf) else Placeholder.REST
 
+        # What stands for each leaf in the structure: a placeholder for an array, configuration as it is.
         kinds = tuple(kind_of(path, leaf) for path, leaf in named)
 
         def part(wanted: Placeholder) -> Any:
+            # None is a pytree without leaves: optax and `jax.grad` see the wanted arrays alone.
             leaves = [leaf if kind is wanted else None for kind, (_, leaf) in zip(kinds, named, strict=True)]
             return jax.tree.unflatten(treedef, leaves)
 
@@ -61,7 +65,7 @@ class FunctionalModel:
 
 
 class FunctionalStructure:
-    """What members of one `from_apply` ensemble share: the function, and the variables without their arrays."""
+    """The static part of members of a `from_apply` ensemble: the function, and the variables without their arrays."""
 
     __slots__ = ("_static", "apply", "rule")
 
@@ -71,16 +75,17 @@ class FunctionalStructure:
         self._static = static
 
     def merge(self, trainable: Any, rest: Any) -> FunctionalModel:
-        """The model with these arrays; each tree has None where the other has an array."""
+        """Return the model with these arrays; each tree has None where the other has an array."""
         arrays = {
             Placeholder.TRAINABLE: iter(jax.tree.leaves(trainable)),
             Placeholder.REST: iter(jax.tree.leaves(rest)),
         }
+        # In the order of the leaves, which is that of `__plurax_split__`.
         variables = self._static.map(lambda kind: next(arrays[kind]) if isinstance(kind, Placeholder) else kind)
         return FunctionalModel(self.apply, variables, self.rule)
 
     def gradient(self, trainable: Any, _: Any) -> Any:
-        """The variables with gradients in place of what trains, and None elsewhere."""
+        """Return the variables with gradients in place of the trainable arrays, and None elsewhere."""
         return trainable
 
     def __repr__(self) -> str:
@@ -90,6 +95,7 @@ class FunctionalStructure:
         return self  # it never changes, and a copied function would no longer be equal
 
     def _key(self) -> tuple[Any, ...]:
+        # Tuples compare by identity first: the `==` of some callables, such as Equinox modules, is an array.
         return self.apply, self.rule, self._static
 
     def __eq__(self, other: object) -> bool:
@@ -104,10 +110,6 @@ jax.tree_util.register_pytree_node(
     lambda model: ((parts := model.__plurax_split__())[1:], parts[0]),
     lambda structure, children: structure.merge(*children),
 )
-
-
-def _is_linen(variables: Any) -> bool:
-    return isinstance(variables, Mapping) and "params" in variables
 
 
 def _trains_params(path: str, leaf: Any) -> bool:

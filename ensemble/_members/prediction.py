@@ -1,4 +1,4 @@
-"""`Prediction`: what an ensemble says, and how sure it is."""
+"""`Prediction`: what an ensemble predicts, and how certain it is."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .._scoring.validation import at_least_float32, first
 
 
 class Prediction(NamedTuple):
-    """What the members predict together.
+    """The joint prediction of the members.
 
-    Everything has the dtype of the members' outputs, but is computed and given in float32 where those are of half
+    Every array has the dtype of the members' outputs, but is computed and given in float32 where those are of half
     precision (float16, bfloat16). Of integers, which only regression takes, mean and variance are of floating point.
 
     Attributes:
@@ -48,17 +48,18 @@ class Prediction(NamedTuple):
 
 
 def check_kind(kind: str) -> None:
-    """Refuse an unknown kind, before the members are evaluated."""
+    """Raise if the kind is unknown, before the members are evaluated."""
     if kind not in ("classification", "regression"):
         raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
 
 
 def predict(outputs: Any, kind: str) -> Prediction:
-    """The prediction of an ensemble whose members' outputs are `outputs`, with the members along axis 0."""
+    """Return the prediction of an ensemble from its members' outputs, with the members along axis 0."""
     return _classify(outputs) if kind == "classification" else _regress(outputs)
 
 
 def _classify(logits: Any) -> Prediction:
+    """Return the prediction for logits (members, batch, classes); raise if they are not."""
     if not isinstance(logits, jax.Array) or logits.ndim != 3:
         raise ValueError(
             "Ensemble.predict: for classification each member must return logits of shape (batch, classes), but all "
@@ -80,6 +81,7 @@ def _classify(logits: Any) -> Prediction:
 
 @jax.jit
 def _of_logits(logits: jax.Array) -> Prediction:
+    # The mixture of the members: probabilities are averaged, not logits.
     members = jax.nn.softmax(at_least_float32(logits), axis=-1)
     mean = members.mean(axis=0)
     total = entropy_of(mean)
@@ -87,45 +89,40 @@ def _of_logits(logits: jax.Array) -> Prediction:
 
 
 def _regress(outputs: Any) -> Prediction:
-    if isinstance(outputs, (tuple, list)):
-        if len(outputs) != 2 or any(not isinstance(x, jax.Array) for x in outputs):
-            raise ValueError(
-                "Ensemble.predict: for regression each member must return values or a pair (mean, variance), but "
-                f"all together returned {_say(outputs)}."
-            )
-        members, variances = outputs
-        if members.shape != variances.shape:
-            raise ValueError(
-                f"Ensemble.predict: the members' means have shape {members.shape[1:]}, but their variances "
-                f"{variances.shape[1:]}; return one variance for each mean."
-            )
-        if found := first(_is_negative, variances):
-            (member, *index), value = found
-            raise ValueError(
-                f"Ensemble.predict: the members' variances must not be negative, but member {member} returned {value} "
-                f"at index {tuple(index)}; where that is a logarithm, return jnp.exp of it."
-            )
-        return _of_values(members, variances)
-    if not isinstance(outputs, jax.Array):
+    """Return the prediction for values, or for means and variances; raise if they are neither."""
+    is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
+    if not all(isinstance(x, jax.Array) for x in (outputs if is_pair else [outputs])):
         raise ValueError(
             "Ensemble.predict: for regression each member must return values or a pair (mean, variance), but all "
             f"together returned {_say(outputs)}."
         )
-    return _of_values(outputs, None)
+    if not is_pair:
+        return _of_values(outputs, None)
+    members, variances = outputs
+    if members.shape != variances.shape:
+        raise ValueError(
+            f"Ensemble.predict: the members' means have shape {members.shape[1:]}, but their variances "
+            f"{variances.shape[1:]}; return one variance for each mean."
+        )
+    if found := first(lambda x: x < 0, variances):
+        (member, *index), value = found
+        raise ValueError(
+            f"Ensemble.predict: the members' variances must not be negative, but member {member} returned {value} "
+            f"at index {tuple(index)}; where that is a logarithm, return jnp.exp of it."
+        )
+    return _of_values(members, variances)
 
 
 @jax.jit
 def _of_values(members: jax.Array, variances: jax.Array | None) -> Prediction:
+    """Return the prediction for values, or for means and the variances that the members predict."""
     members = at_least_float32(members)
     variance = members.var(axis=0)
     if variances is not None:
         variances = at_least_float32(variances)
-        variance += jnp.where(_is_negative(variances), jnp.nan, variances).mean(axis=0)
+        # Of a mixture with equal weights: Var(y) = Var(means) + E(variances), the law of total variance.
+        variance += jnp.where(variances < 0, jnp.nan, variances).mean(axis=0)
     return Prediction(members.mean(axis=0), variance, None, None, members)
-
-
-def _is_negative(x: jax.Array) -> jax.Array:
-    return x < 0
 
 
 def _say(outputs: Any) -> str:

@@ -29,7 +29,7 @@ ENSEMBLE, DATA = "ensemble", "data"
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the members of an ensemble are.
+    """The devices over which the members of an ensemble are spread.
 
     Attributes:
       mesh: with an axis `ensemble`, and perhaps an axis `data`.
@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, api: str, mesh: Any) -> Layout:
-        """The layout on a mesh of the user's."""
+        """Return the layout on a mesh of the user; raise if its axes are not those of an ensemble."""
         if not isinstance(mesh, Mesh):
             raise TypeError(
                 f'{api}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",)), but got '
@@ -50,17 +50,17 @@ class Layout:
                 f'{api}: mesh must have an axis "ensemble" and may have an axis "data", but its axes are '
                 f"{', '.join(map(repr, mesh.axis_names))}; rename them."
             )
-        # Its axes may be of another type, under which programs are checked that are not meant here.
+        # With automatic axes: under explicit ones JAX would check the sharding of each operation of the user's model.
         return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)))
 
     @classmethod
     def local(cls, devices: int) -> Layout:
-        """The layout on the first devices of this process."""
+        """Return the layout on the first devices of this process."""
         return cls(Mesh(np.array(jax.local_devices()[:devices]), (ENSEMBLE,), axis_types=(AxisType.Auto,)))
 
     @classmethod
     def around(cls, tree: Any) -> Layout | None:
-        """The layout over which the members of stacked arrays are spread; None where they are not, or are traced."""
+        """Return the layout of stacked arrays; None if they are not spread over devices, or are traced."""
         sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
             return None
@@ -68,26 +68,26 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Over how many devices the members are spread."""
+        """Return the number of devices over which the members are spread."""
         return self.mesh.shape[ENSEMBLE]
 
     @property
     def shards(self) -> int:
-        """Into how many parts a batch is split."""
+        """Return the number of parts into which a batch is split."""
         return self.mesh.shape.get(DATA, 1)
 
     @cached_property
     def members(self) -> NamedSharding:
-        """How an array is held that has the members along axis 0."""
+        """Return the sharding of an array that has the members along axis 0."""
         return NamedSharding(self.mesh, P(ENSEMBLE))
 
     @cached_property
     def shared(self) -> NamedSharding:
-        """How an array is held that all members share."""
+        """Return the sharding of an array that all members share."""
         return NamedSharding(self.mesh, P())
 
     def context(self) -> Any:
-        """Within it another mesh that the user has set does not count."""
+        """Return a context in which this mesh replaces one that the user has set."""
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     @property
@@ -95,40 +95,41 @@ class Layout:
         return all(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
     def padded(self, size: int) -> int:
-        """How many members are held, so that all devices have as many: the last one again and again."""
+        """Return the number of rows for `size` members, a multiple of the devices; the last member fills them up."""
         return -(-size // self.devices) * self.devices
 
     def place(self, tree: Any, size: int) -> Any:
-        """`tree`, whose arrays have `size` members along axis 0, spread over the devices and padded."""
+        """Return `tree`, whose arrays have `size` members along axis 0, spread over the devices and padded."""
         return jax.tree.map(lambda x: self._place(x, self.members, self.padded(size) - size), tree)
 
     def place_shared(self, x: Any) -> jax.Array:
-        """An array that every device has."""
+        """Return an array of which every device has a copy."""
         return self._place(x, self.shared, 0)
 
     def place_batch(self, batch: Any, axes: Sequence[Axes]) -> Any:
-        """The batch where the devices take it from."""
+        """Return the batch with each array on the devices that need it."""
         leaves, treedef = jax.tree.flatten(batch)
-        specs = self.batch_specs(batch, axes)
-        placed = []
-        for x, spec, axis in zip(leaves, specs, broadcast_axes(tuple(axes), batch), strict=True):
-            # What is padded on the way is not split yet.
-            split = axis is None or x.shape[axis] % self.devices == 0
-            placed.append(self._place(x, NamedSharding(self.mesh, spec) if split else self.shared, 0))
-        return jax.tree.unflatten(treedef, placed)
+
+        def place(x: Any, spec: P) -> jax.Array:
+            # An array with a slice for each member that does not divide is padded by `over_devices`, and split then.
+            divides = ENSEMBLE not in spec or x.shape[tuple(spec).index(ENSEMBLE)] % self.devices == 0
+            return self._place(x, NamedSharding(self.mesh, spec) if divides else self.shared, 0)
+
+        return jax.tree.unflatten(treedef, map(place, leaves, self.batch_specs(batch, axes)))
 
     def _place(self, x: Any, sharding: NamedSharding, more: int) -> jax.Array:
-        traced = isinstance(x, Tracer)
-        if isinstance(x, jax.Array) and not traced and x.sharding == sharding and not more:
+        """Return `x`, with `more` copies of its last row, in the given sharding."""
+        if isinstance(x, Tracer):
+            return jax.device_put(_pad(x, 0, more), sharding)
+        if isinstance(x, jax.Array) and x.sharding == sharding and not more:
             return x
-        if traced and more:
-            x = jnp.concatenate([x, *[x[-1:]] * more])
-        if isinstance(x, jax.Array) and not traced and not x.is_fully_addressable:
-            return _longer(x, sharding, more)
-        if traced or (self.in_one_process and not more):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return _pad_spread(x, sharding, more)
+        if self.in_one_process and not more:
             return jax.device_put(x, sharding)
         x = x if hasattr(x, "dtype") else jnp.asarray(x)
-        # Each process has the whole of it, and hands on what its own devices hold.
+        # Each process has all of the array, and copies the parts of its own devices. `device_put` to devices of other
+        # processes would compare the array in all of them. NumPy has no keys: their words are placed, and wrapped.
         data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
         if more:
             data = np.concatenate([data, *[data[-1:]] * more])
@@ -136,13 +137,14 @@ class Layout:
         return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key(x) else held
 
     def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> list[P]:
-        """For each array of the batch, how it is split."""
+        """Return the partition of each array of the batch."""
         leaves, member_axes = jax.tree.leaves(batch), broadcast_axes(tuple(axes), batch)
         specs = []
         for x, axis in zip(leaves, member_axes, strict=True):
             names: list[str | None] = [None] * jnp.ndim(x)
             if axis is not None:
                 names[axis % jnp.ndim(x)] = ENSEMBLE
+            # The examples are along the first axis that is not the members'.
             free = next((i for i, name in enumerate(names) if name is None), None)
             if self.shards > 1 and free is not None:
                 names[free] = DATA
@@ -150,12 +152,12 @@ class Layout:
         return specs
 
     def part(self, x: Any, spec: P) -> tuple[int, ...]:
-        """The shape of one member's part of an array of the batch, for that member's `x`."""
-        places = [name for name in spec if name != ENSEMBLE]
-        return tuple(n // self.shards if name == DATA else n for n, name in zip(x.shape, places, strict=True))
+        """Return the shape of one device's part of one member's array `x` of the batch."""
+        names = [name for name in spec if name != ENSEMBLE]
+        return tuple(n // self.shards if name == DATA else n for n, name in zip(x.shape, names, strict=True))
 
     def check_batch(self, api: str, batch: Any, axes: Sequence[Axes]) -> None:
-        """Refuse a batch that does not split into equal parts."""
+        """Raise if the batch does not split into equal parts."""
         if self.shards == 1:
             return
         lengths = {}
@@ -177,12 +179,12 @@ class Layout:
     def over_devices(
         self, mapped: Callable[[int], Callable[..., Any]], axes: Sequence[Axes], size: int
     ) -> Callable[..., Any]:
-        """A function of all members from one of those of a device.
+        """Return a function of all members, of which each device evaluates its own.
 
         Args:
-          mapped: from how many members a device has to the function of their arrays and their batch.
-          axes: of the batch, as for `jax.vmap`.
-          size: how many members there are, without padding.
+          mapped: takes the number of members on a device, and returns the function of their arrays and their batch.
+          axes: those of the batch, as for `jax.vmap`.
+          size: the number of members, without padding.
 
         Returns:
           A function of padded arrays and the batch, with outputs that are padded likewise.
@@ -190,12 +192,11 @@ class Layout:
         more = self.padded(size) - size
 
         def over_all(arrays: Any, *batch: Any) -> Any:
+            """Pad the batch, split it and the arrays over the devices, and evaluate."""
             leaves, treedef = jax.tree.flatten(batch)
             member_axes = broadcast_axes(tuple(axes), batch)
-            padded = [
-                x if axis is None or not more else _pad(x, axis, more)
-                for x, axis in zip(leaves, member_axes, strict=True)
-            ]
+            # The caller pads what has the members along axis 0; in the batch they may be along any axis.
+            padded = [x if axis is None else _pad(x, axis, more) for x, axis in zip(leaves, member_axes, strict=True)]
             batch = jax.tree.unflatten(treedef, padded)
             specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
             return self._on_each(mapped(self.padded(size) // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
@@ -203,56 +204,62 @@ class Layout:
         return over_all
 
     def over_members(self, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`fun` of stacked members, of which each device takes its own."""
+        """Return `fun` of stacked members, of which each device evaluates its own."""
         return self._on_each(fun, P(ENSEMBLE))
 
     def over_arrays(self, fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
-        """`fun` of stacked members and a list of arrays, of which each device takes its own members and their part."""
+        """Return `fun` of stacked members and a list of arrays, with each device evaluating its own members.
+
+        An entry of `axes` is the axis of an array that has a slice for each member, or None if they share it.
+        """
         specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in axes]
         return self._on_each(fun, P(ENSEMBLE), specs)
 
     def _on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
-        """`fun` on each device, of what these say that it takes; its outputs are those of its members."""
-        # Without the check of what differs between devices, which refuses loops whose carry begins with zeros.
+        """Return `fun` on each device, of the parts of its arguments that `specs` give."""
+        # Without the check of which values vary over devices (`check_vma`): it refuses a loop whose carry begins as
+        # zeros that all devices share and ends as values that differ, such as those of a user's model.
         return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
 
 
 def _pad(x: jax.Array, axis: int, more: int) -> jax.Array:
+    """Return `x` with `more` copies of its last slice along `axis`."""
+    if not more:
+        return x
     last = lax.slice_in_dim(x, x.shape[axis] - 1, None, axis=axis)
     return jnp.concatenate([x, *[last] * more], axis)
 
 
 def everywhere(tree: Any) -> Any:
-    """`tree` with what other processes hold of its arrays in this one too."""
+    """Return `tree` with all of each array in this process, also what other processes hold."""
 
     def gather(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or not isinstance(x.sharding, NamedSharding):
             return x
-        return _same(NamedSharding(x.sharding.mesh, P()))(x)
+        return _gathered(NamedSharding(x.sharding.mesh, P()))(x)
 
     return jax.tree.map(gather, tree)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _longer(x: jax.Array, sharding: NamedSharding, more: int) -> jax.Array:
-    x = jnp.concatenate([x, *[x[-1:]] * more]) if more else x
-    return lax.with_sharding_constraint(x, sharding)
+def _pad_spread(x: jax.Array, sharding: NamedSharding, more: int) -> jax.Array:
+    # No process holds all of `x`: a program over all of them pads it and moves its parts.
+    return lax.with_sharding_constraint(_pad(x, 0, more), sharding)
 
 
+# Cached, so that arrays of one sharding share a compiled program: `jax.jit` of a new lambda would compile anew.
 @cache
-def _same(sharding: NamedSharding) -> Callable[[Any], Any]:
+def _gathered(sharding: NamedSharding) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def own_keys(tree: Any) -> Any:
-    """`tree` with single keys that differ over the axis `data`: other examples draw other random numbers.
+    """Return `tree` with single keys that differ over the axis `data`, so that examples draw different numbers.
 
-    Arrays of keys are split with the batch, or are as they are.
+    Arrays of keys are split with the batch, or stay as they are.
     """
 
     def of_shard(x: Any) -> Any:
-        if not is_key(x) or x.ndim:
-            return x
-        return jax.random.fold_in(x, lax.axis_index(DATA))
+        return jax.random.fold_in(x, lax.axis_index(DATA)) if is_key(x) and not x.ndim else x
 
     return jax.tree.map(of_shard, tree)

@@ -1,4 +1,4 @@
-"""How the members are executed: the same function of each, in one program or in several.
+"""Strategies: how one function is executed for all members, in one program or in several.
 
 `vmap`, `map` and `unroll` are one compiled program: batched operations, a loop that the compiler sees, and one copy of
 the operations for each member. `loop` is a Python loop over a compiled program for one member.
@@ -25,13 +25,13 @@ STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
 
 
 class Execution(NamedTuple):
-    """How members are executed.
+    """A way to execute the members.
 
     Attributes:
       strategy: "vmap", "map", "unroll" or "loop".
-      chunk_size: for "vmap", how many members at a time; None for all at once.
+      chunk_size: for "vmap", the number of members at a time; None for all at once.
       products: whether convolutions are rewritten as matrix products.
-      devices: over how many devices the members are spread.
+      devices: the number of devices over which the members are spread.
     """
 
     strategy: str
@@ -40,26 +40,25 @@ class Execution(NamedTuple):
     devices: int = 1
 
     def __str__(self) -> str:
-        words = [self.strategy]
-        if self.chunk_size is not None:
-            words.append(f"{self.chunk_size} at a time")
-        if self.products:
-            words.append("convolutions as products")
-        if self.devices > 1:
-            words.append(f"on {self.devices} devices")
-        return ", ".join(words)
+        words = (
+            self.strategy,
+            "" if self.chunk_size is None else f"{self.chunk_size} at a time",
+            "convolutions as products" if self.products else "",
+            f"on {self.devices} devices" if self.devices > 1 else "",
+        )
+        return ", ".join(filter(None, words))
 
 
 def over_members(
     fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int, *, in_place: bool = False
 ) -> Callable[..., Any]:
-    """`fun` over `size` members, with the members along axis 0 of its outputs; a function that can be traced.
+    """Return `fun` over `size` members, with the members along axis 0 of its outputs; a function that can be traced.
 
     Args:
       fun: a function of one member's arguments.
       execution: how; a "loop" cannot be traced.
       in_axes: an axis specification for each argument.
-      size: how many members.
+      size: the number of members.
       in_place: whether the first of its outputs takes the place of its first argument, in whose memory it is written.
     """
     if execution.products:
@@ -73,7 +72,7 @@ def over_members(
     def mapped(*args: Any) -> Any:
         if execution.strategy == "unroll":
             return stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
-        # Arrays as what is looped over: taking members by their number makes a longer program.
+        # The loop slices the arrays: taking members by index would make a longer program.
         leaves, treedef = jax.tree.flatten(args)
         axes = broadcast_axes(tuple(in_axes), args)
         moved = [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
@@ -89,82 +88,87 @@ def over_members(
 
 
 def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int) -> Callable[..., Any]:
-    """A loop that carries the first argument and replaces some members' part of it at a time.
+    """Return a loop that carries the first argument and replaces a chunk of its members in each iteration.
 
-    One that takes parts and collects their outputs holds all of it twice, and at the end copies it to where it was.
+    A loop that slices its arguments and collects the outputs holds all of the first argument twice, and at the end
+    copies it to where it was.
     """
     chunk = 1 if execution.strategy == "map" else min(execution.chunk_size or size, size)
     # One member is a copy of its operations; only several are batched.
     inside = Execution("unroll" if execution.strategy == "map" else "vmap")
 
     @partial(jax.jit, static_argnums=0, inline=True)
-    def of_part(count: int, *args: Any) -> Any:
+    def of_chunk(count: int, *args: Any) -> Any:
         return over_members(fun, inside, in_axes, count)(*args)
 
-    def mapped(mine: Any, *others: Any) -> Any:
+    def mapped(carried: Any, *others: Any) -> Any:
         leaves, treedef = jax.tree.flatten(others)
         axes = broadcast_axes(tuple(in_axes[1:]), others)
 
-        def taken(start: Any, count: int, mine: Any) -> tuple[Any, ...]:
-            parts = [
-                x if axis is None else lax.dynamic_slice_in_dim(x, start, count, axis % x.ndim)
+        def slice_members(start: Any, carried: Any) -> tuple[Any, ...]:
+            """Return the arguments of the `chunk` members from `start` on."""
+            slices = [
+                x if axis is None else lax.dynamic_slice_in_dim(x, start, chunk, axis % x.ndim)
                 for x, axis in zip(leaves, axes, strict=True)
             ]
-            part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, count), mine)
-            return part, *jax.tree.unflatten(treedef, parts)
+            own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, chunk), carried)
+            return own, *jax.tree.unflatten(treedef, slices)
 
-        before = jax.eval_shape(partial(taken, 0, chunk), mine)
-        new, beside = jax.eval_shape(partial(of_part, chunk), *before)
-        odd = [x for x in jax.tree.leaves(beside) if jnp.issubdtype(x.dtype, jax.dtypes.extended)]  # have no zeros
-        if _kinds(new) != _kinds(before[0]) or odd:
-            return over_members(fun, execution, in_axes, size)(mine, *others)
+        before = jax.eval_shape(partial(slice_members, 0), carried)
+        new, extra = jax.eval_shape(partial(of_chunk, chunk), *before)
+        # `skip` below needs zeros like the other outputs, and keys have none.
+        has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(extra))
+        if has_keys or _shapes(new) != _shapes(before[0]):
+            return over_members(fun, execution, in_axes, size)(carried, *others)
 
-        def replaced(mine: Any, i: Any) -> tuple[Any, Any]:
+        def replace_chunk(carried: Any, i: Any) -> tuple[Any, Any]:
+            """Return `carried` with chunk `i` replaced, and the other outputs of the chunk."""
+            # The last chunk begins early enough to be as long as the others: all of them are one program.
             start = jnp.minimum(i * chunk, size - chunk)
-            args = taken(start, chunk, mine)
-            # Always so, but unknown to the compiler, which therefore computes the whole part before it writes any of
-            # it. Left to itself it would write while it computes, from a copy of everything for each part.
-            new, beside = lax.cond(i >= 0, partial(of_part, chunk), nothing, *args)
-            if size % chunk:  # some of the last part were in the one before
+            args = slice_members(start, carried)
+            # Always so, but unknown to the compiler, which therefore computes the whole chunk before it writes any of
+            # it. Left to itself it would write while it computes, from a copy of everything for each chunk.
+            new, extra = lax.cond(i >= 0, partial(of_chunk, chunk), skip, *args)
+            if size % chunk:  # some members of the last chunk were in the one before, and must not take two steps
                 done = start + jnp.arange(chunk) < i * chunk
                 new = jax.tree.map(lambda x, y: jnp.where(by_row(done, x), x, y), args[0], new)
-            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), mine, new), beside
+            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), carried, new), extra
 
-        def nothing(part: Any, *_: Any) -> tuple[Any, Any]:
-            return part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), beside)
+        def skip(own: Any, *_: Any) -> tuple[Any, Any]:
+            return own, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra)
 
         count = -(-size // chunk)
-        mine, found = lax.scan(replaced, mine, jnp.arange(count))
-        found = jax.tree.map(lambda x: x.reshape(count * chunk, *x.shape[2:]), found)
-        ends = (count - 1) * chunk, count * chunk - (size - (count - 1) * chunk)
-        return mine, jax.tree.map(lambda x: jnp.concatenate([x[: ends[0]], x[ends[1] :]]), found)
+        carried, extras = lax.scan(replace_chunk, carried, jnp.arange(count))
+        extras = jax.tree.map(lambda x: x.reshape(count * chunk, *x.shape[2:]), extras)
+        # The members that the last chunk shares with the one before are there twice: the second time with outputs of
+        # their new values.
+        last, overlap = (count - 1) * chunk, count * chunk - size
+        return carried, jax.tree.map(lambda x: jnp.concatenate([x[:last], x[last + overlap :]]), extras)
 
     return mapped
 
 
-def _kinds(tree: Any) -> Any:
+def _shapes(tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(x.shape, x.dtype) for x in leaves]
 
 
 def take_member(args: Sequence[Any], in_axes: Sequence[Axes], i: Any) -> Any:
-    """The arguments of member `i`, an int or a traced integer."""
+    """Return the arguments of member `i`, an int or a traced integer."""
     leaves, treedef = jax.tree.flatten(tuple(args))
     axes = broadcast_axes(tuple(in_axes), tuple(args))
-
-    def take(leaf: Any, axis: int) -> Any:
-        if isinstance(i, int):
-            return lax.index_in_dim(leaf, i, axis, keepdims=False)
-        return lax.dynamic_index_in_dim(leaf, i, axis, keepdims=False)
-
-    taken = [leaf if axis is None else take(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    # A static slice where the index is known: the compiler can fold it into what uses it.
+    take: Any = lax.index_in_dim if isinstance(i, int) else lax.dynamic_index_in_dim
+    taken = [
+        leaf if axis is None else take(leaf, i, axis, keepdims=False) for leaf, axis in zip(leaves, axes, strict=True)
+    ]
     return jax.tree.unflatten(treedef, taken)
 
 
 def in_turn(jaxpr: Jaxpr, platform: str) -> bool:
-    """The rule where nothing is measured: whether members are quicker one after another than batched.
+    """Return whether members are quicker one after another than batched, by the rule where nothing is measured.
 
-    Mapping a convolution over its weights makes a grouped convolution, and XLA's CPU backend computes that two to three
-    times slower than one member after another, forward and backward. So convolutions on a CPU are not batched.
+    Mapping a convolution over its weights makes a grouped convolution, which XLA's CPU backend computes two to three
+    times as slowly as one member after another, forward and backward. So convolutions on a CPU are not batched.
     """
     return platform == "cpu" and has_convolution(jaxpr)

@@ -1,4 +1,4 @@
-"""Scores of probabilities against labels, each a few lines with its source."""
+"""Scores of predicted probabilities against labels, each a few lines with its source."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .validation import check_scored, prepared
 
 
 def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Share of examples whose most probable class is the label, in 0 to 1.
+    """Return the share of examples whose most probable class is the label, in 0 to 1.
 
     Args:
-      probabilities: floating (..., batch, classes), at least 2 classes; logits give the same. Of equally probable
-        classes the first counts.
+      probabilities: floating (..., batch, classes), at least 2 classes; logits give the same. The first of
+        equally probable classes counts.
       labels: classes as integers (batch,), from 0 to classes - 1.
 
     Returns:
-      Shape (...), NaN where the probabilities of an example hold a NaN, where a traced label is no class and where the
-      batch is empty; float32, or float64 for such probabilities.
+      Shape (...), NaN where the probabilities of an example hold a NaN, where a traced label is not a class and where
+      the batch is empty; float32, or float64 for such probabilities.
 
     Raises:
       TypeError: labels are not integers, or probabilities not floating.
-      ValueError: the shapes do not fit, there are fewer than 2 classes, or a label that is not traced is no class.
+      ValueError: the shapes do not fit, there are fewer than 2 classes, or a label that is not traced is not a class.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -41,11 +41,11 @@ def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
 
 
 def nll(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Mean negative log-likelihood of the labels, in nats.
+    """Return the mean negative log-likelihood of the labels, in nats.
 
     Args:
-      probabilities: as for `accuracy`, but no logits. One of exactly zero counts as the smallest normal number of the
-        dtype of the result, so that a single example cannot make the score infinite.
+      probabilities: as for `accuracy`, but not logits. A probability of zero counts as the smallest normal number of
+        the dtype of the result, so that a single example cannot make the score infinite.
       labels: as for `accuracy`.
 
     Returns:
@@ -67,7 +67,7 @@ def nll(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
 
 
 def brier(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Mean squared distance of the probabilities from the label's one-hot vector, summed over classes: 0 to 2.
+    """Return the mean squared distance of the probabilities from the one-hot label, summed over classes: 0 to 2.
 
     Args:
       probabilities: as for `nll`.
@@ -92,7 +92,7 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
 
 
 def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.Array:
-    """Expected calibration error: how far confidence is from accuracy, in 0 to 1.
+    """Return the expected calibration error: the distance of confidence from accuracy, in 0 to 1.
 
     Examples are put into `bins` intervals of equal width by the probability of their most probable class; the error is
     the mean over examples of the distance between their bin's mean confidence and its accuracy.
@@ -100,13 +100,13 @@ def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.A
     Args:
       probabilities: as for `nll`.
       labels: as for `accuracy`.
-      bins: number of intervals. Each holds its upper end, not its lower one.
+      bins: number of intervals. Each contains its upper end, not its lower one.
 
     Returns:
       As for `nll`.
 
     Raises:
-      TypeError, ValueError: as for `nll`; `bins` is no positive int.
+      TypeError, ValueError: as for `nll`; `bins` is not a positive int.
 
     Cost:
       One pass over the examples for each bin, in memory that does not grow with the bins.
@@ -125,21 +125,21 @@ def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.A
 
 
 def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.Array:
-    """Expected calibration error with bins that hold equally many examples, in 0 to 1.
+    """Return the expected calibration error with bins that hold equally many examples, in 0 to 1.
 
-    As `ece`, but the examples are put in the order of their confidence and cut into `bins` parts of equal number, or
-    nearly: part k begins with example floor(k * batch / bins). So no bin is empty, and none holds almost everything.
+    As `ece`, but the examples are sorted by their confidence and split into `bins` parts of equal number, or
+    nearly: part k begins with example floor(k * batch / bins). So no bin is empty, and none holds almost all examples.
 
     Args:
       probabilities: as for `nll`.
       labels: as for `accuracy`.
-      bins: number of parts. Of equally confident examples that which stands first is put first.
+      bins: number of parts. Equally confident examples stay in their order.
 
     Returns:
       As for `nll`.
 
     Raises:
-      TypeError, ValueError: as for `nll`; `bins` is no positive int.
+      TypeError, ValueError: as for `nll`; `bins` is not a positive int.
 
     Cost:
       A sort, and one pass over the examples for each bin.
@@ -158,13 +158,13 @@ def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15)
     return _ece(*check_scored("adaptive_ece", probabilities, labels), int(bins), True)
 
 
-# What follows the checks is compiled as one program for each score: quicker than one for each operation, and without
-# copies of the probabilities.
+# The computation after the checks is one compiled program for each score: quicker than one for each operation, and
+# without copies of the probabilities.
 
 
 @partial(jax.jit, static_argnums=(0, 3))
 def _mean(term: Callable[[jax.Array, jax.Array], jax.Array], p: jax.Array, labels: jax.Array, bounded: bool) -> Any:
-    """The mean over the examples of a `term` of probabilities and labels."""
+    """Return the mean over the examples of a `term` of probabilities and labels."""
     p, labels, valid = prepared(p, labels, bounded)
     return jnp.where(valid, term(p, labels), jnp.nan).mean(axis=-1)
 
@@ -173,10 +173,15 @@ def _right(p: jax.Array, labels: jax.Array) -> jax.Array:
     return (p.argmax(axis=-1) == labels).astype(p.dtype)
 
 
+def at_labels(values: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return for each example the value (..., batch, classes) of its label."""
+    index = jnp.broadcast_to(labels, values.shape[:-1])[..., None]
+    return jnp.take_along_axis(values, index, axis=-1)[..., 0]
+
+
 def _surprise(p: jax.Array, labels: jax.Array) -> jax.Array:
-    index = jnp.broadcast_to(labels, p.shape[:-1])[..., None]
-    of_label = jnp.take_along_axis(p, index, axis=-1)[..., 0]
-    return -jnp.log(jnp.maximum(of_label, jnp.finfo(p.dtype).tiny))
+    # Not the smallest number above 0, which XLA may flush to 0 as it does with all that are not normal.
+    return -jnp.log(jnp.maximum(at_labels(p, labels), jnp.finfo(p.dtype).tiny))
 
 
 def _squared_distance(p: jax.Array, labels: jax.Array) -> jax.Array:
@@ -185,19 +190,22 @@ def _squared_distance(p: jax.Array, labels: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _ece(p: jax.Array, labels: jax.Array, bins: int, equally_many: bool) -> jax.Array:
+    """Return the calibration error over bins of equal width, or of equally many examples."""
     p, labels, valid = prepared(p, labels, True)
     confidence = p.max(axis=-1)
     gap = jnp.where(valid, confidence - _right(p, labels), jnp.nan)
     if equally_many:
         batch = labels.shape[0]
+        # Bin k begins with example floor(k * batch / bins), in the order of confidence. The inverse of the permutation
+        # that sorts is the rank of each example.
         bin_of_rank = np.searchsorted(np.arange(1, bins) * batch // bins, np.arange(batch), side="right")
         rank = jnp.argsort(jnp.argsort(confidence, axis=-1, stable=True), axis=-1)
         bin_of = jnp.asarray(bin_of_rank)[rank]
     else:
-        # Against the ends themselves: `confidence * bins` can round to beyond one.
+        # By comparison with the ends of the bins: `confidence * bins` may be rounded across one.
         ends = np.arange(1, bins) / bins
         bin_of = jnp.searchsorted(jnp.asarray(ends, confidence.dtype), confidence)
-    # Bin by bin, and not as a product with a one-hot matrix, which loses digits over millions of examples.
+    # Each bin by a sum: a product with a one-hot matrix loses digits over millions of examples.
     per_bin = jax.lax.map(lambda k: jnp.where(bin_of == k, gap, 0).sum(axis=-1), jnp.arange(bins))
-    # |mean confidence - accuracy| times the bin's share of the examples is |sum of gaps| / batch.
+    # sum_k n_k / batch * |mean confidence_k - accuracy_k| = sum_k |sum of gaps in bin k| / batch, as n_k cancels.
     return jnp.abs(per_bin).sum(axis=0) / labels.shape[0]

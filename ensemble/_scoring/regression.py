@@ -17,7 +17,7 @@ from .validation import at_least_float32, check_numbers
 
 
 def gaussian_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Mean negative logarithm of the density of the targets under normal distributions, in nats.
+    """Return the mean negative logarithm of the density of the targets under normal distributions, in nats.
 
     Args:
       mean: real (..., batch).
@@ -28,7 +28,7 @@ def gaussian_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> ja
       Shape (...); NaN where a traced variance is not above 0; floating point.
 
     Raises:
-      TypeError: no real numbers.
+      TypeError: an argument does not hold real numbers.
       ValueError: shapes that do not fit, or a variance that is not traced and not above 0.
 
     Source:
@@ -44,10 +44,10 @@ def gaussian_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> ja
 
 
 def mixture_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Mean negative logarithm of the density of the targets under the mixture of the members, in nats.
+    """Return the mean negative log-density of the targets under the mixture of the members, in nats.
 
     Args:
-      mean: real (members, batch): each member's.
+      mean: real (members, batch), those of each member.
       variance: of the same shape, above 0.
       targets: real (batch,).
 
@@ -70,7 +70,7 @@ def mixture_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax
 
 
 def gaussian_crps(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Mean continuous ranked probability score of normal distributions, in units of the targets.
+    """Return the mean continuous ranked probability score of normal distributions, in units of the targets.
 
     Args:
       mean: real (..., batch).
@@ -96,13 +96,13 @@ def gaussian_crps(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> j
 
 
 def interval_coverage(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike, *, level: float = 0.95) -> jax.Array:
-    """Share of the targets that lie in the central interval of their normal distributions.
+    """Return the share of the targets that lie in the central interval of their normal distributions.
 
     Args:
       mean: real (..., batch).
       variance: of the same shape, above 0.
       targets: real (batch,).
-      level: what the share would be if the distributions were right, above 0 and below 1.
+      level: the share that is expected if the distributions are right, above 0 and below 1.
 
     Returns:
       Shape (...), in 0 to 1; as for `gaussian_nll`.
@@ -128,14 +128,17 @@ def _gaussian(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.A
 
 @jax.jit
 def _mixture(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Array:
+    # log(1/M sum_m exp(log p_m)) = logsumexp(log p) - log M, which neither overflows nor underflows.
     densities = _log_density(mean, variance, targets)
     return -(logsumexp(densities, axis=0) - np.log(mean.shape[0])).mean(axis=-1)
 
 
 @jax.jit
 def _crps(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the mean score, of which the integral has a closed form for normal distributions."""
     mean, variance, targets = _wide(mean, variance, targets)
     deviation = jnp.sqrt(variance)
+    # Equation 21 of Gneiting and Raftery, negated: s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi)), z = (y - m) / s.
     z = (targets - mean) / deviation
     score = deviation * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / np.sqrt(np.pi))
     return score.mean(axis=-1)
@@ -143,10 +146,12 @@ def _crps(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Array
 
 @partial(jax.jit, static_argnums=3)
 def _coverage(mean: jax.Array, variance: jax.Array, targets: jax.Array, level: float) -> jax.Array:
+    """Return the share of targets that are within the quantiles (1 - level) / 2 and (1 + level) / 2."""
     mean, variance, targets = _wide(mean, variance, targets)
     reach = ndtri(jnp.asarray((1 + level) / 2, mean.dtype)) * jnp.sqrt(variance)
     error = jnp.abs(targets - mean)
     inside = (error <= reach).astype(mean.dtype)
+    # A comparison with NaN is false, and would count as outside.
     return jnp.where(jnp.isnan(error) | jnp.isnan(reach), jnp.nan, inside).mean(axis=-1)
 
 
@@ -156,12 +161,14 @@ def _log_density(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> ja
 
 
 def _wide(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return mean, variance and targets in one dtype of at least float32; variances not above 0 are NaN."""
     dtype = jnp.result_type(*map(at_least_float32, arrays), jnp.float32)
     mean, variance, targets = (x.astype(dtype) for x in arrays)
     return mean, jnp.where(variance > 0, variance, jnp.nan), targets
 
 
 def _check(name: str, mean: Any, variance: Any, targets: Any) -> tuple[Any, Any, Any]:
+    """Return mean, variance and targets as arrays of floating point; raise if they do not fit."""
     mean = check_numbers(name, "mean", mean, "(..., batch)")
     variance = check_numbers(name, "variance", variance, "(..., batch)", above=0.0)
     targets = check_numbers(name, "targets", targets, "(batch,)")

@@ -1,4 +1,4 @@
-"""How well a score of doubt tells the good examples from the bad."""
+"""Measures of how well a score of doubt separates good examples from bad ones."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .validation import at_least_float32, check_numbers
 
 
 def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
-    """Area under the curve of the receiver: how often what lies out of the distribution has the higher score.
+    """Return the area under the ROC curve: the share of pairs in which the out-of-distribution example scores higher.
 
     Args:
-      scores_in: doubt about examples of the distribution, such as `mutual_information`: real (..., count).
+      scores_in: doubt about examples in the distribution, such as `mutual_information`: real (..., count).
       scores_out: doubt about examples out of it: (..., other count).
 
     Returns:
-      Shape (...): the share of the pairs in which the second is higher, a tie counting half: 0.5 tells nothing, 1
-      everything. NaN where a score is NaN. Floating point.
+      Shape (...): the share of the pairs in which the second is higher, with a tie counting half: 0.5 is chance, 1 is
+      perfect separation. NaN where a score is NaN. Floating point.
 
     Raises:
-      TypeError: no real numbers.
+      TypeError: an argument does not hold real numbers.
       ValueError: leading axes that differ, or no scores.
 
     Cost:
@@ -49,12 +49,12 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
 
 
 class RiskCoverage(NamedTuple):
-    """What is wrong of the predictions that are kept, when those with the most doubt are left out.
+    """The error of the predictions that are kept when those with the most doubt are left out.
 
     Attributes:
       coverage: share of the examples that are kept, (batch,): 1 / batch, 2 / batch and so on to 1.
-      risk: mean error of those, (..., batch).
-      area: mean of the risks, (...): the area under the curve, of which less is better.
+      risk: the mean error of these, (..., batch).
+      area: mean of the risks, (...): the area under the curve; smaller is better.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -70,18 +70,18 @@ class RiskCoverage(NamedTuple):
 
 
 def risk_coverage(doubts: ArrayLike, errors: ArrayLike) -> RiskCoverage:
-    """The risk of predictions against how many of them are kept, the least doubtful first.
+    """Return the risk of predictions against the share of them that is kept, the least doubtful first.
 
     Args:
-      doubts: of each example, such as `predictive_entropy`: real (..., batch). Of equal doubts what stands first is
-        kept first.
+      doubts: of each example, such as `predictive_entropy`: real (..., batch). Of examples with equal doubts the first
+        is kept first.
       errors: of each example, such as whether the label was missed: real or bool (..., batch), of the same shape.
 
     Returns:
       A `RiskCoverage`. NaN where a doubt is NaN.
 
     Raises:
-      TypeError: no real numbers.
+      TypeError: an argument does not hold real numbers.
       ValueError: shapes that differ, or no examples.
 
     Source:
@@ -106,13 +106,16 @@ def risk_coverage(doubts: ArrayLike, errors: ArrayLike) -> RiskCoverage:
 
 @jax.jit
 def _auroc(scores_in: jax.Array, scores_out: jax.Array) -> jax.Array:
+    """Return the area for each of the leading axes."""
     scores_in, scores_out = at_least_float32(scores_in), at_least_float32(scores_out)
 
+    # The area is P(in < out) + P(in = out) / 2 (the Mann-Whitney statistic). For each score out of the distribution,
+    # two binary searches count the scores in it that are below, and those that are not above.
     def of_one(inner: jax.Array, outer: jax.Array) -> jax.Array:
         ordered = jnp.sort(inner)
         below = jnp.searchsorted(ordered, outer, side="left")
         not_above = jnp.searchsorted(ordered, outer, side="right")
-        # Counts of pairs may pass what integers hold: shares first.
+        # As shares of the scores: a count of pairs may overflow an int32.
         share = (below.astype(inner.dtype) + not_above.astype(inner.dtype)) / (2 * inner.shape[0])
         return jnp.where(jnp.isnan(inner).any() | jnp.isnan(outer).any(), jnp.nan, share.mean())
 
@@ -123,11 +126,13 @@ def _auroc(scores_in: jax.Array, scores_out: jax.Array) -> jax.Array:
 
 @jax.jit
 def _risk_coverage(doubts: jax.Array, errors: jax.Array) -> RiskCoverage:
+    """Return the mean error of the first 1, 2, ... examples in the order of their doubts."""
     errors = at_least_float32(errors)
     doubts = at_least_float32(doubts)
     batch = doubts.shape[-1]
     kept = jnp.take_along_axis(errors, jnp.argsort(doubts, axis=-1, stable=True), axis=-1)
     counts = jnp.arange(1, batch + 1, dtype=errors.dtype)
     risk = jnp.cumsum(kept, axis=-1) / counts
+    # Sorting puts a NaN last, where it would go unnoticed.
     risk = jnp.where(jnp.isnan(doubts).any(axis=-1, keepdims=True), jnp.nan, risk)
     return RiskCoverage(counts / batch, risk, risk.mean(axis=-1))

@@ -1,4 +1,4 @@
-"""How sure predictions are, and how much of the doubt is disagreement."""
+"""Measures of uncertainty, and of the part of it that is disagreement of the members."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jax.typing import ArrayLike
 
-from .validation import at_least_float32, check_numbers, check_probabilities, outside
+from .validation import at_least_float32, check_numbers, check_probabilities, with_nans
 
 
 def entropy(probabilities: ArrayLike) -> jax.Array:
-    """Shannon entropy of each distribution, in nats.
+    """Return the Shannon entropy of each distribution, in nats.
 
     Args:
       probabilities: floating (..., classes), at least 2 classes.
@@ -37,7 +37,7 @@ def entropy(probabilities: ArrayLike) -> jax.Array:
 
 
 def predictive_entropy(probabilities: ArrayLike) -> jax.Array:
-    """Entropy of the members' mean distribution, in nats: the total uncertainty.
+    """Return the entropy of the members' mean distribution, in nats: the total uncertainty.
 
     Args:
       probabilities: floating (members, ..., classes), at least 2 classes.
@@ -61,7 +61,7 @@ def predictive_entropy(probabilities: ArrayLike) -> jax.Array:
 
 
 def mutual_information(probabilities: ArrayLike) -> jax.Array:
-    """Entropy of the members' mean less their mean entropy, in nats: the part of the doubt that is disagreement.
+    """Return the entropy of the members' mean less their mean entropy, in nats: the doubt that is disagreement.
 
     Args:
       probabilities: floating (members, ..., classes), at least 2 classes.
@@ -85,7 +85,7 @@ def mutual_information(probabilities: ArrayLike) -> jax.Array:
 
 
 def epistemic_variance(values: ArrayLike) -> jax.Array:
-    """Variance of the members' predictions: the part of the uncertainty that more data would reduce.
+    """Return the variance of the members' predictions: the part of the uncertainty that more data would reduce.
 
     Args:
       values: real (members, ...): values or means, or probabilities (members, batch, classes).
@@ -94,8 +94,8 @@ def epistemic_variance(values: ArrayLike) -> jax.Array:
       Shape (...), the variance over axis 0, divided by the number of members; floating point.
 
     Raises:
-      TypeError: no real numbers.
-      ValueError: no members.
+      TypeError: the values are not real numbers.
+      ValueError: there are no members.
 
     Source:
       Kendall and Gal 2017, "What Uncertainties Do We Need in Bayesian Deep Learning for Computer Vision?".
@@ -110,10 +110,10 @@ def epistemic_variance(values: ArrayLike) -> jax.Array:
 
 
 def aleatoric_variance(variances: ArrayLike) -> jax.Array:
-    """Mean of the variances that the members predict: the part of the uncertainty that is in the data.
+    """Return the mean of the variances that the members predict: the part of the uncertainty that is in the data.
 
     With `epistemic_variance` of their means it adds up to the variance of the mixture of the members. For
-    classification, hand `p * (1 - p)`, the variance of the one-hot label.
+    classification, pass `p * (1 - p)`, the variance of the one-hot label.
 
     Args:
       variances: real (members, ...), not negative.
@@ -122,8 +122,8 @@ def aleatoric_variance(variances: ArrayLike) -> jax.Array:
       Shape (...), NaN where a traced variance is negative; floating point.
 
     Raises:
-      TypeError: no real numbers.
-      ValueError: no members, or a variance that is not traced is negative.
+      TypeError: the variances are not real numbers.
+      ValueError: there are no members, or a variance that is not traced is negative.
 
     Source:
       Kendall and Gal 2017; Kwon et al. 2020, "Uncertainty quantification using Bayesian neural networks in
@@ -142,7 +142,7 @@ def aleatoric_variance(variances: ArrayLike) -> jax.Array:
 
 
 def disagreement(probabilities: ArrayLike) -> jax.Array:
-    """Share of the pairs of members that predict different classes, in 0 to 1.
+    """Return the share of the pairs of members that predict different classes, in 0 to 1.
 
     Args:
       probabilities: floating (members, ..., classes), at least 2 members and 2 classes; logits give the same.
@@ -170,39 +170,38 @@ def disagreement(probabilities: ArrayLike) -> jax.Array:
 
 @jax.jit
 def _entropies(p: jax.Array) -> jax.Array:
-    p = at_least_float32(p)
-    return jnp.where(outside(p).any(axis=-1), jnp.nan, entropy_of(p))
+    return entropy_of(with_nans(p))
 
 
 @jax.jit
 def _of_mean(p: jax.Array) -> jax.Array:
-    p = at_least_float32(p)
-    return jnp.where(outside(p).any(axis=(0, -1)), jnp.nan, entropy_of(p.mean(axis=0)))
+    return entropy_of(with_nans(p).mean(axis=0))
 
 
 @jax.jit
 def _information(p: jax.Array) -> jax.Array:
-    p = at_least_float32(p)
-    found = information_of(p, entropy_of(p.mean(axis=0)))
-    return jnp.where(outside(p).any(axis=(0, -1)), jnp.nan, found)
+    p = with_nans(p)
+    return information_of(p, entropy_of(p.mean(axis=0)))
 
 
 @jax.jit
 def _disagreement(p: jax.Array) -> jax.Array:
+    """Return for each example the share of the pairs of members with different classes."""
     p = at_least_float32(p)
     members = p.shape[0]
-    # Pairs that agree: for each class, those of the members that predict it.
+    # Of v votes for a class v (v - 1) ordered pairs agree: time and memory do not grow with the pairs.
     votes = jax.nn.one_hot(p.argmax(axis=-1), p.shape[-1], dtype=p.dtype).sum(axis=0)
     agree = (votes * (votes - 1)).sum(axis=-1) / (members * (members - 1))
     return jnp.where(jnp.isnan(p).any(axis=(0, -1)), jnp.nan, 1 - agree)
 
 
 def entropy_of(p: jax.Array) -> jax.Array:
-    """The entropy of distributions along the last axis."""
+    """Return the entropy of distributions along the last axis."""
+    # entr(p) = -p log p, and 0 at p = 0.
     return entr(p).sum(axis=-1)
 
 
 def information_of(p: jax.Array, total: Any) -> jax.Array:
-    """The mutual information of members' distributions, of which the mean has the entropy `total`."""
-    # Rounding can lead a little below zero where all members agree.
+    """Return the mutual information of the members' distributions, whose mean has the entropy `total`."""
+    # Never negative by Jensen's inequality, but where all members agree rounding may make it so.
     return jnp.maximum(total - entropy_of(p).mean(axis=0), 0)

@@ -1,4 +1,4 @@
-"""Probabilities as they are scored: checked, and in a dtype that is wide enough."""
+"""Checks of what is scored, and its conversion to a dtype that is wide enough."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from ...transforms._core.compat import Tracer
 
 
 def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The probabilities and labels as they are computed with, and which examples (..., batch) can be scored."""
-    p = at_least_float32(p)
-    # In a narrow dtype the number of classes could overflow; no other label becomes a class by the cast.
+    """Return probabilities and labels in the dtypes of the computation, and a mask (..., batch) of valid examples."""
+    p = with_nans(p) if bounded else at_least_float32(p)
+    # In a narrow dtype the number of classes could overflow. The cast makes no other label a class.
     labels = labels.astype(int)
-    valid = (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1)
-    return p, labels, valid & ~outside(p).any(axis=-1) if bounded else valid
+    return p, labels, (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1)
 
 
 def at_least_float32(x: Any) -> Any:
-    """In floating point, of half precision in float32."""
+    """Return `x` in float32 if it is of half precision, else as it is."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
     return x.astype(jnp.float32) if narrow else x
 
 
 @jax.jit
 def outside(probabilities: jax.Array) -> jax.Array:
-    # Rounding, such as that of half precision, may lead a little beyond 0 and 1.
+    """Return where numbers are not probabilities."""
+    # Half precision may round to a little beyond 1: bfloat16 does so by up to 2**-8 = 0.004.
     return (probabilities < -0.01) | (probabilities > 1.01)
 
 
-def first(wrong: Callable[[Any], Any], x: Any) -> tuple[tuple[int, ...], Any] | None:
-    """The first index of `x` at which `wrong(x)` is true, and the value there.
+def with_nans(p: Any) -> Any:
+    """Return probabilities in float32 or wider, with NaN for those outside 0 to 1, which may be traced."""
+    p = at_least_float32(p)
+    return jnp.where(outside(p), jnp.nan, p)
 
-    None where it is nowhere true, and where that cannot be known yet.
+
+def first(wrong: Callable[[Any], Any], x: Any) -> tuple[tuple[int, ...], Any] | None:
+    """Return the first index of `x` at which `wrong(x)` is true, and the value there.
+
+    None if it is nowhere true, or if that cannot be known: `x` is traced, or other processes hold a part of it.
     """
     if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return None
@@ -51,12 +57,12 @@ def first(wrong: Callable[[Any], Any], x: Any) -> tuple[tuple[int, ...], Any] | 
 
 
 def unwrapped(x: Any) -> Any:
-    """The array that an `nnx.Variable` holds; anything else as it is."""
+    """Return the array that an `nnx.Variable` holds, or anything else as it is."""
     convert = getattr(x, "__jax_array__", None)
     return convert() if convert else x
 
 
-# What to do about an argument that is not of floating point, or is of one class.
+# The remedies for an argument that is not of floating point, and for one with a single class.
 _REMEDIES = {
     "probabilities": (
         "hand what jax.nn.softmax gives, or one-hot predictions with .astype(float)",
@@ -72,6 +78,7 @@ _REMEDIES = {
 def check_scored(
     name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True, what: str = "probabilities"
 ) -> tuple[Any, Any]:
+    """Return probabilities (or logits, as `what` says) and labels as arrays; raise if they cannot be scored."""
     labels = unwrapped(labels)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be an array of integers, but got {say(labels)}.")
@@ -100,6 +107,7 @@ def check_probabilities(
     bounded: bool = True,
     what: str = "probabilities",
 ) -> Any:
+    """Return probabilities or logits as an array of at least `least_ndim` axes; raise if they are not."""
     probabilities = unwrapped(probabilities)
     if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
         raise TypeError(
@@ -135,16 +143,16 @@ def check_numbers(
     above: float | None = None,
     flags: bool = False,
 ) -> Any:
-    """Real numbers as an array of floating point, of at least one axis; refuses others.
+    """Return real numbers as an array of floating point with at least one axis; raise if they are not.
 
     Args:
-      name: of the function, for errors.
+      name: the function, for errors.
       what: the name of its argument.
       x: the argument.
       expected: the shape, in words.
-      least: what numbers must not be below, where they are known.
-      above: what they must be above.
-      flags: whether bool will do.
+      least: the smallest number that is allowed, where the numbers are known.
+      above: a number that they must exceed, likewise.
+      flags: whether bool is allowed too.
     """
     x = unwrapped(x)
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if flags else (jnp.floating, jnp.integer)

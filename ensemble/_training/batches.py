@@ -1,4 +1,4 @@
-"""`Batches`: batches drawn by a key, the same for all members or other ones for each."""
+"""`Batches`: batches drawn by a key, shared by all members or different for each."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from ...transforms._models.split_model import dotted
 class Batches:
     """Batches of a data set in shuffled epochs, as an iterable for `Trainer.fit`.
 
-    Every epoch shows each example once, in an order of its own, but for those that are left over when the batches are
-    full. With `members` each member has its own order, and perhaps its own examples, which are the same throughout.
-    Only indices differ between members: there is one copy of the data.
+    Every epoch shows each example once, in an order of its own, except those that do not fill a last batch. With
+    `members` each member has its own order, and perhaps its own examples, the same in every epoch. Only indices differ
+    between members: there is one copy of the data.
 
     Args:
       data: a pytree of arrays with the examples along axis 0, such as `(x, y)`.
       batch_size: examples in a batch, for each member.
-      key: decides on everything. What a member sees does not depend on how many there are.
-      members: None for batches that all members share; or how many there are: then the arrays of a batch have shape
+      key: determines all batches. Those of a member do not depend on the number of members.
+      members: None for batches that all members share; or their number: then the arrays of a batch have shape
         (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
-      draw: for members, which examples each has. "all"; "bootstrap": drawn with replacement, as bagging does; "subset":
-        drawn without.
-      fraction: for "bootstrap" and "subset", how many examples a member has, as a share of all; above 0, and at most 1
-        for "subset".
-      epochs: after how many epochs to end; None for never.
+      draw: which examples each member has. "all"; "bootstrap": drawn with replacement, as in bagging; "subset": drawn
+        without.
+      fraction: for "bootstrap" and "subset", the number of examples of a member, as a share of all; above 0, and at
+        most 1 for "subset".
+      epochs: the number of epochs; None for no end.
 
     Attributes:
-      indices: for each member the examples that it has, int32 (members, count); None where all have all. Those that
-        are not there may serve to validate it.
+      indices: for each member its examples, int32 (members, count); None if all members have all. The other examples
+        may serve to validate it.
 
     Raises:
-      TypeError: `data` holds no arrays, `key` is no key, a count is no int.
-      ValueError: arrays of different lengths, a batch larger than what a member has, a count below 1, an unknown
-        `draw`, a `fraction` out of range, or one of these without `members`.
+      TypeError: `data` holds no arrays, `key` is not a key, a count is not an int.
+      ValueError: arrays of different lengths, a batch larger than the examples of a member, a count below 1, an unknown
+        `draw`, a `fraction` out of range, or these without `members`.
 
     Cost:
       An epoch sorts one random number for each example of each member. A batch is gathered by a compiled program.
@@ -70,7 +70,7 @@ class Batches:
         fraction: float = 1.0,
         epochs: int | None = None,
     ) -> None:
-        self._count = _length(data)
+        count = _length(data)
         for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
             check_count("Batches", name, value, optional=name != "batch_size")
         check_key("Batches", key)
@@ -78,55 +78,56 @@ class Batches:
             raise ValueError(f'Batches: draw must be "all", "bootstrap" or "subset", but got {draw!r}.')
         if not is_real(fraction) or not 0 < fraction < math.inf:
             raise ValueError(f"Batches: fraction must be a finite number above 0, but got {fraction!r}.")
-        fraction = float(fraction)  # of NumPy's half precision, its product with the count would be rounded
+        fraction = float(fraction)  # the product with a number of half precision would be rounded to that
         if fraction > 1 and draw == "subset":
             raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}.")
         if draw == "all" and fraction != 1:
             raise ValueError(f'Batches: fraction={fraction} needs draw="bootstrap" or "subset".')
         if draw != "all" and members is None:
             raise ValueError(f"Batches: draw={draw!r} is for each member; say how many there are with members=.")
-        each = self._count if draw == "all" else round(fraction * self._count)
+        each = count if draw == "all" else round(fraction * count)
         if batch_size > each:
             raise ValueError(f"Batches: batch_size is {batch_size}, but there are only {each} examples to draw from.")
-        # A copy of what may change.
+        # NumPy arrays may be changed by the caller, and are copied; JAX arrays cannot.
         self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
         to_draw, self._to_shuffle = jax.random.split(key)
         self.indices: jax.Array | None = None
         if draw != "all":
             assert members is not None
-            self.indices = _drawn(to_draw, members, self._count, each, draw == "bootstrap")
+            self.indices = _drawn(to_draw, members, count, each, draw == "bootstrap")
 
     @property
     def per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         return self._each // self._batch_size
 
     def __len__(self) -> int:
-        """How many batches there are.
+        """Return the number of batches in all epochs.
 
         Raises:
-          TypeError: they never end.
+          TypeError: there is no end.
         """
         if self._epochs is None:
             raise TypeError("Batches: without epochs= there is no end.")
         return self._epochs * self.per_epoch
 
     def __iter__(self) -> BatchIterator:
-        """From the first batch on."""
+        """Return an iterator that begins with the first batch."""
         return BatchIterator(self)
 
     def order(self, epoch: int) -> jax.Array:
-        """The examples in the order in which an epoch shows them: int32 (count,), or (members, count)."""
+        """Return the examples in the order in which an epoch shows them: int32 (count,), or (members, count)."""
         return _order(jax.random.fold_in(self._to_shuffle, epoch), self.indices, self._members, self._each)
 
     def _at(self, order: jax.Array, i: int) -> Any:
-        """Batch `i` of an epoch that has this order."""
+        """Return batch `i` of an epoch with this order."""
+        # The start is an array, so that all batches are one compiled program.
         return _gathered(self._data, order, np.int32(i * self._batch_size), self._batch_size)
 
 
 class BatchIterator(Iterator[Any]):
-    """Batches one after another. `skip(count)` passes over some without drawing them."""
+    """An iterator over batches. `skip(count)` passes over some without drawing them."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -135,6 +136,7 @@ class BatchIterator(Iterator[Any]):
         self._order: jax.Array | None = None
 
     def __next__(self) -> Any:
+        """Return the next batch; the order of an epoch is drawn with its first."""
         batches = self._batches
         epoch, i = divmod(self._next, batches.per_epoch)
         if batches._epochs is not None and epoch >= batches._epochs:
@@ -146,7 +148,7 @@ class BatchIterator(Iterator[Any]):
         return batches._at(self._order, i)
 
     def skip(self, count: int) -> int:
-        """Pass over `count` batches, or as many as there are; says how many."""
+        """Pass over `count` batches, or as many as there are, and return their number."""
         end = self._next + count
         if self._batches._epochs is not None:
             end = min(end, len(self._batches))
@@ -156,34 +158,40 @@ class BatchIterator(Iterator[Any]):
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _drawn(key: jax.Array, members: int, count: int, each: int, replace: bool) -> jax.Array:
+    """Return `each` of `count` examples for each member: int32 (members, each)."""
+
     def of_member(i: jax.Array) -> jax.Array:
         own = jax.random.fold_in(key, i)
         if replace:
             return jax.random.randint(own, (each,), 0, count)
         return jax.random.permutation(own, count)[:each].astype(jnp.int32)
 
+    # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap, which depend on the other members.
     return jax.lax.map(of_member, jnp.arange(members))
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each: int) -> jax.Array:
+    """Return a permutation of the examples: one for all, or one of its own for each member."""
     if members is None:
         return jax.random.permutation(key, each).astype(jnp.int32)
 
     def of_member(i: jax.Array) -> jax.Array:
-        places = jax.random.permutation(jax.random.fold_in(key, i), each)
-        return (places if indices is None else indices[i][places]).astype(jnp.int32)
+        shuffled = jax.random.permutation(jax.random.fold_in(key, i), each)
+        return (shuffled if indices is None else indices[i][shuffled]).astype(jnp.int32)
 
     return jax.lax.map(of_member, jnp.arange(members))
 
 
 @partial(jax.jit, static_argnums=3)
 def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int) -> Any:
+    """Return the `size` examples that follow `start` in the order; for each member, if there is an order for each."""
     index = jax.lax.dynamic_slice_in_dim(order, start, size, axis=-1)
     return jax.tree.map(lambda x: x[index], data)
 
 
 def _length(data: Any) -> int:
+    """Return the number of examples; raise if the arrays differ in it."""
     lengths = {dotted(path) or "data": jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(data)}
     if not lengths or not all(lengths.values()):
         raise TypeError(f"Batches: data must be arrays with the examples along axis 0, but got {describe(data)}.")

@@ -1,4 +1,7 @@
-"""`save`, `load` and `load_member`: an ensemble or a training state on disk."""
+"""`save`, `load` and `load_member`: an ensemble or a training state on disk.
+
+`transforms._runs.checkpoint` writes and reads arrays of members; here is what of an ensemble they are.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
     """Write an ensemble or a training state to a directory, atomically.
 
     Args:
-      path: the directory to make. A checkpoint that is there already is replaced once the new one is whole: it is
-        renamed to a hidden name beside it, then the new one takes its name. (Who is killed between the two finds the
-        earlier one there.)
-      state_or_ensemble: what to write.
+      path: the directory to make. An earlier checkpoint there is replaced once the new one is complete: it is renamed
+        to a hidden name in the same directory, then the new one takes its name. (If the process is killed between the
+        two, the earlier one is under the hidden name.)
+      state_or_ensemble: the `Ensemble` or `TrainState` to write.
 
     Raises:
       TypeError: neither an `Ensemble` nor a `TrainState`.
       FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
 
     Cost:
-      One copy of the arrays in host memory, and about half a second beside the writing.
+      One copy of the arrays in host memory, and about half a second in addition to the writing.
 
     Examples:
       >>> import tempfile
@@ -53,20 +56,20 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
 
 
 def load(path: str | os.PathLike[str], like: Any) -> Any:
-    """Read what `save` wrote.
+    """Read an ensemble or a training state that `save` wrote.
 
     Args:
       path: the directory.
       like: an `Ensemble` or a `TrainState` of the same architecture, size and optimiser, whose values do not matter
-        (what `jax.eval_shape` gives will do). An `Ensemble` reads the ensemble of a saved training state.
+        (the result of `jax.eval_shape` will do). An `Ensemble` reads the ensemble of a saved training state.
 
     Returns:
-      What `like` is, with the values of the checkpoint.
+      An object like `like`, with the values of the checkpoint.
 
     Raises:
       TypeError: `like` is neither.
       FileNotFoundError: there is no such directory.
-      ValueError: it is no checkpoint, is damaged, or holds other arrays than `like`; the first difference is named.
+      ValueError: it is not a checkpoint, is damaged, or holds other arrays than `like`; the first difference is named.
 
     Examples:
       >>> import tempfile
@@ -86,7 +89,7 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
 
 
 def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
-    """Read one member of what `save` wrote, and its bytes only.
+    """Read one member of an ensemble that `save` wrote, and only its bytes.
 
     Args:
       path: the directory.
@@ -113,10 +116,10 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     """
     checkpoint = Checkpoint.open("load_member", path)
     if isinstance(like, (Ensemble, TrainState)):
-        # Not what is behind `like.ensemble`, which other processes may have to help to make.
-        trainable, rest = like._rows()[:2] if isinstance(like, TrainState) else (like.trainable, like.rest)
+        # Not `like.ensemble`, which may be cut from padded rows: a program in which all processes would have to join.
         structure = like._structure_and_size()[0] if isinstance(like, TrainState) else like.structure
-        stacked, expected = (trainable, rest), _outline_members(trainable, rest)
+        stacked = _parts(like)["ensemble"]
+        expected = _outline_members(*stacked)
     elif is_model(like):
         parts = split(like)
         structure, stacked = parts.structure, (parts.trainable, parts.rest)
@@ -130,6 +133,7 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
         raise TypeError(f"load_member: i must be an int, but got {describe(i)}.")
     if not -size <= i < size:
         raise IndexError(f"load_member: member {i} is out of range; the checkpoint at {checkpoint.path} has {size}.")
+    # The checkpoint has its arrays in the order of the model that was saved, `like` perhaps in another.
     leaves = checkpoint.member(operator.index(i) % size, "ensemble", checkpoint.order("ensemble", expected))
     return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves))
 
@@ -142,53 +146,41 @@ def write_state(
     history: Mapping[str, np.ndarray] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint: `about` goes into its manifest, `history` beside its arrays, `more` among those."""
+    """Write a checkpoint: `about` goes into its manifest, `history` into a file, and `more` among the arrays."""
     about = dict(about or {})
-    if isinstance(saved, Ensemble):
-        trainable, rest, size = saved.trainable, saved.rest, len(saved)
-    else:
-        (trainable, rest, opt_state, standing), (_, size) = saved._rows(), saved._structure_and_size()
-        about["step"] = int(saved.step)
-    parts: dict[str, Any] = {"ensemble": (trainable, rest)}
-    outlines = {"ensemble": _outline_members(trainable, rest)}
     if isinstance(saved, TrainState):
-        for part, tree in (("opt_state", opt_state), ("standing", standing)):
-            parts[part], outlines[part] = tree, outline(tree, drop_axis=True)
-    for part, tree in (more or {}).items():
-        parts[part], outlines[part] = tree, outline(tree, drop_axis=True)
-    write(api, path, parts, size, outlines=outlines, about=about, history=history)
+        size = saved._structure_and_size()[1]
+        about["step"] = int(saved.step)
+    else:
+        size = len(saved)
+    parts = _parts(saved) | dict(more or {})
+    write(api, path, parts, size, outlines=_outlines(parts), about=about, history=history)
 
 
 def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-    """The training state, as `like`, and what the checkpoint has of `more`."""
+    """Return the training state, as `like`, and those parts of `more` that the checkpoint has."""
     if "opt_state" not in checkpoint.manifest["arrays"]:
         raise ValueError(
             f"{checkpoint.api}: the checkpoint at {checkpoint.path} holds an ensemble, but no training state; load it "
             "with an Ensemble as like."
         )
-    (trainable, rest, opt_state, standing), (structure, size) = like._rows(), like._structure_and_size()
-    likes = {"ensemble": (trainable, rest), "opt_state": opt_state, "standing": standing}
-    order = {"ensemble": checkpoint.order("ensemble", _outline_members(trainable, rest), size)}
+    structure, size = like._structure_and_size()
     held = checkpoint.manifest["arrays"]
-    likes |= {part: tree for part, tree in more.items() if part in held}
-    for part, tree in likes.items():
-        if part != "ensemble":
-            order[part] = checkpoint.order(part, outline(tree, drop_axis=True))
-    read = _read(checkpoint, likes, order)
+    read = _read(checkpoint, _parts(like) | {part: tree for part, tree in more.items() if part in held}, size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])
     state = TrainState._of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
     return state, {part: read[part] for part in more if part in read}
 
 
 def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
-    """The ensemble, as `like`."""
-    order = {"ensemble": checkpoint.order("ensemble", _outline_members(like.trainable, like.rest), len(like))}
-    return Ensemble(like.structure, *_read(checkpoint, {"ensemble": (like.trainable, like.rest)}, order)["ensemble"])
+    """Return the ensemble, as `like`."""
+    return Ensemble(like.structure, *_read(checkpoint, _parts(like), len(like))["ensemble"])
 
 
-def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], order: Mapping[str, list[int]]) -> dict[str, Any]:
-    """For each part what `likes` has for it, with the values of the checkpoint."""
-    size = checkpoint.manifest["size"]
+def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Return each part of `likes` with the values of the checkpoint; raise if its arrays are others."""
+    order = {part: checkpoint.order(part, expected, size) for part, expected in _outlines(likes).items()}
+    # For an array that is sharded, the members on the devices of this process only.
     rows = checkpoint.read(members_of(likes, size), order)
 
     def of_part(part: str, like: Any) -> Any:
@@ -202,12 +194,27 @@ def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], order: Mapping[str, 
     return {part: of_part(part, like) for part, like in likes.items()}
 
 
+def _parts(saved: TrainState | Ensemble) -> dict[str, Any]:
+    """Return the stacked, perhaps padded, arrays under their names in a checkpoint."""
+    if isinstance(saved, Ensemble):
+        return {"ensemble": (saved.trainable, saved.rest)}
+    trainable, rest, opt_state, standing = saved._rows()
+    return {"ensemble": (trainable, rest), "opt_state": opt_state, "standing": standing}
+
+
+def _outlines(parts: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return for each part its arrays, of one member, as `outline` describes them."""
+    outlines = {part: outline(tree, drop_axis=True) for part, tree in parts.items() if part != "ensemble"}
+    return {"ensemble": _outline_members(*parts["ensemble"]), **outlines}
+
+
 def _outline_members(trainable: Any, rest: Any) -> list[dict[str, Any]]:
+    # Separately: a path begins in the model, and does not tell in which of the two trees it is.
     return outline(trainable, drop_axis=True) + outline(rest, drop_axis=True)
 
 
 def _step(step: int, like: Any) -> jax.Array:
-    """The number of a step, on the devices on which `like` is."""
+    """Return the number of a step, on the devices of `like`."""
     value = np.asarray(step, like.dtype)
     sharding = getattr(like, "sharding", None)
     if sharding is None or len(sharding.device_set) == 1:

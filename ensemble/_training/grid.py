@@ -10,18 +10,18 @@ from ...transforms._core.arguments import check_count, describe
 
 
 def grid(*, repeats: int = 1, **values: Iterable[Any]) -> dict[str, list[Any]]:
-    """Every combination of hyperparameters, as a `Trainer` takes them: one value of each for each member.
+    """Return every combination of hyperparameters as a `Trainer` takes them: for each name one value a member.
 
     Args:
-      repeats: how many members each combination has, one after another; they differ in their seeds.
-      **values: by the name of a hyperparameter the values to try: numbers or schedules.
+      repeats: the number of members of each combination, one after another; they differ in their seeds.
+      **values: for each hyperparameter the values to try: numbers or schedules.
 
     Returns:
-      Lists of one length, which is the size of the ensemble: the product of the numbers of values, times `repeats`. The
-      last name changes first.
+      Lists of one length, the size of the ensemble: the product of the numbers of values, times `repeats`. The last
+      name changes first.
 
     Raises:
-      TypeError: `repeats` is no int, or a hyperparameter has no list of values.
+      TypeError: `repeats` is not an int, or a hyperparameter has no list of values.
       ValueError: `repeats` is below 1, there are no hyperparameters, or one has no values.
 
     Examples:
@@ -36,7 +36,7 @@ def grid(*, repeats: int = 1, **values: Iterable[Any]) -> dict[str, list[Any]]:
     for name, tried in values.items():
         if isinstance(tried, str) or not isinstance(tried, Iterable):
             raise TypeError(f"grid: {name} must be a list of values, but got {describe(tried)}.")
-        lists[name] = list(tried)
+        lists[name] = list(tried)  # an iterator gives its values once
         if not lists[name]:
             raise ValueError(f"grid: {name} has no values.")
     members = [combination for combination in product(*lists.values()) for _ in range(repeats)]

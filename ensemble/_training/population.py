@@ -1,4 +1,4 @@
-"""Steps of a population: some members are taken, copied, perturbed, combined or averaged."""
+"""Steps of a population: members are selected, copied, perturbed, combined or averaged."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Members = TypeVar("Members", Ensemble, TrainState)
 
 
 def select(members: Members, indices: ArrayLike) -> Members:
-    """An ensemble or a training state of some of the members.
+    """Return an ensemble or a training state of some of the members.
 
     Args:
       members: an `Ensemble` or a `TrainState`.
-      indices: which members, as integers (count,), in the order in which they shall stand. One may be taken several
-        times: then each has what it has, its random keys too.
+      indices: which members, as integers (count,), in the order of the result. One may be selected several times:
+        then the copies are equal, and so are their random keys.
 
     Returns:
       The same with `count` members.
 
     Raises:
-      TypeError: `members` is neither, or `indices` are no integers.
-      ValueError: `indices` have another shape, or are none.
-      IndexError: an index that is not traced is no member's.
+      TypeError: `members` is neither, or `indices` are not integers.
+      ValueError: `indices` have another shape, or are empty.
+      IndexError: an index that is not traced is out of range.
 
     Examples:
       >>> from flax import nnx
@@ -46,25 +46,45 @@ def select(members: Members, indices: ArrayLike) -> Members:
       >>> select(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0), [3, 1])
       Ensemble of 2 × Linear, 15 parameters each
     """
-    if not isinstance(members, (Ensemble, TrainState)):
+    arrays: Any
+    traced = isinstance(indices, Tracer)
+    if isinstance(members, Ensemble):
+        structure, size, arrays = members.structure, len(members), (members.trainable, members.rest)
+    elif isinstance(members, TrainState):
+        structure, size = members._structure_and_size()
+        # A traced index may be negative, and would count from the end of padded rows.
+        arrays = members._arrays() if traced else members._rows()
+    else:
         raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
-    made: Any = _select(members, indices)
+    rows = _checked_indices(indices, size)
+    count, layout = len(rows), None if traced else Layout.around(arrays)
+    if isinstance(members, Ensemble) and layout is not None and layout.padded(count) != count:
+        raise ValueError(
+            f"select: {count} members do not divide over the {layout.devices} devices of the ensemble; select "
+            "of a TrainState pads them."
+        )
+    selected: Any = jax.tree.map(lambda x: x[rows], arrays) if traced else take(arrays, rows)
+    made: Any
+    if isinstance(members, Ensemble):
+        made = Ensemble(structure, *selected)
+    else:
+        made = TrainState._of_padded(structure, selected, count, members.step)
     return made
 
 
 def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
-    """The indices of the k best scores, the best first.
+    """Return the indices of the k best scores, the best first.
 
     Args:
-      scores: one number for each member, (size,). What is not finite is worst.
-      k: how many.
+      scores: one number for each member, (size,). Numbers that are not finite are worst.
+      k: the number of indices.
       mode: "min" where smaller scores are better, "max" where larger ones are.
 
     Returns:
-      int32 (k,); of equal scores the one that stands first is better.
+      int32 (k,); of equal scores the first is better.
 
     Raises:
-      TypeError: `scores` are no real numbers, or `k` is no int.
+      TypeError: `scores` are not real numbers, or `k` is not an int.
       ValueError: another shape, `k` not from 1 to the number of scores, an unknown mode.
 
     Examples:
@@ -92,22 +112,23 @@ def exploit(
     """Replace the worst members by copies of the best, with other hyperparameters: population based training.
 
     Each of the worst becomes a copy of one of the best, drawn at random: its parameters, its optimiser's state, its
-    hyperparameters and its standing, but with random keys of its own. Then each hyperparameter in `perturb` is
+    hyperparameters and its status, but with random keys of its own. Then each hyperparameter in `perturb` is
     multiplied by one of the factors, drawn at random.
 
     Args:
-      state: of a `Trainer`.
-      scores: one number for each member, (size,). What is not finite is worst.
-      key: for what is drawn.
-      fraction: of the members that are replaced, above 0 and at most 0.5; at least one is.
-      perturb: factors by the name of a hyperparameter that each member has one of.
+      state: the state, from `Trainer.init`.
+      scores: one number for each member, (size,). Numbers that are not finite are worst.
+      key: the key of all random choices.
+      fraction: the share of the members to replace, above 0 and at most 0.5; at least one is replaced.
+      perturb: for the name of a hyperparameter of which each member has its own value, the factors.
       mode: "min" where smaller scores are better, "max" where larger ones are.
 
     Returns:
       The state, and for each member the index of the one that it continues, int32 (size,).
 
     Raises:
-      TypeError: `state` is no `TrainState`, `scores` are no real numbers, `key` is no key, factors are no numbers.
+      TypeError: `state` is not a `TrainState`, `scores` are not real numbers, `key` is not a key, factors are not
+        numbers.
       ValueError: another shape of `scores`, a `fraction` out of range, fewer than two members; members do not have a
         hyperparameter of that name, or it is a schedule.
 
@@ -140,15 +161,17 @@ def exploit(
     to_draw, to_renew, *to_perturb = jax.random.split(key, 2 + len(perturb or {}))
     best = ranked[jax.random.randint(to_draw, (count,), 0, count)]
     source = jnp.arange(size).at[ranked[size - count :]].set(best).astype(jnp.int32)
+    # Of the others each is its own source: the best half and the worst do not overlap, as the fraction is at most 0.5.
     copied = source != jnp.arange(size)
     trainable, rest, opt_state, standing = jax.tree.map(lambda x: x[source], state._arrays())
     numbers = jax.random.bits(to_renew, (size,))
 
+    # Otherwise a copy would draw the same dropout masks as its source.
     rest, opt_state = where_rows(copied, with_other_keys((rest, opt_state), numbers), (rest, opt_state))
     of_optimizer = dict(getattr(opt_state, "hyperparams", {}))
     of_loss = dict(standing.hyperparams)
-    for name, own in zip(perturb or {}, to_perturb, strict=True):
-        factors = _checked_factors(name, (perturb or {})[name], {**of_optimizer, **of_loss}, standing.schedules)
+    for (name, given), own in zip((perturb or {}).items(), to_perturb, strict=True):
+        factors = _checked_factors(name, given, {**of_optimizer, **of_loss}, standing.schedules)
         values = of_loss if name in of_loss else of_optimizer
         if not jnp.issubdtype(values[name].dtype, jnp.inexact):
             raise TypeError(
@@ -160,6 +183,7 @@ def exploit(
     if of_optimizer:
         opt_state = opt_state._replace(hyperparams=of_optimizer)
     arrays = trainable, rest, opt_state, standing._replace(hyperparams=of_loss)
+    # `_arrays` has cut the padding, and `x[source]` may have gathered the members.
     layout = None if state._is_traced() else Layout.around(state._rows())
     if layout is not None:
         arrays = layout.place(arrays, size)
@@ -170,8 +194,8 @@ class Selection(NamedTuple):
     """Members that were chosen one after another.
 
     Attributes:
-      indices: which, in the order in which they were chosen, int32 (rounds,). One may be chosen several times.
-      scores: that of the mean of those chosen so far, (rounds,).
+      indices: the members in the order in which they were chosen, int32 (rounds,). One may be chosen several times.
+      scores: the score of the mean of those chosen so far, (rounds,).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -196,16 +220,16 @@ def greedy_selection(
 
     Args:
       predictions: on data that were not trained on, with the members along axis 0, such as `Prediction.members`.
-      targets: what `score` takes as its second argument, such as labels.
-      rounds: how many are chosen.
-      score: of a mean prediction and the targets, a number that is better where it is smaller; a pure function.
+      targets: the second argument of `score`, such as labels.
+      rounds: the number of members to choose.
+      score: a pure function of a mean prediction and the targets, to a number that is better if it is smaller.
 
     Returns:
-      A `Selection`. Take as many of its indices as have the best score: with `select`, or as weights (`jnp.bincount`).
+      A `Selection`. Take its indices up to the best score: with `select`, or as weights (`jnp.bincount`).
 
     Raises:
-      TypeError: `score` is not callable, `rounds` is no int.
-      ValueError: `predictions` have no members, `rounds` is below 1, a score is no scalar.
+      TypeError: `score` is not callable, `rounds` is not an int.
+      ValueError: `predictions` have no members, `rounds` is below 1, a score is not a scalar.
 
     Cost:
       Each round scores as many predictions as there are members, one after another.
@@ -230,7 +254,7 @@ def greedy_selection(
     check_count("greedy_selection", "rounds", rounds)
     known = not isinstance(predictions, Tracer) and not isinstance(jnp.zeros(()), Tracer)
     if known:
-        score(predictions[0], targets)  # refuses what is no prediction, which it cannot in a program
+        score(predictions[0], targets)  # checks values, which it cannot in a compiled loop
     predictions = predictions.astype(jnp.promote_types(predictions.dtype, jnp.float32))
     scored = jax.eval_shape(score, jax.ShapeDtypeStruct(predictions.shape[1:], predictions.dtype), targets)
     if getattr(scored, "shape", None) != ():
@@ -250,19 +274,19 @@ def greedy_selection(
 
 
 def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
-    """One model whose parameters are the mean of the members'.
+    """Return one model whose parameters are the mean of those of the members.
 
     Args:
       ensemble: members near each other, such as those fine-tuned from one model: the mean of models trained from
-        different starts is no good model.
-      weights: not negative, (size,); they are divided by their sum. None weighs all alike.
+        different starts is not a good model.
+      weights: not negative, (size,); they are divided by their sum. None gives all the same weight.
 
     Returns:
       A standalone model: the weighted mean of every array of floating point (BatchNorm statistics too, for which new
       ones from data are better); anything else is that of the first member.
 
     Raises:
-      TypeError: not an `Ensemble`, or weights that are no real numbers.
+      TypeError: not an `Ensemble`, or weights that are not real numbers.
       ValueError: weights of another shape, negative, not finite, or all zero, where they are known.
 
     Source:
@@ -291,7 +315,8 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
     def mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
-        # A member without weight may hold what is not finite.
+        # The `where`, since a member without weight may not be finite, and 0 * inf is NaN. The sum is in float32 or
+        # wider, and rounded once.
         own = by_row(shares, x)
         total = jnp.where(own > 0, x * own.astype(jnp.promote_types(x.dtype, jnp.float32)), 0).sum(axis=0)
         return total.astype(x.dtype)
@@ -299,31 +324,8 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
     return jax.tree.map(mean, ensemble).__plurax_member__()
 
 
-def _select(members: Any, given: Any) -> Any:
-    size = len(members) if isinstance(members, Ensemble) else members._structure_and_size()[1]
-    indices = _checked_indices(given, size)
-    if isinstance(members, Ensemble):
-        return jax.tree.map(lambda x: x[indices], members) if isinstance(indices, Tracer) else _taken(members, indices)
-    structure, _ = members._structure_and_size()
-    if isinstance(indices, Tracer):
-        arrays = jax.tree.map(lambda x: x[indices], members._arrays())
-    else:
-        arrays = take(members._rows(), np.asarray(indices))
-    return TrainState._of_padded(structure, arrays, indices.shape[0], members.step)
-
-
-def _taken(ensemble: Ensemble, indices: Any) -> Ensemble:
-    rows = (ensemble.trainable, ensemble.rest)
-    layout = Layout.around(rows)
-    if layout is not None and layout.padded(len(indices)) != len(indices):
-        raise ValueError(
-            f"select: {len(indices)} members do not divide over the {layout.devices} devices of the ensemble; select "
-            "of a TrainState pads them."
-        )
-    return Ensemble(ensemble.structure, *take(rows, np.asarray(indices)))
-
-
 def _checked_indices(indices: Any, size: int) -> Any:
+    """Return the indices, from 0 to size - 1 where they are known; raise if they are not those of members."""
     indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not indices.size:
         raise ValueError("select: indices are none; an ensemble has at least one member.")
@@ -334,7 +336,7 @@ def _checked_indices(indices: Any, size: int) -> Any:
     if isinstance(indices, Tracer):
         return indices
     known = np.asarray(indices)
-    wrong = [i for i in known.tolist() if not -size <= i < size]  # as Python's integers, which do not overflow
+    wrong = [i for i in known.tolist() if not -size <= i < size]  # Python integers do not overflow
     if wrong:
         raise IndexError(f"select: member {wrong[0]} is out of range for an ensemble of {size}.")
     return known.astype(int) % size
@@ -346,7 +348,7 @@ def _check_real(api: str, name: str, x: Any) -> None:
 
 
 def _ranked(api: str, scores: Any, mode: str) -> jax.Array:
-    """The indices from the best to the worst."""
+    """Return the indices of the scores from the best to the worst."""
     scores = jnp.asarray(scores)
     _check_real(api, "scores", scores)
     if scores.ndim != 1 or not scores.size:
@@ -354,12 +356,14 @@ def _ranked(api: str, scores: Any, mode: str) -> jax.Array:
     if mode not in ("min", "max"):
         raise ValueError(f'{api}: mode must be "min" or "max", but got {mode!r}.')
     finite = jnp.isfinite(scores)
-    if mode == "max":  # what turns the order round, of integers without an overflow
+    if mode == "max":  # ~x = -x - 1 reverses the order of integers, and does not overflow at the smallest
         scores = ~scores if jnp.issubdtype(scores.dtype, jnp.integer) else -scores
+    # By whether it is not finite, then by the score; stable, so that of equal scores the first stays first.
     return jnp.lexsort((jnp.where(finite, scores, 0), ~finite)).astype(jnp.int32)
 
 
 def _checked_factors(name: str, factors: Any, values: Mapping[str, Any], schedules: Mapping[str, Any]) -> jax.Array:
+    """Return the factors of a hyperparameter; raise if it has no values of the members, or they are not numbers."""
     if name in schedules:
         raise ValueError(f"exploit: the hyperparameter {name!r} is a schedule, which is not perturbed; leave it out.")
     if name not in values:

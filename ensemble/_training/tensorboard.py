@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,13 @@ class TensorBoard:
     members can be chosen. Where several processes train one ensemble, give it to the `fit` of one of them.
 
     Args:
-      directory: where to write; made where it is missing.
+      directory: where to write; it is made if it is missing.
 
     Raises:
       ModuleNotFoundError: the extra `tensorboard` is missing.
 
     Cost:
-      About 20 µs for each metric and member. What is written is flushed every two minutes, and at the end: use it in a
+      About 20 µs for each metric and member. The files are flushed every two minutes, and at the end: use it in a
       `with` statement, or call `close`.
 
     Examples:
@@ -50,17 +49,19 @@ class TensorBoard:
         self._writers: list[Any] = []
 
     def __call__(self, step: int, metrics: Mapping[str, np.ndarray]) -> None:
-        """Write the metrics of a step; nothing for members that have stopped."""
+        """Write the metrics of a step, except for members that have stopped."""
+        # The number of members is known with the first metrics.
         size = max((len(values) for values in metrics.values()), default=0)
         while len(self._writers) < size:
             self._writers.append(self._make(str(self._directory / f"member_{len(self._writers):02d}")))
         for name, values in metrics.items():
             for writer, value in zip(self._writers, values, strict=True):
+                # `fit` reports NaN for a member that has stopped.
                 if not np.isnan(value):
                     writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
-        """Write what is not written yet, and close the files."""
+        """Flush and close the files."""
         for writer in self._writers:
             writer.close()
         self._writers = []
@@ -68,7 +69,5 @@ class TensorBoard:
     def __enter__(self) -> TensorBoard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -209,7 +209,7 @@ def test_a_state_that_a_call_leaves_must_be_returned(linen):
         model.variables = {**model.variables, **updates}
         return logits
 
-    with pytest.raises(ValueError, match="changes the state of Applied .*batch_stats"):
+    with pytest.raises(ValueError, match="changes the state of FunctionalModel .*batch_stats"):
         vmap(train, (0, None))(ens, X)
     logits, after = vmap(lambda m, x: (train(m, x), m), (0, None))(ens, X)
     assert logits.shape == (3, 2, 3)
