@@ -1,4 +1,4 @@
-"""`Standing`: which members train, which have stopped, and why."""
+"""`MemberStatus`: which members train, which have stopped, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stop(IntEnum):
     EARLY = 2
 
 
-class Standing(NamedTuple):
+class MemberStatus(NamedTuple):
     """Where each member stands, as arrays with the members along axis 0.
 
     Attributes:
@@ -49,7 +49,7 @@ class Standing(NamedTuple):
     schedules: dict[str, jax.Array]
 
     @classmethod
-    def _first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> Standing:
+    def _first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> MemberStatus:
         """That of members before their first step."""
         # What is a Python float somewhere is a float32 here.
         given = [{name: jnp.asarray(x) for name, x in values.items()} for values in (hyperparams, schedules)]
@@ -61,7 +61,7 @@ class Standing(NamedTuple):
         """Whether a member trains."""
         return self.stopped == Stop.TRAINS
 
-    def _after(self, fails: jax.Array) -> Standing:
+    def _after(self, fails: jax.Array) -> MemberStatus:
         """One member's standing after a step in which it fails, or not."""
         stopped = jnp.where(fails, jnp.int32(Stop.NOT_FINITE), self.stopped)
         return self._replace(step=self.step + self.trains, stopped=stopped)

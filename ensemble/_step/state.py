@@ -17,10 +17,10 @@ from ...transforms._models.split_model import Structure
 from .._members.ensemble import Ensemble
 from .._members.rows import cut
 from .._members.sharding import Layout
-from .member_status import Standing
+from .member_status import MemberStatus
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
-Arrays = tuple[Any, Any, Any, Standing]
+Arrays = tuple[Any, Any, Any, MemberStatus]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step", "standing"], meta_fields=[])
@@ -32,7 +32,7 @@ class TrainState:
       ensemble: the `Ensemble`.
       opt_state: the optax state, with the members along axis 0 of every array.
       step: how many steps were taken, an int32 scalar.
-      standing: which members train, and which have stopped: a `Standing`.
+      standing: which members train, and which have stopped: a `MemberStatus`.
 
     Examples:
       >>> import optax
@@ -47,7 +47,7 @@ class TrainState:
     ensemble: Ensemble
     opt_state: Any
     step: jax.Array
-    standing: Standing
+    standing: MemberStatus
     # Its arrays in another form: padded, or apart until somebody looks.
     _held: ClassVar[Apart | Padded | None] = None
 

@@ -23,7 +23,7 @@ from .._members.ensemble import Ensemble
 from .._members.sharding import Layout
 from .._members.strategy import STRATEGIES
 from .._step.loss import MemberLoss
-from .._step.member_status import Standing
+from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
@@ -175,7 +175,7 @@ class Trainer:
         size, step = len(ensemble), np.zeros((), np.int32)
         schedules = {name: x.which for name, x in self._optimizer.schedules.items()}
         of_loss = {name: check_size(name, x, size) for name, x in self._step.loss.per_member.items()}
-        standing = Standing._first(size, of_loss, schedules)
+        standing = MemberStatus._first(size, of_loss, schedules)
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
             return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
