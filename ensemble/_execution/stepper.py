@@ -1,4 +1,4 @@
-"""`Stepper`: training steps of all members, one after another, with all that a loop must know of them."""
+"""`Stepper`: takes the training steps of all members, and tells a loop all that it must know of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
-from ...transforms._models.hashable import HashablePytree
 from .._members.strategy import Execution
 from .._step.member_step import MemberStep
-from .._step.state import TrainState, kind_of
+from .._step.state import TrainState
 from .choose_strategy import StrategyChoice
 from .data_parallel import check_split
 from .executor import Executor
+from .step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Stepper:
     Args:
       step: the step of one member.
       executor: executes it for all members.
-      choice: chooses how.
+      choice: decides how it executes them.
       in_axes: how a batch is mapped over members, as for `Trainer`.
     """
 
@@ -104,15 +104,17 @@ class Stepper:
           donate: whether the step takes over the memory of `state`.
           tell: called with a line about what is measured, which may take a while.
         """
-        arguments, axes = self.arguments(batch, state._structure_and_size()[1])
+        inputs = StepInputs(state, *self.arguments(batch, state._structure_and_size()[1]))
         layout = self.executor.layout
         if layout is not None and layout.shards > 1:
-            kind = state._kind, HashablePytree.of(axes), kind_of(arguments)
-            if kind not in self._checked_splits and check_split(self._step, self.executor, state, arguments, axes):
+            # Once for each kind; a traced step has no values to compare, so the next one of its kind is checked again.
+            kind = inputs.kind
+            if kind not in self._checked_splits and check_split(self._step, self.executor, inputs):
                 self._checked_splits.add(kind)
-        execution = self.choice.choose(state, arguments, axes, execution, donate, tell)
+        execution = self.choice.choose(inputs, execution, donate, tell)
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.
-            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
-        after, metrics = self.executor.execute(execution, state, arguments, axes, donate)
+            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, inputs.arguments)
+            inputs = inputs._replace(arguments=arguments)
+        after, metrics = self.executor.execute(execution, inputs, donate)
         return after._after(state), metrics, execution
