@@ -1,4 +1,4 @@
-"""`Trainer.fit`: a step for each batch, with a history, checkpoints to go on from, and members that come and go."""
+"""`fit`: the loop of `Trainer.fit`, with its history, its checkpoints, and members that stop and restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 
 
 class Callback(Protocol):
-    """What `Trainer.fit` tells of a step: any function of these arguments.
+    """A function that `Trainer.fit` calls with the metrics of each recorded step.
 
     Examples:
       >>> from plurax.ensemble import Callback
@@ -50,7 +50,7 @@ class Callback(Protocol):
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from."""
+    """What a checkpoint holds, with which a run goes on."""
 
     state: TrainState
     history: dict[str, np.ndarray]
@@ -73,7 +73,7 @@ def fit(
     restarts: Restarts | None,
     callbacks: Sequence[Callback],
 ) -> tuple[TrainState, History]:
-    """See `Trainer.fit`."""
+    """Take a step for each batch; see `Trainer.fit`."""
     check_state("Trainer.fit", state)
     check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
     _check_watched(stepper, early_stopping, restarts, callbacks)
@@ -100,27 +100,27 @@ def fit(
     recorder = Recorder(history_every, None if resumed is None else resumed.history)
     execution = None if resumed is None else resumed.execution
     aloud = progress and group.is_first
-    own = _Run(stepper, watch, recorder, store, callbacks, execution, aloud, int(state.step))
-    # What belongs to a checkpoint says nothing of a state that is handed in.
+    steps_of_run = _Run(stepper, watch, recorder, store, callbacks, execution, aloud, int(state.step))
+    # A checkpoint at the step of the state may be of another run: the state that was passed counts, with its own watch.
     first = watch.begin(state._copy(), resumed.watched if resumed is not None and resumed.state is state else {})
     last, step, interrupted = run(
         first,
         source,
-        own.advance,
+        steps_of_run.advance,
         step=int(state.step),
         target=target,
-        record=own.record,
+        record=steps_of_run.record,
         say=lambda _, reported: _loss_range(reported.metrics),
-        save=None if store is None else own.save,
+        save=None if store is None else steps_of_run.save,
         checkpoint_every=checkpoint_every,
-        # One bar, and no process stops where others go on.
+        # One bar for all processes; and Ctrl-C in one of several would leave the others waiting in a collective.
         progress=aloud,
         interruptible=group.is_alone,
         done=int(state.step) - start,
         total=total_steps(batches, steps),
         finished=lambda: watch.finished,
     )
-    last = watch.whole(last)
+    last = watch.all_members(last)
     if watch.finished:
         step = int(last.step)
     if stepper.freezes and step > start and (nonfinite := watch.nonfinite(given, last)).size:
@@ -142,7 +142,7 @@ def fit(
 
 @dataclass(frozen=True)
 class Reported:
-    """What there is of a step: of the members in the run, and which those are."""
+    """The metrics of a step, for the members that were active in it; perhaps not computed yet."""
 
     metrics: dict[str, Any]
     active: np.ndarray
@@ -164,22 +164,22 @@ class _Run:
     saved: int = -1
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Reported]:
-        """A step, and what is done with members after it."""
+        """Return the state after a step, with members stopped or put back that are due, and what it reports."""
         watch = self.watch
         if len(watch.active) < watch.size:
             arguments, axes = self.stepper.arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments))
-        tell = _tell if self.aloud else _be_silent
+        tell = _tell if self.aloud else lambda _: None
         after, metrics, self.execution = self.stepper.advance(state, batch, self.execution, donate=True, tell=tell)
         self.taken += 1
         active = watch.active
-        after, found, said = watch.after(self.taken, after)
-        for line in said if self.aloud else ():
+        after, found, lines = watch.after(self.taken, after)
+        for line in lines if self.aloud else ():
             tqdm.write(line, file=sys.stderr)
         return after, Reported({**everywhere(metrics), **found}, active, bool(found))
 
     def record(self, step: int, reported: Reported) -> None:
-        """Record a step that is computed."""
+        """Record a step whose metrics are computed, warn of members that failed in it, and call the callbacks."""
         active, size = reported.active, self.watch.size
         metrics = {name: x for name, x in reported.metrics.items() if is_recorded(x)}
         stopped = np.asarray(metrics.pop("stopped"))
@@ -205,22 +205,20 @@ class _Run:
     def save(self, state: TrainState) -> None:
         """Write a checkpoint."""
         assert self.store is not None
-        whole = self.watch.whole(state)
-        step = int(whole.step)
-        if step == self.saved:
+        full = self.watch.all_members(state)
+        step = int(full.step)
+        if step == self.saved:  # the final checkpoint, or after steps in which no member trained
             return
         self.saved = step
-        about, more = vars(self.stepper.settings(self.execution)), self.watch.parts(step, whole)
-        self.store.write(
-            step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
-        )
+        about, more = vars(self.stepper.settings(self.execution)), self.watch.parts(step, full)
+        self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
 
 def _columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:
-    """The hyperparameters that are numbers with one for each member, as the state has them."""
+    """Return the hyperparameters with a number for each member, as the state has them."""
     (_, _, opt_state, standing), (_, size) = state._rows(), state._structure_and_size()
     held = {**getattr(opt_state, "hyperparams", {}), **standing.hyperparams}
-    # As they are written: 0.1 and not the nearest number of float32.
+    # By way of text: `str` of a float32 is the shortest that is that number, 0.1, where `float` of it is 0.10000000149.
     return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in stepper.columns}
 
 
@@ -228,18 +226,15 @@ def _tell(what: str) -> None:
     tqdm.write(f"Measuring, for once: {what}", file=sys.stderr)
 
 
-def _be_silent(_: str) -> None:
-    """Say nothing."""
-
-
 def _spread(values: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
-    """Values of some members among those of all, which are zero."""
+    """Return values of some members as those of all, zero for the others."""
     spread = np.zeros(size, values.dtype)
     spread[places] = values
     return spread
 
 
 def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return values with NaN where they are not known."""
     if known.all():
         return values
     wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
@@ -247,7 +242,7 @@ def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 
 def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Checkpoint) -> Resumed:
-    """What a checkpoint has to go on from; refuses one of another run."""
+    """Return what a checkpoint holds; raise if it is of another run."""
     about = checkpoint.manifest
     _check_settings(checkpoint, settings)
     (state, watched), history = read_run(checkpoint, like, watch.likes(like)), checkpoint.history()
@@ -255,7 +250,7 @@ def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Chec
 
 
 def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -> None:
-    """Refuse what is none of these."""
+    """Raise for options of `fit` that are not of their types, or do not go with the trainer."""
     if early is not None and not isinstance(early, EarlyStopping):
         raise TypeError(f"Trainer.fit: early_stopping must be an EarlyStopping, but got {describe(early)}.")
     if restarts is not None and not isinstance(restarts, Restarts):
@@ -270,7 +265,7 @@ def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) 
 
 
 def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse a checkpoint of another optimiser or other hyperparameters."""
+    """Raise for a checkpoint of another optimiser or other hyperparameters."""
     if "optimizer" not in checkpoint.manifest:
         raise ValueError(
             f"Trainer.fit: the checkpoint {checkpoint.path} is of a run of something else; use another checkpoint_dir."
@@ -287,8 +282,9 @@ def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _loss_range(metrics: Mapping[str, Any]) -> str:
+    """Return the range of the loss over the members that train, for the bar."""
     loss = np.asarray(metrics["loss"])[np.asarray(metrics["stopped"]) <= 0]
     finite = loss[np.isfinite(loss)]
-    lost = loss.size - finite.size
+    others = loss.size - finite.size
     spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"
-    return spread + (f", {lost} not finite" if lost else "")
+    return spread + (f", {others} not finite" if others else "")

@@ -1,4 +1,4 @@
-"""The settings of `DPSGD`, refused where they say nothing."""
+"""The settings of `DPSGD` that decide what a run spends, and their checks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def checked_run(
         lambda x: 0 < x <= num_examples,
         f"positive, and at most num_examples={num_examples}",
     )
-    strategy = checked_strategy(noise_strategy)
+    strategy = _checked_strategy(noise_strategy)
+    # With bands an example may take part in every `bands`-th step only, so it does with as many times the probability.
     probability = expected_batch_size * len(strategy) / num_examples
     if probability > 1 + 1e-9:
         raise ValueError(
@@ -80,7 +81,8 @@ def checked_run(
             f"{num_examples / len(strategy):g} examples, but expected_batch_size={expected_batch_size}; take fewer "
             "bands, or smaller batches."
         )
-    probability = min(1.0, probability)
+    probability = min(1.0, probability)  # beyond 1 by a rounding
+    # Publishing one example at random is (0, 1 / n)-differentially private, so δ should be well below that.
     if target_delta * num_examples > 1:
         warnings.warn(
             f"DPSGD: target_delta={target_delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
@@ -88,6 +90,7 @@ def checked_run(
             stacklevel=3,
         )
     if target_epsilon is not None:
+        # The steps of one cycle through the groups together are one Poisson-sampled sum: see `Ledger.event`.
         rounds = math.ceil(num_steps / len(strategy))
         noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
     assert noise_multiplier is not None
@@ -96,6 +99,7 @@ def checked_run(
 
 
 def check_extra() -> None:
+    """Raise if what `pip install 'plurax[privacy]'` installs is missing."""
     missing = [name for name in ("jax_privacy", "dp_accounting") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
@@ -104,6 +108,7 @@ def check_extra() -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
+    """Raise if `optimizer` is not one of optax."""
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -113,7 +118,8 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def checked_strategy(strategy: Any) -> tuple[float, ...]:
+def _checked_strategy(strategy: Any) -> tuple[float, ...]:
+    """Return the coefficients of a noise strategy; raise if they are not finite, or the first is not positive."""
     if strategy is None:
         return (1.0,)
     try:
