@@ -1,7 +1,7 @@
 """`tune`: compiles and measures the candidates of `strategy="auto"`, and chooses the quickest; what is found is kept.
 
 What wins depends on the program, its shapes and the machine, and no rule that we know tells: batched operations win for
-small perceptrons, one member after another for convolutions, and how far apart they are changes with the size.
+small perceptrons, one member after another for convolutions, and by how much changes with the size.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Tuning:
         return self.allowed < seconds and any(one.note == _NO_TIME for one in self.candidates)
 
     def __str__(self) -> str:
+        """Return a table of the candidates, the quickest first."""
         rows = [["", "ms", "temporaries", "compile (s)", ""]]
         for one in sorted(self.candidates, key=lambda one: float("inf") if one.ms is None else one.ms):
             chosen = one.execution == self.chosen

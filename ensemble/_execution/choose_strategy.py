@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .step_inputs import StepInputs
 _MOST_COPIES = 16
 
 
+@dataclass(eq=False)
 class StrategyChoice:
     """Decides how the steps of a trainer are executed.
 
@@ -41,55 +43,49 @@ class StrategyChoice:
       tuning: what was measured last; None where nothing was.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        strategy: str,
-        chunk_size: int | None,
-        budget: int | None,
-        seconds: float,
-        cache: Path | None,
-    ) -> None:
-        self.tuning: Tuning | None = None
-        self._executor, self._layout = executor, executor.layout
-        self._strategy, self._chunk_size = strategy, chunk_size
-        self._budget, self._seconds, self._cache = budget, seconds, cache
-        self._chosen: dict[Any, Execution] = {}
-        self._fitting: dict[Any, bool] = {}
+    executor: Executor
+    strategy: str
+    chunk_size: int | None
+    budget: int | None
+    seconds: float
+    cache: Path | None
+    tuning: Tuning | None = field(default=None, init=False)
+    _chosen: dict[Any, Execution] = field(default_factory=dict, init=False)
+    _fitting: dict[Any, bool] = field(default_factory=dict, init=False)
 
     @property
     def asked(self) -> Execution:
-        """The execution that the trainer was asked for."""
-        return Execution(self._strategy, self._chunk_size)
+        """Return the execution that the trainer was asked for."""
+        return Execution(self.strategy, self.chunk_size)
 
     def choose(
         self, inputs: StepInputs, earlier: Execution | None, donate: bool, tell: Callable[[str], None]
     ) -> Execution:
         """Return how a step is executed: as the trainer says, else as an earlier one was, else as is quickest."""
-        if self._strategy == "vmap" and self._budget is None:
+        if self.strategy == "vmap" and self.budget is None:
             # The usual case of a training loop: nothing to look up, so the arrays of the state are not visited.
-            chunk_size = self._chunk_size
+            chunk_size = self.chunk_size
             if chunk_size is None and earlier and earlier.strategy == "vmap":
                 chunk_size = earlier.chunk_size
             return Execution("vmap", chunk_size)
         traced = inputs.is_traced
-        if self._chunk_size is not None:
-            chosen = Execution("vmap", self._chunk_size)
-        elif self._strategy not in ("auto", "vmap"):
-            chosen = Execution(self._strategy)
-        elif earlier and self._strategy in ("auto", earlier.strategy) and self._fits(inputs, earlier):
+        if self.chunk_size is not None:
+            chosen = Execution("vmap", self.chunk_size)
+        elif self.strategy not in ("auto", "vmap"):
+            chosen = Execution(self.strategy)
+        elif earlier and self.strategy in ("auto", earlier.strategy) and self._fits(inputs, earlier):
             # A resumed run goes on as it began: another execution rounds otherwise.
             chosen = earlier
-        elif self._strategy == "auto":
+        elif self.strategy == "auto":
             chosen = self._quickest(inputs, donate, traced, tell)
         else:
             chosen = self._largest_chunk(inputs)
-        # What is chosen may not be possible here: a trace is one program, for one device, and so is a mesh's.
+        # That may not be possible here: a traced step is part of one program on one device, and a mesh has one program.
         found = chosen
         if traced:
             chosen = chosen._replace(products=False, devices=1)
-        if chosen.strategy == "loop" and (traced or self._layout is not None):
-            many = self._strategy == "auto" and self._members_per_device(inputs) > _MOST_COPIES
+        if chosen.strategy == "loop" and (traced or self.executor.layout is not None):
+            many = self.strategy == "auto" and self._members_per_device(inputs) > _MOST_COPIES
             chosen = chosen._replace(strategy="map" if many else "unroll")
         if chosen.devices > len(jax.local_devices()):  # of a checkpoint that another machine has written
             chosen = chosen._replace(devices=1)
@@ -102,14 +98,14 @@ class StrategyChoice:
         kind = donate, inputs.kind
         if kind in self._chosen:
             return self._chosen[kind]
-        jaxpr = self._executor.member_program(inputs)
+        jaxpr = self.executor.member_program(inputs)
         # In a trace there is no time. Processes would each measure other times, and choose differently. Side effects
         # would happen; naming an axis of the mesh is one to JAX, but does nothing.
         traced = traced or isinstance(jnp.zeros(()), Tracer)
-        alone = self._layout is None or self._layout.in_one_process
+        alone = self.executor.layout is None or self.executor.layout.in_one_process
         effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
         tuning = None
-        if not traced and alone and self._seconds and not effects:
+        if not traced and alone and self.seconds and not effects:
             tuning = self._tuned(jaxpr, inputs, donate, tell)
         if tuning is None:
             chosen = self._by_rule(jaxpr, traced, inputs)
@@ -121,30 +117,30 @@ class StrategyChoice:
 
     def _tuned(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool, tell: Callable[[str], None]) -> Tuning | None:
         """Return what was measured for a program, now or before; None where there is no memory to measure."""
-        state, _, axes = inputs
+        layout, (state, _, axes) = self.executor.layout, inputs
         structure, size = state._structure_and_size()
-        on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
+        on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
         devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
         # Members that an earlier step has left on other devices would have to be moved, which takes time too.
         spread = None if isinstance(state._held, Apart) else Layout.around(state._rows())
         where = on_mesh, None if spread is None else spread.devices
-        key = fingerprint(jaxpr, size, axes, self._budget, where, devices, donate)
-        tuning = recall(key, self._cache)
-        if tuning is not None and not tuning.is_cut_short_of(self._seconds):
+        key = fingerprint(jaxpr, size, axes, self.budget, where, devices, donate)
+        tuning = recall(key, self.cache)
+        if tuning is not None and not tuning.is_cut_short_of(self.seconds):
             return tuning
         tuning = tune(
-            partial(self._executor.trial, inputs, donate),
+            partial(self.executor.trial, inputs, donate),
             size=self._members_per_device(inputs),
-            looped=self._layout is None,
+            looped=layout is None,
             devices=min(devices, size),
             convolutions=has_convolution(jaxpr),
-            seconds=self._seconds,
-            budget=self._budget,
+            seconds=self.seconds,
+            budget=self.budget,
             where=f"{size} × {structure!r} on {jax.devices()[0].device_kind}",
             tell=tell,
         )
         if tuning is not None:
-            remember(key, tuning, self._cache)
+            remember(key, tuning, self.cache)
         return tuning
 
     def _by_rule(self, jaxpr: Jaxpr, traced: bool, inputs: StepInputs) -> Execution:
@@ -152,27 +148,27 @@ class StrategyChoice:
         strategy = "vmap"
         if in_turn(jaxpr, jax.default_backend()):
             strategy = "loop"
-            if traced or self._layout is not None:
+            if traced or self.executor.layout is not None:
                 strategy = "unroll" if self._members_per_device(inputs) <= _MOST_COPIES else "map"
         chosen = Execution(strategy)
         return chosen if self._fits(inputs, chosen) else self._largest_chunk(inputs)
 
     def _fits(self, inputs: StepInputs, execution: Execution) -> bool:
         """Return whether a step that is executed so stays within the budget; compiles it to find out."""
-        if self._budget is None:
+        if self.budget is None:
             return True
         kind = execution, inputs.kind
         if kind not in self._fitting:
-            self._fitting[kind] = self._temporaries(inputs, execution) <= self._budget
+            self._fitting[kind] = self._temporaries(inputs, execution) <= self.budget
         return self._fitting[kind]
 
     def _temporaries(self, inputs: StepInputs, execution: Execution) -> int:
         """Return the bytes of a step's temporaries; one that keeps its state, as `Trainer.step` takes them."""
-        return self._executor.trial(inputs, False, execution).compile()
+        return self.executor.trial(inputs, False, execution).compile()
 
     def _members_per_device(self, inputs: StepInputs) -> int:
-        _, size = inputs.state._structure_and_size()
-        return size if self._layout is None else self._layout.padded(size) // self._layout.devices
+        layout, (_, size) = self.executor.layout, inputs.state._structure_and_size()
+        return size if layout is None else layout.padded(size) // layout.devices
 
     def _largest_chunk(self, inputs: StepInputs) -> Execution:
         """Return the largest chunk for "vmap" whose temporaries fit into the budget."""
@@ -183,7 +179,7 @@ class StrategyChoice:
             def of_chunk(chunk: int) -> Execution:
                 return Execution("vmap", None if chunk == members else chunk)
 
-            assert self._budget is not None  # else everything fits
-            chunk = largest_chunk("Trainer", lambda n: self._temporaries(inputs, of_chunk(n)), members, self._budget)
+            assert self.budget is not None  # else everything fits
+            chunk = largest_chunk("Trainer", lambda n: self._temporaries(inputs, of_chunk(n)), members, self.budget)
             self._chosen[kind] = of_chunk(chunk)
         return self._chosen[kind]

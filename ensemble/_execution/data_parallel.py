@@ -181,6 +181,7 @@ def _with_fixed_numbers(fun: Any, args: tuple[Any, ...]) -> Any:
     closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> Any:
+        """Return the results of an operation, with the same number in place of each random one."""
         name = eqn.primitive.name
         if name in CALLS:
             return interpret(*called(eqn), values, visit)

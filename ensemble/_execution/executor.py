@@ -118,6 +118,7 @@ class Executor:
         static = HashablePytree.of(axes)
 
         def compile_step() -> int:
+            """Compile the step, and return the bytes of its temporaries."""
             if execution.strategy == "loop":
                 i = np.uint32(0) if jax.tree.leaves(axes) else None
                 program = self._member_programs[donate]
@@ -130,6 +131,7 @@ class Executor:
             return analysis.temp_size_in_bytes
 
         def run(times: int, together: int) -> list[float]:
+            """Return the seconds of a step: of the first, then the means of `times` groups of `together` steps."""
             after = self._held_for(execution, state)
             if donate:  # the steps take over its memory, and the user's state stays usable
                 after = after._copy()

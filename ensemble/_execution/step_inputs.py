@@ -27,10 +27,11 @@ class StepInputs(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        """A hashable value that differs where another program is compiled: structures, shapes, dtypes, axes."""
+        """Return a hashable value that differs where another program is compiled."""
+        # The structures, shapes and dtypes of the arrays, and the axes; never their values.
         return self.state._kind, HashablePytree.of(self.axes), kind_of(self.arguments)
 
     @property
     def is_traced(self) -> bool:
-        """Whether any of its arrays belong to a trace, so that nothing can be measured or compared."""
+        """Return whether any of its arrays belong to a trace, so that nothing can be measured or compared."""
         return self.state._is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(self.arguments))

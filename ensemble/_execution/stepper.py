@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,27 +16,6 @@ from .choose_strategy import StrategyChoice
 from .data_parallel import check_split
 from .executor import Executor
 from .step_inputs import StepInputs
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that a run computes with, as far as they are known; plain values, for JSON.
-
-    Attributes:
-      optimizer: the name of the optax factory, or None for a ready transformation.
-      hyperparams: the hyperparameters that are numbers.
-      strategy: how the members are executed; "auto" before the first step.
-      chunk_size: how many members at a time.
-      products: whether convolutions are rewritten as matrix products.
-      devices: over how many devices the members are spread.
-    """
-
-    optimizer: str | None
-    hyperparams: Mapping[str, Any]
-    strategy: str
-    chunk_size: int | None
-    products: bool
-    devices: int
 
 
 class Stepper:
@@ -56,22 +34,30 @@ class Stepper:
 
     @property
     def freezes(self) -> bool:
-        """Whether a member stops where its loss or gradients are not finite."""
+        """Return whether a member stops where its loss or gradients are not finite."""
         return self._step.freeze
 
     @property
     def columns(self) -> list[str]:
-        """The hyperparameters with a number for each member, which the history has as columns."""
+        """Return the names of the hyperparameters with a number for each member, which are columns of the history."""
         return [name for name, values in self._numbers.items() if isinstance(values, list)]
 
     @property
     def _numbers(self) -> dict[str, Any]:
         return {**self._step.optimizer.numbers, **self._step.loss.numbers}
 
-    def settings(self, execution: Execution | None = None) -> Settings:
-        """Return the settings of steps that are executed in a given way; None for the one that was asked for."""
+    def settings(self, execution: Execution | None = None) -> dict[str, Any]:
+        """Return the settings that a checkpoint names, as far as they are known: plain values, for JSON.
+
+        Args:
+          execution: how steps were executed; None for the execution that was asked for.
+
+        Returns:
+          The name of the optax factory as "optimizer" (None for a ready transformation), the hyperparameters that are
+          numbers as "hyperparams", and the fields of `Execution`.
+        """
         execution = execution or self.choice.asked
-        return Settings(self._step.optimizer.name, self._numbers, **execution._asdict())
+        return {"optimizer": self._step.optimizer.name, "hyperparams": self._numbers, **execution._asdict()}
 
     def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
         """Return the arguments of the loss after the model, and how each is mapped over `size` members.

@@ -10,6 +10,6 @@ Nothing here knows how many members there are, except where their state is made;
   return, averages over the mesh axis `data`, updates the parameters, and leaves a member as it was that failed.
 - `member_status.py`: `MemberStatus`, which members train, which have stopped and why; what counts as finite.
 - `state.py`: `TrainState`, the ensemble, the optimiser's state, the step and the status, as one pytree. Its arrays may
-  be held in another form until somebody reads them: one tree for each member (`Apart`, which the Python loop leaves),
+  be held in another form until they are read: one tree for each member (`Apart`, which the Python loop leaves),
   or with rows that pad them on a mesh (`Padded`).
 """

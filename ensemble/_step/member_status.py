@@ -58,7 +58,7 @@ class MemberStatus(NamedTuple):
 
     @property
     def trains(self) -> jax.Array:
-        """Whether a member trains."""
+        """Return whether each member trains."""
         return self.stopped == Stop.TRAINS
 
     def _after(self, fails: jax.Array) -> MemberStatus:
@@ -88,6 +88,7 @@ def with_other_keys(tree: Any, numbers: jax.Array) -> Any:
     """Return `tree`, stacked arrays of members, with a number of each member folded into its keys."""
 
     def of_leaf(x: Any) -> Any:
+        """Return new keys for keys, and anything else as it is."""
         if not is_key(x):
             return x
         # `fold_in` takes one key: it is mapped over the other axes of a variable's keys, then over the members.

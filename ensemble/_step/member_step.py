@@ -60,6 +60,7 @@ class MemberStep:
         # For optimisers with a line search. In `shard_map` each device would decide by itself when its search ends,
         # and a collective inside of it would wait for devices that are done.
         def loss_at(trainable: Any) -> jax.Array:
+            """Return the loss at other parameters."""
             if split:
                 raise ValueError(
                     "Trainer: the optimizer evaluates the loss again (value_fn, as optax.lbfgs does), in a loop of its "
@@ -89,7 +90,13 @@ class MemberStep:
         drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
         # A module of its own for this trace: the loss may assign to its variables, which are read from it below.
         model = structure.merge(trainable, drawn)
-        value, gradients = _checked_pair(gradients_of(model, *batch))
+        result = gradients_of(model, *batch)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(
+                "Trainer: grad_fn(loss)(model, *batch) must return a pair (value, gradients), but it returned "
+                f"{type(result).__name__}."
+            )
+        value, gradients = result
         metrics = metrics_of(value)
         for name in metrics:
             if name in self.loss.per_member or name in self.optimizer.per_member:
@@ -106,6 +113,7 @@ class MemberStep:
 
 
 def _taken_or_kept(takes: jax.Array, new: Any, old: Any) -> Any:
+    """Return the new array where the member takes the step, else the old one."""
     # In the dtype of the new: an optimiser may choose another for its state in its first update.
     return jnp.where(takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
 
@@ -119,16 +127,6 @@ def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
         return metrics.pop("loss"), metrics
 
     return value_and_grad(with_aux, has_aux=True)
-
-
-def _checked_pair(result: Any) -> tuple[Any, Any]:
-    """Return what `grad_fn` gave; raise if it is not a pair."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise TypeError(
-            "Trainer: grad_fn(loss)(model, *batch) must return a pair (value, gradients), but it returned "
-            f"{type(result).__name__}."
-        )
-    return tuple(result)
 
 
 def metrics_of(value: Any) -> dict[str, Any]:

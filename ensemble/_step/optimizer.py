@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -146,23 +147,25 @@ class Schedules:
                 f"Trainer: hyperparams[{name!r}] must have a number or a schedule for each member, but got {values!r}."
             )
         values = [x if callable(x) else float(x) for x in values]
-        self._functions = list(dict.fromkeys(values))
-        self.which = np.array([self._functions.index(x) for x in values], np.int32)
-        self.first = np.array([float(self._constant(x)(0)) for x in values])
+        # Equal ones once, so that the compiled switch has as few branches as there are different schedules.
+        different = list(dict.fromkeys(values))
+        self.which = np.array([different.index(x) for x in values], np.int32)
+        self._functions = [x if callable(x) else partial(_constant, x) for x in different]
+        self.first = np.array([float(self._functions[i](0)) for i in self.which])
 
     def __call__(self, which: jax.Array, step: jax.Array) -> jax.Array:
         """Return the value of one member at a step."""
-        branches = [lambda step, f=f: jnp.asarray(self._constant(f)(step), float) for f in self._functions]
+        branches = [lambda step, f=f: jnp.asarray(f(step), float) for f in self._functions]
         return jax.lax.switch(which, branches, step)
 
     def __str__(self) -> str:
         """Return some values of each member's schedule, by which a resumed run recognizes them."""
-        values = [[f"{float(self._constant(f)(step)):.5g}" for step in _SAMPLED_STEPS] for f in self._functions]
+        values = [[f"{float(f(step)):.5g}" for step in _SAMPLED_STEPS] for f in self._functions]
         return "schedules " + "; ".join(", ".join(values[i]) for i in self.which)
 
-    @staticmethod
-    def _constant(x: Any) -> Callable[[Any], Any]:
-        return x if callable(x) else lambda _: x
+
+def _constant(value: float, _: Any) -> float:
+    return value
 
 
 def is_number(value: Any) -> bool:

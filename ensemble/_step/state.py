@@ -1,4 +1,4 @@
-"""`TrainState`: what training changes; its arrays may be held for each member, or padded, until somebody reads them."""
+"""`TrainState`: what training changes; its arrays may be held for each member, or padded, until they are read."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class TrainState:
 
     @classmethod
     def _of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
-        """Return a state of members that are stacked when somebody reads it: a loop over them would do so in vain."""
+        """Return a state of members that are stacked when it is read: a loop over them would do so in vain."""
         return cls._of_held(Apart(structure, members), step)
 
     @classmethod
     def _of_padded(cls, structure: Structure, arrays: Arrays, size: int, step: jax.Array) -> TrainState:
-        """Return a state of stacked arrays with rows that pad them, which are cut off when somebody reads it."""
+        """Return a state of stacked arrays with rows that pad them, which are cut off when it is read."""
         if jax.tree.leaves(arrays)[0].shape[0] == size:
             return cls._of_arrays(structure, arrays, step)
         return cls._of_held(Padded(structure, arrays, size), step)
@@ -111,7 +111,7 @@ class TrainState:
 
     @cached_property
     def _kind(self) -> Any:
-        """A hashable value that differs between states for which other programs are compiled."""
+        """Return a hashable value that differs between states for which other programs are compiled."""
         return self._structure_and_size(), kind_of(self._one())
 
     def _after(self, state: TrainState) -> TrainState:
@@ -138,7 +138,7 @@ class TrainState:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks here for what it did not find: the stacked arrays of a state that holds them in another form.
+        """Return the stacked arrays of a state that holds them in another form: Python calls this for missing ones."""
         held = vars(self).get("_held")
         if name not in ("ensemble", "opt_state", "standing") or held is None:
             raise AttributeError(f"TrainState has no attribute {name!r}.")

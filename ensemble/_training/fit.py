@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from ...transforms._runs.history import History, Recorder, is_recorded, numbers
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
-from .._execution.stepper import Settings, Stepper
+from .._execution.stepper import Stepper
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
 from .._step.member_status import Stop
@@ -49,13 +49,13 @@ class Callback(Protocol):
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What a checkpoint holds, with which a run goes on."""
+class RunStart:
+    """The values with which a run begins: those of a checkpoint, or those of one that has no history."""
 
     state: TrainState
-    history: dict[str, np.ndarray]
-    execution: Execution
-    watched: dict[str, Any]
+    history: dict[str, np.ndarray] | None = None
+    execution: Execution | None = None
+    watched: dict[str, Any] = field(default_factory=dict)
 
 
 def fit(
@@ -82,32 +82,31 @@ def fit(
     target = None if steps is None else start + steps
     group = Group.of(state._contents())
     watch = Watch(early_stopping, restarts, state._structure_and_size()[1], start)
-    given = state
     store = None if checkpoint_dir is None else RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
-    resumed = None if store is None else store.newest(partial(_resume, state, stepper.settings(), watch))
-    if resumed is not None and int(resumed.state.step) < start:
-        resumed = None
-    if resumed is not None and int(resumed.state.step) > start:
-        state = resumed.state
-        if target is not None and int(state.step) > target:
-            raise ValueError(
-                f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than "
-                f"step {target} that was asked for; ask for more steps or use another directory."
-            )
-        skip("Trainer.fit", source, int(state.step) - start)
+    found = None if store is None else store.newest(partial(_resume, state, stepper.settings(), watch))
+    begin = found if found is not None and int(found.state.step) >= start else RunStart(state)
+    done = int(begin.state.step) - start
+    if target is not None and start + done > target:
+        raise ValueError(
+            f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {start + done}, later than "
+            f"step {target} that was asked for; ask for more steps or use another directory."
+        )
+    if done:
+        skip("Trainer.fit", source, done)
+    else:
+        # A checkpoint at the step of the state may be of another run: the state that was passed counts, without what
+        # was known of the members.
+        begin = replace(begin, state=state, watched={})
 
-    columns = _columns(stepper, state)
-    recorder = Recorder(history_every, None if resumed is None else resumed.history)
-    execution = None if resumed is None else resumed.execution
+    columns = _columns(stepper, begin.state)
+    recorder = Recorder(history_every, begin.history)
     aloud = progress and group.is_first
-    steps_of_run = _Run(stepper, watch, recorder, store, callbacks, execution, aloud, int(state.step))
-    # A checkpoint at the step of the state may be of another run: the state that was passed counts, with its own watch.
-    first = watch.begin(state._copy(), resumed.watched if resumed is not None and resumed.state is state else {})
+    steps_of_run = _Run(stepper, watch, recorder, store, callbacks, begin.execution, aloud, start + done)
     last, step, interrupted = run(
-        first,
+        watch.begin(begin.state._copy(), begin.watched),
         source,
         steps_of_run.advance,
-        step=int(state.step),
+        step=start + done,
         target=target,
         record=steps_of_run.record,
         say=lambda _, reported: _loss_range(reported.metrics),
@@ -116,18 +115,18 @@ def fit(
         # One bar for all processes; and Ctrl-C in one of several would leave the others waiting in a collective.
         progress=aloud,
         interruptible=group.is_alone,
-        done=int(state.step) - start,
+        done=done,
         total=total_steps(batches, steps),
         finished=lambda: watch.finished,
     )
     last = watch.all_members(last)
-    if watch.finished:
+    if watch.finished:  # steps after the last member had stopped do not count
         step = int(last.step)
-    if stepper.freezes and step > start and (nonfinite := watch.nonfinite(given, last)).size:
+    if stepper.freezes and step > start and (nonfinite := watch.nonfinite(state, last)).size:
         warnings.warn(
             f"Trainer.fit: the parameters of {members_in_words(nonfinite)} are no longer finite, though the gradients "
             "that made them were; the learning rate may be too large, or not finite.",
-            stacklevel=3,
+            stacklevel=3,  # where `Trainer.fit` was called
         )
     if target is not None and step < target and not interrupted:
         why = "all members have stopped" if watch.finished else "the batches ended"
@@ -167,6 +166,7 @@ class _Run:
         """Return the state after a step, with members stopped or put back that are due, and what it reports."""
         watch = self.watch
         if len(watch.active) < watch.size:
+            # Batches are made for all members; those that have left the run have no rows in the state.
             arguments, axes = self.stepper.arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments))
         tell = _tell if self.aloud else lambda _: None
@@ -184,7 +184,7 @@ class _Run:
         metrics = {name: x for name, x in reported.metrics.items() if is_recorded(x)}
         stopped = np.asarray(metrics.pop("stopped"))
         self.watch.notice(stopped)
-        if (stopped > 0).all():  # nobody has trained
+        if (stopped > 0).all():  # no member has trained: the step was taken before that was noticed
             return
         if (stopped < 0).any():
             named = members_in_words(active[stopped < 0])
@@ -193,14 +193,15 @@ class _Run:
                 "everything of it stays as it was before.",
                 stacklevel=6,  # where fit was called: this is in it, in the loop, in what waits for a step
             )
+        # A member that fails in this step has a row for it, with the loss that is not finite.
         trained = np.zeros(size, bool)
         trained[active] = stopped <= 0
         if len(active) < size:
             metrics = {name: _spread(numbers(x), active, size) for name, x in metrics.items()}
         if self.recorder.add(step, metrics, trained, always=reported.evaluated) and self.callbacks:
-            told = {name: _or_nan(numbers(x), trained) for name, x in metrics.items()}
+            known = {name: _or_nan(numbers(x), trained) for name, x in metrics.items()}
             for callback in self.callbacks:
-                callback(step, told)
+                callback(step, known)
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint."""
@@ -210,7 +211,7 @@ class _Run:
         if step == self.saved:  # the final checkpoint, or after steps in which no member trained
             return
         self.saved = step
-        about, more = vars(self.stepper.settings(self.execution)), self.watch.parts(step, full)
+        about, more = self.stepper.settings(self.execution), self.watch.parts(step, full)
         self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
 
@@ -241,12 +242,12 @@ def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.where(known, wide, np.nan).astype(wide.dtype)
 
 
-def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Checkpoint) -> Resumed:
+def _resume(like: TrainState, settings: dict[str, Any], watch: Watch, checkpoint: Checkpoint) -> RunStart:
     """Return what a checkpoint holds; raise if it is of another run."""
     about = checkpoint.manifest
     _check_settings(checkpoint, settings)
     (state, watched), history = read_run(checkpoint, like, watch.likes(like)), checkpoint.history()
-    return Resumed(state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched)
+    return RunStart(state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched)
 
 
 def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -> None:
@@ -264,14 +265,13 @@ def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) 
         )
 
 
-def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
+def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     """Raise for a checkpoint of another optimiser or other hyperparameters."""
     if "optimizer" not in checkpoint.manifest:
         raise ValueError(
             f"Trainer.fit: the checkpoint {checkpoint.path} is of a run of something else; use another checkpoint_dir."
         )
-    values = [{"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, vars(settings))]
-    before, now = values
+    before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             raise ValueError(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,7 +36,7 @@ class Ledger:
 
     @property
     def bands(self) -> int:
-        """The number of steps from one in which an example may take part to the next."""
+        """Return the number of steps from one in which an example may take part to the next."""
         return len(self.strategy)
 
     def event(self, steps: int, models: int = 1) -> Any:
@@ -106,7 +104,8 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
             )
         while spent(high) > target_epsilon:
             high *= 1.05
-        # If ε falls as a power of σ, at least as quickly as 1 / σ, the root is above σ ε(σ) / target; the loop makes sure.
+        # If ε falls as a power of σ, at least as quickly as 1 / σ, the root is above σ ε(σ) / target; the loop makes
+        # sure.
         low = high * max(0.8, 0.999 * spent(high) / target_epsilon)
         while spent(low) <= target_epsilon:
             low *= 0.8
@@ -135,6 +134,7 @@ def _epsilon(
 ) -> float:
     """Return the ε of `rounds` sampled sums; remembered, since the bar and budgets ask for the same ones repeatedly."""
     import dp_accounting
+    from absl import logging
 
     if rounds == 0:
         return 0.0
@@ -142,8 +142,13 @@ def _epsilon(
         return math.inf
     if accountant == "rdp":
         event = _event(noise_multiplier, sampling_probability, rounds)
-        with _without_warnings():
+        # Without a line for each order of Rényi divergence that does not converge: ε is the least over the others.
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.ERROR)
+        try:
             return float(dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(delta))
+        finally:
+            logging.set_verbosity(verbosity)
     losses = _losses(noise_multiplier, sampling_probability, interval).self_compose(rounds)
     return float(losses.get_epsilon_for_delta(delta))
 
@@ -156,16 +161,3 @@ def _losses(noise_multiplier: float, sampling_probability: float, interval: floa
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_probability, value_discretization_interval=interval
     )
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress a line for each order of Rényi divergence that does not converge: ε is the least over the others."""
-    from absl import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

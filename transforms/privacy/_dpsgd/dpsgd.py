@@ -141,7 +141,7 @@ class DPSGD:
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise in units of the clip norm."""
+        """Return the standard deviation of the noise in units of the clip norm."""
         return self.ledger.noise_multiplier
 
     def init(self, model_or_params: Any, *, key: jax.Array) -> DPState:
@@ -176,6 +176,7 @@ class DPSGD:
         else:
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(members))
             opt_state, noise_state, mask_key = jax.vmap(states)(keys, trainable)
+        # Batches are drawn on the host by NumPy, which takes the words of a key as its seed.
         seed = jax.random.key_data(jax.random.fold_in(key, _SAMPLING)).astype(jnp.uint32)
         state = DPState(tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members)
         # Strongly typed, or a second program would be compiled for the second step.
@@ -239,12 +240,12 @@ class DPSGD:
         """
         self._check_state("DPSGD.step", state)
         number: Any = getattr(batch, "step", None)
-        step = state.step
-        known = number is not None and not isinstance(number, Tracer) and not isinstance(step, Tracer)
-        if known and int(number) != int(step):
+        known = number is not None and not isinstance(number, Tracer) and not isinstance(state.step, Tracer)
+        # A batch that is used twice, or left out, is not what the accountant counts with.
+        if known and int(number) != int(state.step):
             raise ValueError(
                 f"DPSGD.step: the batch was drawn for a state after {int(number)} steps, but this one has taken "
-                f"{int(step)}; take the batches of dp.batches(data, state) one after another, each once."
+                f"{int(state.step)}; take the batches of dp.batches(data, state) one after another, each once."
             )
         return self._advance(state, batch)
 
@@ -343,7 +344,6 @@ class DPSGD:
 
     def _advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
         """Take a step with a batch that is known to be the next; with `donate` it takes over the memory of `state`."""
-        self._check_state("DPSGD.step", state)
         check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
         return self._programs[donate](state, batch)
 

@@ -117,6 +117,7 @@ class _Spent:
         self._bound, self._text = -1, ""
 
     def __call__(self, step: int, _: Any) -> str:
+        """Return the text of the bar behind a step."""
         now = time.monotonic()
         if now >= self._then + self._wait or step > self._bound or step == self._target:
             # Counted as far ahead as the run is likely to get before the text changes, so that it is never below what

@@ -35,6 +35,7 @@ def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: boo
     """
 
     def example_loss(trainable: Any, number: jax.Array, *batch: Any) -> Any:
+        # A number of shape (1,) where the axis of the batch is kept, else a scalar.
         of_number = jax.random.fold_in(key, number.reshape(()))
         return _call(loss, with_trainable(tree, trainable), of_number, batch, has_aux)[0]
 
@@ -62,7 +63,8 @@ def _call(
     if key is not None:
         tree = jax.tree.map(lambda x: _with_keys(x, key) if is_split(x) else x, tree, is_leaf=is_split)
 
-    # `call_with_models` takes primals and arguments; nothing is differentiated here, so the former are None.
+    # `call_with_models` calls `function(owner, *args)`, where the owner is the model of a bound method: here there is
+    # none.
     def function(_: None, model: Any, /, *batch: Any) -> Any:
         return loss(model, *batch)
 
@@ -91,6 +93,7 @@ def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
     random = _random_state(parts.merge())
 
     def draw(path: Any, x: Any) -> Any:
+        """Return a new key for a key of the random state, and anything else as it is."""
         if dotted(path) not in random or not is_key(x):
             return x
         # By the order of paths, which is that of names: another number for each key, the same in every process.

@@ -95,10 +95,11 @@ class SampledBatches:
         return self
 
     def __len__(self) -> int:
-        """How many batches are left."""
+        """Return the number of batches that are left."""
         return max(0, self._steps - self._step)
 
     def __next__(self) -> Batch:
+        """Return the batch of the next step, padded."""
         drawn = next(self._drawn)
         step = np.int32(self._step)
         self._step += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -51,27 +52,19 @@ def checked_run(
     if (noise_multiplier is None) == (target_epsilon is None):
         given = "none of them" if noise_multiplier is None else "both"
         raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
-    l2_clip_norm = check_number(
-        "DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite"
-    )
-    target_delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+    number = partial(check_number, "DPSGD")
+    l2_clip_norm = number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+    target_delta = number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
     if noise_multiplier is not None:
-        noise_multiplier = check_number(
-            "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
+        noise_multiplier = number(
+            "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
         )
     if target_epsilon is not None:
-        target_epsilon = check_number(
-            "DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite"
-        )
+        target_epsilon = number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
     check_count("DPSGD", "num_examples", num_examples)
     check_count("DPSGD", "num_steps", num_steps)
-    expected_batch_size = check_number(
-        "DPSGD",
-        "expected_batch_size",
-        expected_batch_size,
-        lambda x: 0 < x <= num_examples,
-        f"positive, and at most num_examples={num_examples}",
-    )
+    in_range = f"positive, and at most num_examples={num_examples}"
+    expected_batch_size = number("expected_batch_size", expected_batch_size, lambda x: 0 < x <= num_examples, in_range)
     strategy = _checked_strategy(noise_strategy)
     # With bands an example may take part in every `bands`-th step only, so it does with as many times the probability.
     probability = expected_batch_size * len(strategy) / num_examples

@@ -56,7 +56,7 @@ class DPState:
 
     @property
     def model(self) -> Any:
-        """The model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
+        """Return the model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
         return merge_tree(released(self.tree))
 
 
@@ -64,6 +64,7 @@ def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
     """Raise if there are no parameters, or if some are not arrays, cannot train, or are shared by modules."""
     if not jax.tree.leaves(tree):
         raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
+    # Complex parameters too are refused: noise would have half of its variance in each part.
     # Where nothing trains, the parameters are meant to be what there is.
     for path, leaf in jax.tree.leaves_with_path(trainable if jax.tree.leaves(trainable) else tree):
         if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):

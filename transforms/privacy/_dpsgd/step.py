@@ -56,7 +56,7 @@ class PrivateStep:
         else:
 
             def of_member(parts: SplitModel, *arrays: Any) -> Any:
-                # Under `vmap` the ensemble merges to one of a single member, which is then a model of its own.
+                # Under `vmap` the arrays of the ensemble have no axis of members: they are those of one model.
                 member = split(parts.merge().__plurax_member__())
                 (tree, *rest), metrics = self._one((member, *arrays), state.step, batch)
                 return (tree.trainable, tree.rest, *rest), metrics
