@@ -52,8 +52,9 @@ def check_split(step: MemberStep, executor: Executor, inputs: StepInputs) -> boo
 
     trace = jax.make_jaxpr(left_and_reported, axis_env=[(DATA, layout.shards)], return_shape=True)
     closed, out = trace(arrays, batch)
-    inputs = [False] * len(jax.tree.leaves(arrays)) + [DATA in spec for spec in specs]
-    for (path, x), differ in zip(jax.tree.leaves_with_path(out), differs(closed.jaxpr, inputs), strict=True):
+    split = [DATA in spec for spec in specs]
+    may_differ = differs(closed.jaxpr, [False] * len(jax.tree.leaves(arrays)) + split)
+    for (path, x), differ in zip(jax.tree.leaves_with_path(out), may_differ, strict=True):
         if differ and path[0].idx == 0:  # of what is left in the model; the metrics come second
             raise ValueError(
                 f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves "
@@ -69,7 +70,7 @@ def check_split(step: MemberStep, executor: Executor, inputs: StepInputs) -> boo
     # Within a transform of the user's, constants are traced too, even where the state and the batch are not.
     if inputs.is_traced or isinstance(jnp.zeros(()), Tracer):
         return False
-    _check_mean(step, layout, inputs, [DATA in spec for spec in specs])
+    _check_mean(step, layout, inputs, split)
     return True
 
 
