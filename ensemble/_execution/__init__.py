@@ -10,7 +10,7 @@ the `Execution` (strategy, chunk size, products, devices) that computed them. In
   leaves another state on each device. Once for each kind.
 - `choose_strategy.py`: `StrategyChoice`, which decides by what the user asked for, by what an earlier step or a
   checkpoint used, by the memory budget (the largest chunk that fits), or, for "auto", by measuring. Why "auto" chose a
-  strategy: here for the rule where nothing can be measured, else
+  strategy: the table of the next file says so, or the rule where nothing can be measured (`_by_rule`).
 - `autotune.py`: `tune`, the search over candidates: which are tried, how they are timed, which is taken; the table
   (`Tuning`) that `Trainer.explain` prints; and what is remembered, in the process and in `tune_cache`.
 - `executor.py`: `Executor`, which compiles and runs the step: as one program for all members, or as a Python loop over

@@ -260,7 +260,7 @@ class Watch:
     def _judge(
         self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray, lines: list[str]
     ) -> TrainState:
-        """Return the state after an evaluation: without members that have stopped, once they are many enough."""
+        """Return the state after an evaluation, without the members that have stopped once these are a quarter."""
         stopped, restarts = _known(state)
         trains = stopped == Stop.TRAINS
         best, sign = self.values[self.active], 1 if early.mode == "min" else -1

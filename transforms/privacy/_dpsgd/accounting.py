@@ -53,8 +53,7 @@ class Ledger:
 
     def steps_within(self, budget: float, delta: float, accountant: str, models: int, most: int) -> int:
         """Return the largest number of steps, `most` at most, whose ε does not pass `budget`."""
-        # ε grows with the number of steps, so it is bisected; `most` first, which nearly always is the answer or
-        # refused.
+        # ε grows with the number of steps, so it is bisected; `most` first, since budgets often allow it.
         within, beyond, steps = 0, most + 1, most
         while beyond - within > 1:
             if self.epsilon(steps, delta, accountant, models) <= budget:
