@@ -1,9 +1,12 @@
-"""Many models of one architecture as one: stacked, evaluated, trained and taken apart again."""
+"""Many models of one architecture as one: stacked, evaluated, trained and split again."""
+
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from . import calibration, metrics, plots
 from ._members.ensemble import Ensemble
 from ._members.prediction import Prediction
-from ._step.member_status import Standing
+from ._step.member_status import MemberStatus
 from ._step.state import TrainState
 from ._training.batches import Batches
 from ._training.checkpoint import load, load_member, save
@@ -19,10 +22,10 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "Ensemble",
+    "MemberStatus",
     "Prediction",
     "Restarts",
     "Selection",
-    "Standing",
     "TensorBoard",
     "TrainState",
     "Trainer",
@@ -39,3 +42,20 @@ __all__ = [
     "select",
     "soup",
 ]
+
+# Deprecated names, with those that replace them. They are not in `__all__`, or every star import would warn.
+_DEPRECATED = {"Standing": "MemberStatus"}
+
+if TYPE_CHECKING:
+    # A type checker would take a module with `__getattr__` to have every name.
+    Standing = MemberStatus
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Return what replaces a deprecated name, with a warning."""
+        if name not in _DEPRECATED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = _DEPRECATED[name]
+        said = f"plurax.ensemble: `{name}` is deprecated and goes with 0.4; write `{new}`."
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        return globals()[new]

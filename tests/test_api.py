@@ -93,6 +93,8 @@ def interface(modules: tuple[str, ...] = MODULES) -> str:
         module = importlib.import_module(name)
         text += f"{name}\n"
         text += "".join(f"    {line}\n" for each in module.__all__ for line in lines_of(each, getattr(module, each)))
+        deprecated = getattr(module, "_DEPRECATED", {})
+        text += "".join(f"    {old} (deprecated: {new})\n" for old, new in deprecated.items())
         text += "\n"
     return text.rstrip() + "\n"
 

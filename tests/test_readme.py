@@ -62,4 +62,4 @@ def test_every_name_of_the_tables_exists(namespace):
     named = {name for row in rows for name in re.findall(r"`([A-Za-z_]+)", row)} - {"ens", "plurax"}
     assert named <= public
     results = {"Candidate", "Capture", "CompileCache", "Difference", "FoldReport", "Operation", "Profile", "TraceDiff"}
-    assert public - named <= {"Prediction", "Selection", "Standing", "TrainState", *results}
+    assert public - named <= {"Prediction", "Selection", "MemberStatus", "TrainState", *results}

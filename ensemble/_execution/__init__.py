@@ -1,1 +1,21 @@
-"""How the steps of all members are executed, and which strategy is chosen for it."""
+"""Executes one step for all members: by which strategy, and who chooses it.
+
+What flows in is a state, a batch and its `in_axes`; what comes out is the new state, the metrics of all members, and
+the `Execution` (strategy, chunk size, products, devices) that computed them. In the order of a step:
+
+- `stepper.py`: `Stepper.advance`, all that `Trainer` and its loop know of this folder. It goes through the files below.
+- `step_inputs.py`: the state, the arguments of the loss and their axes as one value, with the `kind` under which
+  programs and choices are cached.
+- `data_parallel.py`: raises where a mesh axis `data` splits the batch, and the loss is not a mean over the examples or
+  leaves another state on each device. Once for each kind.
+- `choose_strategy.py`: `StrategyChoice`, which decides by what the user asked for, by what an earlier step or a
+  checkpoint used, by the memory budget (the largest chunk that fits), or, for "auto", by measuring. Why "auto" chose a
+  strategy: the table of the next file says so, or the rule where nothing can be measured (`_by_rule`).
+- `autotune.py`: `tune`, the search over candidates: which are tried, how they are timed, which is taken; the table
+  (`Tuning`) that `Trainer.explain` prints; and what is remembered, in the process and in `tune_cache`.
+- `executor.py`: `Executor`, which compiles and runs the step: as one program for all members, or as a Python loop over
+  the program of one; donates the memory of the state; and gives `autotune` its trials.
+
+The strategies themselves, functions of all members from a function of one, are in `_members/strategy.py`; devices and
+padding in `_members/sharding.py`; the step of one member in `_step/member_step.py`.
+"""

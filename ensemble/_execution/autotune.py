@@ -1,7 +1,7 @@
-"""Which execution is quickest: `strategy="auto"` compiles the candidates, measures them, and remembers.
+"""`tune`: compiles and measures the candidates of `strategy="auto"`, and chooses the quickest; what is found is kept.
 
 What wins depends on the program, its shapes and the machine, and no rule that we know tells: batched operations win for
-small perceptrons, one member after another for convolutions, and how far apart they are changes with the size.
+small perceptrons, one member after another for convolutions, and by how much changes with the size.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ _LONGEST_COMPILE = 20.0
 # What takes this many times as long as the best is not measured again.
 _OUT_OF_REACH = 1.3
 _ROUNDS = 15
-# A turn takes steps for so many seconds, one after another as in training, and times so many of them at most; what is
-# shorter than the last of these is timed together with those that follow.
-_TURN, _MOST_TIMES, _SHORT = 0.05, 10, 0.001
+# A block of steps takes so many seconds, one step after another as in training, and times so many of them at most;
+# steps shorter than the last of these are timed several at a time, since the wait for a result would be much of a
+# single one.
+_BLOCK, _MOST_TIMES, _SHORT = 0.05, 10, 0.001
 # What takes at most so many times as long as the quickest is as quick.
 _EQUAL = 1.03
-# How many turns count at first, as long as they take no more than this share of the time.
+# How many blocks each candidate has at first, as long as they take no more than this share of the time: 1 / 16.
 _FIRST, _SHARES = 4, 16
 
 _NO_TIME = "no time was left"
+# Part of the fingerprint, so that results in files of another form are not found.
 _FORMAT = 2
+# For the other trainers of this process; `tune_cache` is for other processes.
 _remembered: dict[str, Tuning] = {}
 
 
 @dataclass(frozen=True)
 class CandidateExecution:
-    """One way to execute the members.
+    """An execution that was considered.
 
     Attributes:
-      execution: the way.
+      execution: how the members are executed.
       ms: the lower quartile of the times of a step; None if it was not measured.
-      temporaries: bytes of the compiled program beside its arguments and results; of one member for a loop.
+      temporaries: bytes of the compiled program besides its arguments and results; of one member for a loop.
       compile_s: how long tracing and compiling took.
       note: why it was not measured, or not again.
     """
@@ -65,13 +68,13 @@ class CandidateExecution:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, and what was chosen; as text it is a table.
+    """The measurements, and the choice they led to; as text a table.
 
     Attributes:
       chosen: the execution.
       candidates: all that were considered.
       where: the device and the number of members.
-      seconds: how long measuring took, beside compiling.
+      seconds: how long measuring took, compiling not counted.
       allowed: how long it might have taken.
     """
 
@@ -82,10 +85,11 @@ class Tuning:
     allowed: float
 
     def is_cut_short_of(self, seconds: float) -> bool:
-        """Whether candidates were left out for want of time, of which there is more now."""
+        """Return whether candidates were left out for want of time, of which there is more now."""
         return self.allowed < seconds and any(one.note == _NO_TIME for one in self.candidates)
 
     def __str__(self) -> str:
+        """Return a table of the candidates, the quickest first."""
         rows = [["", "ms", "temporaries", "compile (s)", ""]]
         for one in sorted(self.candidates, key=lambda one: float("inf") if one.ms is None else one.ms):
             chosen = one.execution == self.chosen
@@ -108,12 +112,12 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate, ready to be measured.
+    """A candidate that is ready to be measured.
 
     Attributes:
       compile: compiles it, and returns the bytes of its temporaries.
-      run: takes steps, one after another, from a fresh copy of the state: a single one, and then so many times so many.
-        Returns how many seconds a step took each time.
+      run: takes steps from a fresh copy of the state: a single one, then `times` groups of `together` steps. Returns
+        the seconds of a step in each group.
     """
 
     compile: Callable[[], int]
@@ -139,19 +143,28 @@ def tune(
       size: how many members there are on one device.
       convolutions: whether the program has some, which may be rewritten.
       looped: whether a Python loop over the members is possible.
-      devices: over how many devices the members may be spread beside one.
+      devices: over how many devices the members may be spread.
       seconds: for all measuring; compiling is not counted.
       budget: bytes of temporaries, or None.
-      where: what to say of the place.
-      tell: is told what is about to be measured.
+      where: the device and the members, for the table.
+      tell: called with what is about to be measured.
 
     Returns:
-      What was found; None where all fail when they run, such as for want of memory for a copy of the state.
+      The measurements; None where all fail when they run, such as for want of memory for a copy of the state.
 
     Raises:
       ValueError: none of the candidates fits into the budget.
     """
     search = _Search(trial, seconds, budget, tell)
+
+    def measure(execution: Execution) -> None:
+        here = -(-size // execution.devices)
+        if execution.strategy == "unroll" and compile_one * here > _LONGEST_COMPILE:
+            search.skip(execution, f"about {compile_one * here:.0f} s to compile")
+        elif execution not in search.found:
+            search.measure(execution)
+
+    # One member at a time tells how long a step takes to compile, and whether products pay, for all that follow.
     first = "loop" if looped else "map"
     for products in (False, True) if convolutions else (False,):
         search.measure(Execution(first, products=products))
@@ -159,26 +172,18 @@ def tune(
     compile_one = max((one.compile_s or 0.0 for one in search.found.values()), default=0.0)
 
     for strategy in ("vmap", "map", "unroll"):
-        execution = Execution(strategy, products=products)
-        if strategy == "unroll" and compile_one * size > _LONGEST_COMPILE:
-            search.skip(execution, f"about {compile_one * size:.0f} s to compile")
-        elif execution not in search.found:
-            search.measure(execution)
+        measure(Execution(strategy, products=products))
     # Smaller chunks as long as they are quicker, or the larger ones do not fit.
     chunk, quickest = size // 4, search.time(Execution("vmap", products=products))
     while chunk >= 2:
+        # As many chunks as `chunk` makes, but of equal size: for 9 members and 4 at a time, 3 chunks of 3.
         execution = Execution("vmap", -(-size // -(-size // chunk)), products)
         search.measure(execution)
         if search.time(execution) > quickest and quickest < float("inf"):
             break
         chunk, quickest = chunk // 4, search.time(execution)
-    if devices > 1:
-        for strategy in ("map", "vmap", "unroll"):
-            execution = Execution(strategy, None, products, devices)
-            if strategy == "unroll" and compile_one * -(-size // devices) > _LONGEST_COMPILE:
-                search.skip(execution, f"about {compile_one * -(-size // devices):.0f} s to compile")
-            else:
-                search.measure(execution)
+    for strategy in ("map", "vmap", "unroll") if devices > 1 else ():
+        measure(Execution(strategy, None, products, devices))
     search.repeat()
     if not search.measured() and isinstance(search.error, jax.errors.JaxRuntimeError):
         return None
@@ -190,7 +195,7 @@ def tune(
 
 
 class _Search:
-    """The candidates measured so far, and the time that is left."""
+    """The candidates that were considered so far, and the time that was spent."""
 
     def __init__(
         self, trial: Callable[[Execution], Trial], seconds: float, budget: int | None, tell: Callable[[str], None]
@@ -203,7 +208,7 @@ class _Search:
         self.error: Exception | None = None
 
     def measure(self, execution: Execution) -> None:
-        """Compile it, and take some steps; whatever fails is no candidate."""
+        """Compile an execution and take some steps; one that fails is noted, and is no candidate."""
         if self.spent > self._seconds and self.measured():
             self.skip(execution, _NO_TIME)
             return
@@ -219,10 +224,11 @@ class _Search:
                 return
             # The first allocates, loads and compiles small things; it counts only where there is no time for others.
             first, times = self._timed(trial.run, 0, 0), list[float]()
-            before, turns = self.spent, 0
-            while turns < _FIRST and self.spent < self._seconds and self.spent - before < self._seconds / _SHARES:
-                times += self._turn(trial.run, min([*first, *times]))
-                turns += 1
+            before = self.spent
+            for _ in range(_FIRST):
+                if self.spent >= self._seconds or self.spent - before >= self._seconds / _SHARES:
+                    break
+                times += self._block(trial.run, min([*first, *times]))
             times = times or first
         except Exception as error:  # such as an operation that cannot be batched, or too little memory
             self.error = self.error or error
@@ -232,27 +238,33 @@ class _Search:
         self.found[execution] = replace(one, ms=_typical(times) * 1e3)
 
     def skip(self, execution: Execution, why: str) -> None:
+        """Note why an execution is not measured."""
         self.found[execution] = CandidateExecution(execution, note=why)
 
     def repeat(self) -> None:
-        """Measure those within reach of the best again, in turns."""
+        """Measure those within reach of the best again, a block of each in every round.
+
+        In rounds, so that what else the machine does for a while slows all of them and not one.
+        """
         for _ in range(_ROUNDS):
             limit = _OUT_OF_REACH * min(min(times) for times in self._times.values()) if self._times else 0.0
             for execution, times in self._times.items():
                 if self.spent + min(times) > self._seconds:
                     return
                 if min(times) <= limit:
-                    times += self._turn(self._runs[execution], min(times))
+                    times += self._block(self._runs[execution], min(times))
                     self.found[execution] = replace(self.found[execution], ms=_typical(times) * 1e3)
 
     def measured(self) -> list[CandidateExecution]:
         return [one for one in self.found.values() if one.ms is not None]
 
     def time(self, execution: Execution) -> float:
+        """Return the milliseconds of a step, infinite where it was not measured."""
         one = self.found.get(execution)
         return float("inf") if one is None or one.ms is None else one.ms
 
     def best(self, strategy: str | None = None) -> CandidateExecution:
+        """Return the quickest, of one strategy where some of it were measured; raise the first error if none was."""
         found = [one for one in self.measured() if strategy in (None, one.execution.strategy)] or self.measured()
         over = [one for one in self.found.values() if one.ms is None and one.temporaries is not None]
         if not found and self._budget is not None and over:
@@ -266,31 +278,39 @@ class _Search:
             raise self.error
         return min(found, key=lambda one: one.ms or 0.0)
 
-    def _turn(self, run: Callable[[int, int], list[float]], once: float) -> list[float]:
-        """How many seconds a step takes, each time of as many as fit into a turn and into the time that is left."""
+    def _block(self, run: Callable[[int, int], list[float]], once: float) -> list[float]:
+        """Return the times of as many steps as fit into a block and into the time that is left.
+
+        Args:
+          run: as in `Trial`.
+          once: the seconds that a step is known to take.
+        """
         together = max(1, int(_SHORT / once))
-        left = min(_TURN, self._seconds - self.spent) - once
-        # A step that is longer than a turn is alone, and counts.
+        # Less the first step of `run`, which is not counted.
+        left = min(_BLOCK, self._seconds - self.spent) - once
+        # A step that is longer than a block is alone, and counts.
         return self._timed(run, max(0, min(_MOST_TIMES, int(left / (together * once)))), together)
 
     def _timed(self, run: Callable[[int, int], list[float]], times: int, together: int) -> list[float]:
+        """Run, add up what was spent, and return the times without the first, unless it is the only one."""
         found = run(times, together)
         self.spent += found[0] + together * sum(found[1:])
         return found[1:] or found
 
 
 def _typical(times: list[float]) -> float:
-    """The lower quartile: what is in the way makes a step slower, and never quicker.
+    """Return the lower quartile: other work on the machine makes a step slower, and never quicker.
 
-    That is other work on the machine, or, where steps keep the state that they are given, the system that takes freed
-    memory away and gives it back: it comes and goes, and takes half of a short step.
+    So does the system, where steps keep the state that they are given: it takes freed memory away and gives it back.
+    That comes and goes, and takes half of a short step.
     """
     return sorted(times)[(len(times) - 1) // 4]
 
 
 def fingerprint(jaxpr: Jaxpr, *about: Any) -> str:
-    """What tells one program on one machine from another, as text."""
+    """Return a hash of a program and of the machine, and of what else a measurement depends on."""
     device = jax.devices()[0]
+    # A jaxpr prints the functions that it calls with their addresses, which each process has anew.
     program = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
     machine = (
         *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, processor(), cores()),
@@ -300,7 +320,7 @@ def fingerprint(jaxpr: Jaxpr, *about: Any) -> str:
 
 
 def recall(key: str, directory: Path | None) -> Tuning | None:
-    """What was found for a program before: in this process, or in the directory."""
+    """Return what was found for a program before, in this process or in the directory; else None."""
     if key not in _remembered and directory is not None:
         found = _read(directory / f"{key}.json")
         if found is not None:
@@ -320,7 +340,7 @@ def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
 
 
 def _read(path: Path) -> Tuning | None:
-    """None where there is nothing, or nothing that can be read: then it is measured again."""
+    """Return what a file holds; None where it is missing or cannot be read, so that it is measured again."""
     try:
         found = json.loads(path.read_text())
         candidates = tuple(

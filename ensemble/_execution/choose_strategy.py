@@ -1,8 +1,9 @@
-"""`StrategyChoice`: how a step is executed: as the trainer was told, as an earlier one was, or as is quickest."""
+"""`StrategyChoice`: decides how a step is executed: as the trainer asks, as an earlier step was, or as is quickest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,182 +13,173 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from ...transforms._convolutions.as_products import has_convolution
-from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
 from ...transforms._core.memory import largest_chunk
-from ...transforms._models.hashable import HashablePytree
 from .._members.sharding import Layout
 from .._members.strategy import Execution, in_turn
-from .._step.state import Apart, TrainState, kind_of
+from .._step.state import Apart
 from .autotune import Tuning, fingerprint, recall, remember, tune
 from .executor import Executor
+from .step_inputs import StepInputs
 
-# Where a loop is written out, at most so many copies of a member's step; else it is a loop of the compiler's.
+# A loop over at most so many members is written out, with a copy of the step for each; one over more is compiled as a
+# loop.
 _MOST_COPIES = 16
 
 
+@dataclass(eq=False)
 class StrategyChoice:
-    """How the steps of a trainer are executed.
+    """Decides how the steps of a trainer are executed.
 
     Args:
-      executor: what executes and measures them.
-      strategy: as the trainer was told.
+      executor: executes and measures them.
+      strategy: the strategy that the trainer was given.
       chunk_size: likewise.
       budget: the most bytes that the temporaries of a step may take, or None.
       seconds: how long "auto" may measure.
       cache: the directory in which it keeps what it has found, or None.
 
     Attributes:
-      tuning: what it has measured last; None where nothing was.
+      tuning: what was measured last; None where nothing was.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        strategy: str,
-        chunk_size: int | None,
-        budget: int | None,
-        seconds: float,
-        cache: Path | None,
-    ) -> None:
-        self.tuning: Tuning | None = None
-        self._executor, self._layout = executor, executor.layout
-        self._strategy, self._chunk_size = strategy, chunk_size
-        self._budget, self._seconds, self._cache = budget, seconds, cache
-        self._chosen: dict[Any, Execution] = {}
-        self._fitting: dict[Any, bool] = {}
+    executor: Executor
+    strategy: str
+    chunk_size: int | None
+    budget: int | None
+    seconds: float
+    cache: Path | None
+    tuning: Tuning | None = field(default=None, init=False)
+    _chosen: dict[Any, Execution] = field(default_factory=dict, init=False)
+    _fitting: dict[Any, bool] = field(default_factory=dict, init=False)
 
     @property
     def asked(self) -> Execution:
-        """What the trainer was told."""
-        return Execution(self._strategy, self._chunk_size)
+        """Return the execution that the trainer was asked for."""
+        return Execution(self.strategy, self.chunk_size)
 
     def choose(
-        self,
-        state: TrainState,
-        arguments: tuple[Any, ...],
-        axes: tuple[Axes, ...],
-        earlier: Execution | None,
-        donate: bool,
-        tell: Callable[[str], None],
+        self, inputs: StepInputs, earlier: Execution | None, donate: bool, tell: Callable[[str], None]
     ) -> Execution:
-        """How a step is executed: as the trainer says, else as an earlier one was, else as is quickest."""
-        if self._strategy == "vmap" and self._budget is None:
-            chunk_size = self._chunk_size
+        """Return how a step is executed: as the trainer says, else as an earlier one was, else as is quickest."""
+        if self.strategy == "vmap" and self.budget is None:
+            # The usual case of a training loop: nothing to look up, so the arrays of the state are not visited.
+            chunk_size = self.chunk_size
             if chunk_size is None and earlier and earlier.strategy == "vmap":
                 chunk_size = earlier.chunk_size
             return Execution("vmap", chunk_size)
-        traced = state._is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments))
-        chosen = Execution(self._strategy)
-        if self._chunk_size is not None:
-            chosen = Execution("vmap", self._chunk_size)
-        elif self._strategy == "auto":
-            kept = earlier is not None and self._fits(state, arguments, axes, earlier)
-            chosen = earlier if earlier and kept else self._quickest(state, arguments, axes, donate, traced, tell)
-        elif self._strategy == "vmap":
-            kept = earlier is not None and earlier.strategy == "vmap" and self._fits(state, arguments, axes, earlier)
-            chosen = earlier if earlier and kept else self._largest_chunk(state, arguments, axes)
+        traced = inputs.is_traced
+        if self.chunk_size is not None:
+            chosen = Execution("vmap", self.chunk_size)
+        elif self.strategy not in ("auto", "vmap"):
+            chosen = Execution(self.strategy)
+        elif earlier and self.strategy in ("auto", earlier.strategy) and self._fits(inputs, earlier):
+            # A resumed run goes on as it began: another execution rounds otherwise.
+            chosen = earlier
+        elif self.strategy == "auto":
+            chosen = self._quickest(inputs, donate, traced, tell)
+        else:
+            chosen = self._largest_chunk(inputs)
+        # That may not be possible here: a traced step is part of one program on one device, and a mesh has one program.
         found = chosen
         if traced:
             chosen = chosen._replace(products=False, devices=1)
-        if chosen.strategy == "loop" and (traced or self._layout is not None):
-            many = self._strategy == "auto" and self._here(state) > _MOST_COPIES
+        if chosen.strategy == "loop" and (traced or self.executor.layout is not None):
+            many = self.strategy == "auto" and self._members_per_device(inputs) > _MOST_COPIES
             chosen = chosen._replace(strategy="map" if many else "unroll")
         if chosen.devices > len(jax.local_devices()):  # of a checkpoint that another machine has written
             chosen = chosen._replace(devices=1)
-        if chosen != found and not self._fits(state, arguments, axes, chosen):
-            return self._largest_chunk(state, arguments, axes)
+        if chosen != found and not self._fits(inputs, chosen):
+            return self._largest_chunk(inputs)
         return chosen
 
-    def _quickest(
-        self,
-        state: TrainState,
-        arguments: tuple[Any, ...],
-        axes: tuple[Axes, ...],
-        donate: bool,
-        traced: bool,
-        tell: Callable[[str], None],
-    ) -> Execution:
-        """What "auto" stands for, found once for each kind of model and batch."""
-        structure, size = state._structure_and_size()
-        kind = donate, state._kind, HashablePytree.of(axes), kind_of(arguments)
-        if kind not in self._chosen:
-            jaxpr = self._executor.member_program(state, arguments, axes)
-            # In a trace there is no time. Several processes would measure different times, and part ways. Side effects
-            # would happen.
-            traced = traced or isinstance(jnp.zeros(()), Tracer)
-            alone = self._layout is None or self._layout.in_one_process
-            effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
-            if traced or not alone or not self._seconds or effects:
-                chosen = self._by_rule(jaxpr, traced, state, arguments, axes)
-                if not traced:  # so that a step that is not traced measures
-                    self._chosen[kind] = chosen
-                return chosen
-            on_mesh = None if self._layout is None else tuple(self._layout.mesh.shape.items())
-            devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-            spread = None if isinstance(state._held, Apart) else Layout.around(state._rows())
-            where = on_mesh, None if spread is None else spread.devices
-            key = fingerprint(jaxpr, size, axes, self._budget, where, devices, donate)
-            tuning = recall(key, self._cache)
-            if tuning is None or tuning.is_cut_short_of(self._seconds):
-                tuning = tune(
-                    partial(self._executor.trial, state, arguments, axes, donate),
-                    size=self._here(state),
-                    looped=self._layout is None,
-                    devices=min(devices, size),
-                    convolutions=has_convolution(jaxpr),
-                    seconds=self._seconds,
-                    budget=self._budget,
-                    where=f"{size} × {structure!r} on {jax.devices()[0].device_kind}",
-                    tell=tell,
-                )
-                if tuning is None:  # such as too little memory for a copy of the state
-                    self._chosen[kind] = self._by_rule(jaxpr, traced, state, arguments, axes)
-                    return self._chosen[kind]
-                remember(key, tuning, self._cache)
-            self.tuning, self._chosen[kind] = tuning, tuning.chosen
-        return self._chosen[kind]
+    def _quickest(self, inputs: StepInputs, donate: bool, traced: bool, tell: Callable[[str], None]) -> Execution:
+        """Return the execution for which "auto" stands, found once for each kind of model and batch."""
+        kind = donate, inputs.kind
+        if kind in self._chosen:
+            return self._chosen[kind]
+        jaxpr = self.executor.member_program(inputs)
+        # In a trace there is no time. Processes would each measure other times, and choose differently. Side effects
+        # would happen; naming an axis of the mesh is one to JAX, but does nothing.
+        traced = traced or isinstance(jnp.zeros(()), Tracer)
+        alone = self.executor.layout is None or self.executor.layout.in_one_process
+        effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
+        tuning = None
+        if not traced and alone and self.seconds and not effects:
+            tuning = self._tuned(jaxpr, inputs, donate, tell)
+        if tuning is None:
+            chosen = self._by_rule(jaxpr, traced, inputs)
+        else:
+            self.tuning, chosen = tuning, tuning.chosen
+        if not traced:  # so that a later step that is not traced measures
+            self._chosen[kind] = chosen
+        return chosen
 
-    def _by_rule(
-        self, jaxpr: Jaxpr, traced: bool, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
-    ) -> Execution:
-        """A strategy without measuring, within the budget."""
+    def _tuned(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool, tell: Callable[[str], None]) -> Tuning | None:
+        """Return what was measured for a program, now or before; None where there is no memory to measure."""
+        layout, (state, _, axes) = self.executor.layout, inputs
+        structure, size = state._structure_and_size()
+        on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
+        devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
+        # Members that an earlier step has left on other devices would have to be moved, which takes time too.
+        spread = None if isinstance(state._held, Apart) else Layout.around(state._rows())
+        where = on_mesh, None if spread is None else spread.devices
+        key = fingerprint(jaxpr, size, axes, self.budget, where, devices, donate)
+        tuning = recall(key, self.cache)
+        if tuning is not None and not tuning.is_cut_short_of(self.seconds):
+            return tuning
+        tuning = tune(
+            partial(self.executor.trial, inputs, donate),
+            size=self._members_per_device(inputs),
+            looped=layout is None,
+            devices=min(devices, size),
+            convolutions=has_convolution(jaxpr),
+            seconds=self.seconds,
+            budget=self.budget,
+            where=f"{size} × {structure!r} on {jax.devices()[0].device_kind}",
+            tell=tell,
+        )
+        if tuning is not None:
+            remember(key, tuning, self.cache)
+        return tuning
+
+    def _by_rule(self, jaxpr: Jaxpr, traced: bool, inputs: StepInputs) -> Execution:
+        """Return a strategy without measuring, within the budget."""
         strategy = "vmap"
         if in_turn(jaxpr, jax.default_backend()):
             strategy = "loop"
-            if traced or self._layout is not None:
-                strategy = "unroll" if self._here(state) <= _MOST_COPIES else "map"
+            if traced or self.executor.layout is not None:
+                strategy = "unroll" if self._members_per_device(inputs) <= _MOST_COPIES else "map"
         chosen = Execution(strategy)
-        return chosen if self._fits(state, arguments, axes, chosen) else self._largest_chunk(state, arguments, axes)
+        return chosen if self._fits(inputs, chosen) else self._largest_chunk(inputs)
 
-    def _fits(
-        self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], execution: Execution
-    ) -> bool:
-        """Whether a step that is executed so stays within the budget."""
-        if self._budget is None:
+    def _fits(self, inputs: StepInputs, execution: Execution) -> bool:
+        """Return whether a step that is executed so stays within the budget; compiles it to find out."""
+        if self.budget is None:
             return True
-        kind = execution, state._kind, HashablePytree.of(axes), kind_of(arguments)
+        kind = execution, inputs.kind
         if kind not in self._fitting:
-            need = self._executor.trial(state, arguments, axes, False, execution).compile()
-            self._fitting[kind] = need <= self._budget
+            self._fitting[kind] = self._temporaries(inputs, execution) <= self.budget
         return self._fitting[kind]
 
-    def _here(self, state: TrainState) -> int:
-        """How many members one device has."""
-        _, size = state._structure_and_size()
-        return size if self._layout is None else self._layout.padded(size) // self._layout.devices
+    def _temporaries(self, inputs: StepInputs, execution: Execution) -> int:
+        """Return the bytes of a step's temporaries; one that keeps its state, as `Trainer.step` takes them."""
+        return self.executor.trial(inputs, False, execution).compile()
 
-    def _largest_chunk(self, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]) -> Execution:
-        """The largest chunk for "vmap" whose temporaries fit into the budget."""
-        kind = "chunk", state._kind, HashablePytree.of(axes), kind_of(arguments)
+    def _members_per_device(self, inputs: StepInputs) -> int:
+        layout, (_, size) = self.executor.layout, inputs.state._structure_and_size()
+        return size if layout is None else layout.padded(size) // layout.devices
+
+    def _largest_chunk(self, inputs: StepInputs) -> Execution:
+        """Return the largest chunk for "vmap" whose temporaries fit into the budget."""
+        kind = "chunk", inputs.kind
         if kind not in self._chosen:
-            here = self._here(state)
+            members = self._members_per_device(inputs)
 
-            def need(chunk: int) -> int:
-                execution = Execution("vmap", None if chunk == here else chunk)
-                return self._executor.trial(state, arguments, axes, False, execution).compile()
+            def of_chunk(chunk: int) -> Execution:
+                return Execution("vmap", None if chunk == members else chunk)
 
-            assert self._budget is not None
-            chunk = largest_chunk("Trainer", need, here, self._budget)
-            self._chosen[kind] = Execution("vmap", None if chunk == here else chunk)
+            assert self.budget is not None  # else everything fits
+            chunk = largest_chunk("Trainer", lambda n: self._temporaries(inputs, of_chunk(n)), members, self.budget)
+            self._chosen[kind] = of_chunk(chunk)
         return self._chosen[kind]

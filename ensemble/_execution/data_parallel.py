@@ -1,4 +1,9 @@
-"""A batch that the axis `data` of a mesh splits: what would then be something else is refused."""
+"""Raises for a step whose result would change where the axis `data` of a mesh splits the batch.
+
+Each device computes the loss of its part, and what it gives is averaged. That is the same as without a mesh only if the
+loss is a mean over the examples, and if the parts leave the same state in the model. The latter is followed through the
+traced step (`differs`); the former is computed, once, for one member and the first batch (`_check_mean`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,6 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ...transforms._core.arguments import describe
-from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
 from ...transforms._core.jaxpr import CALLS, aval, bodies, called, evaluate, interpret
 from ...transforms._core.prng import is_key
@@ -22,36 +26,36 @@ from ...transforms._models.split_model import split as split_model
 from .._members.sharding import DATA, Layout, everywhere
 from .._members.strategy import take_member
 from .._step.member_step import MemberStep, metrics_of
-from .._step.state import TrainState
 from .executor import Executor
+from .step_inputs import StepInputs
 
-# Operations after which all devices of an axis have the same.
+# After these collectives all devices of an axis have the same.
 _AGREED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 
 
-def check_split(
-    step: MemberStep, executor: Executor, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...]
-) -> bool:
-    """Refuse what would not be the same if the batch were not split.
+def check_split(step: MemberStep, executor: Executor, inputs: StepInputs) -> bool:
+    """Raise for a step that would not be the same if the batch were not split.
 
     Returns:
       Whether all was checked: where a step is traced there are no values to compare.
     """
-    layout, (structure, _) = executor.layout, state._structure_and_size()
+    layout, (state, arguments, axes) = executor.layout, inputs
+    structure, _ = state._structure_and_size()
     assert layout is not None
     layout.check_batch("Trainer.step", arguments, axes)
     specs = layout.batch_specs(arguments, axes)
-    arrays, *batch = executor.member_shapes(state, arguments, axes)
+    arrays, *batch = executor.member_shapes(inputs)
 
-    def left(arrays: Any, batch: Any) -> Any:
+    def left_and_reported(arrays: Any, batch: Any) -> Any:
         metrics, _, after = step.loss_and_gradients(structure, arrays, batch, True)
         return after.rest, metrics
 
-    trace = jax.make_jaxpr(left, axis_env=[(DATA, layout.shards)], return_shape=True)
+    trace = jax.make_jaxpr(left_and_reported, axis_env=[(DATA, layout.shards)], return_shape=True)
     closed, out = trace(arrays, batch)
-    inputs = [False] * len(jax.tree.leaves(arrays)) + [DATA in spec for spec in specs]
-    for (path, x), differ in zip(jax.tree.leaves_with_path(out), differs(closed.jaxpr, inputs), strict=True):
-        if differ and path[0].idx == 0:
+    split = [DATA in spec for spec in specs]
+    may_differ = differs(closed.jaxpr, [False] * len(jax.tree.leaves(arrays)) + split)
+    for (path, x), differ in zip(jax.tree.leaves_with_path(out), may_differ, strict=True):
+        if differ and path[0].idx == 0:  # of what is left in the model; the metrics come second
             raise ValueError(
                 f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves "
                 f"another `{dotted(path[1:])}` in the model; let the parts agree, as nnx.BatchNorm does with "
@@ -63,28 +67,33 @@ def check_split(
                 f"the mesh splits over {DATA!r}; only scalars of floating point are averaged over the parts: "
                 "report a mean."
             )
-    if state._is_traced() or any(isinstance(x, Tracer) for x in jax.tree.leaves((arguments, jnp.zeros(())))):
+    # Within a transform of the user's, constants are traced too, even where the state and the batch are not.
+    if inputs.is_traced or isinstance(jnp.zeros(()), Tracer):
         return False
-    _check_mean(step, layout, state, arguments, axes, specs)
+    _check_mean(step, layout, inputs, split)
     return True
 
 
-def _check_mean(
-    step: MemberStep, layout: Layout, state: TrainState, arguments: tuple[Any, ...], axes: tuple[Axes, ...], specs: Any
-) -> None:
-    """Refuse a loss of which the mean over the parts of the batch is not that of the whole, by the first member.
+def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: list[bool]) -> None:
+    """Raise if the mean of the loss over the parts of the batch is not that of the whole, for the first member.
 
     Random numbers are all the same here, so that those of a part are those of the whole.
+
+    Args:
+      step: the step of one member.
+      layout: how the members and the batch are spread.
+      inputs: of a step; not traced.
+      split: for each array of the batch, whether it is split.
     """
+    state, arguments, axes = inputs
     structure, _ = state._structure_and_size()
     with layout.context():
         first = _first((state._spread(layout), *layout.place_batch(arguments, axes)), HashablePytree.of((0, *axes)))
         (trainable, rest, _, standing), *batch = jax.tree.map(layout.place_shared, everywhere(first))
     leaves, treedef = jax.tree.flatten(batch)
-    split = [DATA in spec for spec in specs]
 
     def over(parts: int) -> Any:
-        """What the loss gives and leaves, for each of some parts; None where it draws numbers that cannot be fixed."""
+        """Return what the loss gives and leaves for each part; None where it draws numbers that cannot be fixed."""
 
         def of_part(trainable: Any, rest: Any, *leaves: Any) -> Any:
             model = structure.merge(trainable, rest)
@@ -94,6 +103,8 @@ def _check_mean(
 
         cut = [x.reshape(parts, -1, *x.shape[1:]) if s else x for x, s in zip(leaves, split, strict=True)]
         in_axes = (None, None, *(0 if s else None for s in split))
+        # `vmap` with the name of the mesh axis stands for the devices, so that a loss that averages over `data` by
+        # itself finds that axis.
         of_parts = jax.vmap(of_part, in_axes, axis_name=DATA, axis_size=parts)
         return _with_fixed_numbers(of_parts, (trainable, rest, *cut))
 
@@ -105,6 +116,8 @@ def _check_mean(
     for (path, of_whole), of_parts in zip(jax.tree.leaves_with_path(found[0]), jax.tree.leaves(found[1]), strict=True):
         is_metric = path[0].idx == 0
         inexact = jnp.issubdtype(of_whole.dtype, jnp.inexact)
+        # Two orders of one sum differ by a few roundings for each level of adding; 1e-4 is far above that in float32,
+        # and far below what a sum in place of a mean gives, which is a factor of `shards`.
         tolerance = max(1e-4, 16 * float(jnp.finfo(of_whole.dtype).eps)) if inexact else 0.0
         wide = [x.astype(complex) if np.iscomplexobj(x) else x.astype(np.float64) for x in (of_whole[0], of_parts)]
         whole, mean = wide[0], wide[1].mean(0) if is_metric and inexact else wide[1][0]
@@ -119,7 +132,7 @@ def _check_mean(
 
 
 def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """For each output of a program, whether it may differ between the devices of the axis `data`.
+    """Return for each output of a program whether it may differ between the devices of the axis `data`.
 
     Args:
       jaxpr: the program.
@@ -133,8 +146,8 @@ def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
         if eqn.primitive.name in CALLS:
             results = differs(called(eqn)[0], does)
         else:
-            # A loop or a branch: any of its results.
-            results = [any(does) or _asks(eqn)] * len(eqn.outvars)
+            # For a loop or a branch, any result may come from any operand: safe, though it may raise for too much.
+            results = [any(does) or _reads_device_number(eqn)] * len(eqn.outvars)
         found |= {x for x, result in zip(eqn.outvars, results, strict=True) if result}
     return [not isinstance(x, Literal) and x in found for x in jaxpr.outvars]
 
@@ -143,10 +156,10 @@ def _names(eqn: JaxprEqn) -> list[Any]:
     return jax.tree.leaves((eqn.params.get("axes", ()), eqn.params.get("axis_name", ())))
 
 
-def _asks(eqn: JaxprEqn) -> bool:
-    """Whether an operation, or one inside of it, asks for the number of the device."""
+def _reads_device_number(eqn: JaxprEqn) -> bool:
+    """Return whether an operation, or one inside of it, asks for the number of the device."""
     here = eqn.primitive.name == "axis_index" and DATA in _names(eqn)
-    return here or any(_asks(inner) for body in bodies(eqn) for inner in body.eqns)
+    return here or any(_reads_device_number(inner) for body in bodies(eqn) for inner in body.eqns)
 
 
 @partial(jax.jit, static_argnums=(1,))
@@ -155,7 +168,7 @@ def _first(args: Any, axes: HashablePytree) -> Any:
 
 
 def _numbers(x: jax.Array) -> np.ndarray:
-    """The numbers of an array that every device has."""
+    """Return the numbers of an array that every device has, also where other processes hold most of them."""
     x = x if len(x.sharding.device_set) == 1 else x.addressable_shards[0].data
     return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
@@ -165,17 +178,19 @@ def _shortly(x: np.ndarray) -> str:
 
 
 def _with_fixed_numbers(fun: Any, args: tuple[Any, ...]) -> Any:
-    """`fun(*args)` with every random number the same; None where numbers are drawn inside of loops or branches."""
+    """Return `fun(*args)` with every random number the same; None where they are drawn inside of loops or branches."""
     closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> Any:
+        """Return the results of an operation, with the same number in place of each random one."""
         name = eqn.primitive.name
         if name in CALLS:
             return interpret(*called(eqn), values, visit)
         if name == "random_bits":
             kind = aval(eqn.outvars[0])
+            # A third of the range: no value at an edge, where a distribution's inverse may be infinite.
             return [jnp.full(kind.shape, jnp.iinfo(kind.dtype).max // 3, kind.dtype)]
-        if name in _DRAWING or any(map(_draws, bodies(eqn))):
+        if name in _DRAWING or any(map(_draws_numbers, bodies(eqn))):
             raise _CannotBeFixed
         return evaluate(eqn, *values)
 
@@ -193,6 +208,6 @@ class _CannotBeFixed(Exception):
     """Numbers are drawn where they are not replaced."""
 
 
-def _draws(jaxpr: Jaxpr) -> bool:
+def _draws_numbers(jaxpr: Jaxpr) -> bool:
     names = {*_DRAWING, "random_bits"}
-    return any(eqn.primitive.name in names or any(map(_draws, bodies(eqn))) for eqn in jaxpr.eqns)
+    return any(eqn.primitive.name in names or any(map(_draws_numbers, bodies(eqn))) for eqn in jaxpr.eqns)

@@ -1,43 +1,21 @@
-"""`Stepper`: training steps of all members, one after another, with all that a loop must know of them."""
+"""`Stepper`: takes the training steps of all members, and tells a loop all that it must know of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
-from ...transforms._models.hashable import HashablePytree
 from .._members.strategy import Execution
 from .._step.member_step import MemberStep
-from .._step.state import TrainState, kind_of
+from .._step.state import TrainState
 from .choose_strategy import StrategyChoice
 from .data_parallel import check_split
 from .executor import Executor
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that a run computes with, as far as they are known; plain values, for JSON.
-
-    Attributes:
-      optimizer: the name of the optax factory, or None for a ready transformation.
-      hyperparams: the hyperparameters that are numbers.
-      strategy: how the members are executed; "auto" before the first step.
-      chunk_size: how many members at a time.
-      products: whether convolutions are rewritten as matrix products.
-      devices: over how many devices the members are spread.
-    """
-
-    optimizer: str | None
-    hyperparams: Mapping[str, Any]
-    strategy: str
-    chunk_size: int | None
-    products: bool
-    devices: int
+from .step_inputs import StepInputs
 
 
 class Stepper:
@@ -46,7 +24,7 @@ class Stepper:
     Args:
       step: the step of one member.
       executor: executes it for all members.
-      choice: chooses how.
+      choice: decides how it executes them.
       in_axes: how a batch is mapped over members, as for `Trainer`.
     """
 
@@ -56,22 +34,30 @@ class Stepper:
 
     @property
     def freezes(self) -> bool:
-        """Whether a member stops where its loss or gradients are not finite."""
+        """Return whether a member stops where its loss or gradients are not finite."""
         return self._step.freeze
 
     @property
     def columns(self) -> list[str]:
-        """The hyperparameters with a number for each member, which the history has as columns."""
+        """Return the names of the hyperparameters with a number for each member, which are columns of the history."""
         return [name for name, values in self._numbers.items() if isinstance(values, list)]
 
     @property
     def _numbers(self) -> dict[str, Any]:
         return {**self._step.optimizer.numbers, **self._step.loss.numbers}
 
-    def settings(self, execution: Execution | None = None) -> Settings:
-        """Return the settings of steps that are executed in a given way; None for the one that was asked for."""
+    def settings(self, execution: Execution | None = None) -> dict[str, Any]:
+        """Return the settings that a checkpoint names, as far as they are known: plain values, for JSON.
+
+        Args:
+          execution: how steps were executed; None for the execution that was asked for.
+
+        Returns:
+          The name of the optax factory as "optimizer" (None for a ready transformation), the hyperparameters that are
+          numbers as "hyperparams", and the fields of `Execution`.
+        """
         execution = execution or self.choice.asked
-        return Settings(self._step.optimizer.name, self._numbers, **execution._asdict())
+        return {"optimizer": self._step.optimizer.name, "hyperparams": self._numbers, **execution._asdict()}
 
     def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
         """Return the arguments of the loss after the model, and how each is mapped over `size` members.
@@ -104,15 +90,17 @@ class Stepper:
           donate: whether the step takes over the memory of `state`.
           tell: called with a line about what is measured, which may take a while.
         """
-        arguments, axes = self.arguments(batch, state._structure_and_size()[1])
+        inputs = StepInputs(state, *self.arguments(batch, state._structure_and_size()[1]))
         layout = self.executor.layout
         if layout is not None and layout.shards > 1:
-            kind = state._kind, HashablePytree.of(axes), kind_of(arguments)
-            if kind not in self._checked_splits and check_split(self._step, self.executor, state, arguments, axes):
+            # Once for each kind; a traced step has no values to compare, so the next one of its kind is checked again.
+            kind = inputs.kind
+            if kind not in self._checked_splits and check_split(self._step, self.executor, inputs):
                 self._checked_splits.add(kind)
-        execution = self.choice.choose(state, arguments, axes, execution, donate, tell)
+        execution = self.choice.choose(inputs, execution, donate, tell)
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.
-            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arguments)
-        after, metrics = self.executor.execute(execution, state, arguments, axes, donate)
+            arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, inputs.arguments)
+            inputs = inputs._replace(arguments=arguments)
+        after, metrics = self.executor.execute(execution, inputs, donate)
         return after._after(state), metrics, execution

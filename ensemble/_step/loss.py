@@ -1,4 +1,4 @@
-"""`MemberLoss`: a loss, and what it takes beside the batch, which may differ between members."""
+"""`MemberLoss`: a loss, and the hyperparameters that it takes, which may differ between members."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .optimizer import is_number, is_per_member, values_of
 
 
 class MemberLoss:
-    """A loss with hyperparameters: its keyword-only arguments.
+    """A loss whose keyword-only arguments are hyperparameters.
 
     Args:
-      fun: the loss, of a model and a batch.
+      fun: the loss of a model and a batch.
       hyperparams: values by name; those of other names are left for the optimiser.
-      optimizer: a factory of optimisers, which takes none of the same name; or one that is ready.
+      optimizer: a factory of optimisers, which must take none of the same name; or an optimiser.
 
     Attributes:
       fun: the loss.
       per_member: the hyperparameters with one value for each member.
       numbers: the hyperparameters that are numbers, as JSON has them.
-      others: what of `hyperparams` is none of the loss; None where nothing is.
+      others: those of `hyperparams` that the loss does not take; None where there are none.
     """
 
     def __init__(self, fun: Callable[..., Any], hyperparams: Any, optimizer: Any) -> None:
@@ -35,11 +35,10 @@ class MemberLoss:
         self.numbers: dict[str, Any] = {}
         self.others = hyperparams
         self._shared: dict[str, Any] = {}
-        takes = _keyword_only(fun)
+        takes = {name: p for name, p in _parameters(fun).items() if p.kind is p.KEYWORD_ONLY}
         given = hyperparams if isinstance(hyperparams, Mapping) else {}
-        for name in given:
-            if name not in takes:
-                continue
+        for name in [name for name in given if name in takes]:
+            # One name for both would be one value for two things, of which the user may mean either.
             if not isinstance(optimizer, optax.GradientTransformation) and name in _parameters(optimizer):
                 raise ValueError(
                     f"Trainer: both the loss and {getattr(optimizer, '__name__', optimizer)} take a hyperparameter "
@@ -59,20 +58,17 @@ class MemberLoss:
                     f"Trainer: the loss needs `{name}` beside the batch; give it in hyperparams={{{name!r}: ...}}."
                 )
         if self.per_member or self._shared:
+            # None rather than an empty dict: a ready optimiser takes no hyperparameters.
             self.others = {name: value for name, value in given.items() if name not in takes} or None
 
     def of(self, values: Mapping[str, jax.Array]) -> Callable[..., Any]:
-        """The loss of one member, which has these values."""
+        """Return the loss of one member, whose hyperparameters have these values."""
         values = {**self._shared, **values}
         return partial(self.fun, **values) if values else self.fun
-
-
-def _keyword_only(fun: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return {name: p for name, p in _parameters(fun).items() if p.kind is p.KEYWORD_ONLY}
 
 
 def _parameters(fun: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(fun).parameters
-    except (TypeError, ValueError):  # what is not written in Python may have none
+    except (TypeError, ValueError):  # functions that are not written in Python may have no signature
         return {}

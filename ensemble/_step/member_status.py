@@ -1,4 +1,4 @@
-"""`Standing`: which members train, which have stopped, and why."""
+"""`MemberStatus`: which members train, which have stopped, and why; and the tests for finite numbers that decide it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ...transforms._core.prng import is_key
 
 
 class Stop(IntEnum):
-    """Why a member no longer trains."""
+    """The reasons for which a member no longer trains, as stored in `MemberStatus.stopped`."""
 
     TRAINS = 0
     NOT_FINITE = 1
     EARLY = 2
 
 
-class Standing(NamedTuple):
-    """Where each member stands, as arrays with the members along axis 0.
+class MemberStatus(NamedTuple):
+    """The status of each member, as arrays with the members along axis 0.
 
     Attributes:
       step: the last step of the run in which the member trained, int32. Where it has stopped, the step that stopped it.
       stopped: int32: 0 where the member trains, 1 where its loss or gradients were not finite, 2 where it was stopped
         early.
       restarts: how often the member was put back to an earlier state, int32.
-      hyperparams: what the loss takes beside the batch, one number for each member, by name.
+      hyperparams: what the loss takes in addition to the batch, one number for each member, by name.
       schedules: by the name of a hyperparameter of the optimiser, which of the schedules is the member's, int32.
 
     Examples:
@@ -49,46 +49,49 @@ class Standing(NamedTuple):
     schedules: dict[str, jax.Array]
 
     @classmethod
-    def _first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> Standing:
-        """That of members before their first step."""
-        # What is a Python float somewhere is a float32 here.
+    def _first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> MemberStatus:
+        """Return the status of members before their first step."""
+        # NumPy's float64 becomes what JAX computes with: float32, unless x64 is on.
         given = [{name: jnp.asarray(x) for name, x in values.items()} for values in (hyperparams, schedules)]
         step, stopped, restarts = (jnp.zeros(size, jnp.int32) for _ in range(3))
         return cls(step, stopped, restarts, *given)
 
     @property
     def trains(self) -> jax.Array:
-        """Whether a member trains."""
+        """Return whether each member trains."""
         return self.stopped == Stop.TRAINS
 
-    def _after(self, fails: jax.Array) -> Standing:
-        """One member's standing after a step in which it fails, or not."""
+    def _after(self, fails: jax.Array) -> MemberStatus:
+        """Return one member's status after a step in which it fails, or not."""
         stopped = jnp.where(fails, jnp.int32(Stop.NOT_FINITE), self.stopped)
         return self._replace(step=self.step + self.trains, stopped=stopped)
 
 
 def finite(tree: Any) -> jax.Array:
-    """Whether all numbers of the arrays of `tree` are finite, and not so large that their sum is not."""
-    # On a CPU a sum is four times as quick as a look at each number. It overflows where the square of a norm has long
-    # done so; those of half precision are summed in float32, which holds them.
+    """Return whether all numbers of the arrays of `tree` are finite, and not so large that their sum is not."""
+    # On a CPU a sum is four times as quick as a look at each number, and NaN or infinity among the terms is never lost
+    # in it (inf - inf is NaN). Finite terms overflow only where the square of their norm has long done so; those of
+    # half precision are summed in float32, which holds them.
     numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     sums = [x.sum(dtype=jnp.float32 if x.dtype.itemsize < 4 else x.dtype) for x in numbers]
     return jnp.isfinite(sum(sums, start=jnp.zeros(())))
 
 
 def still_finite(new: Any, old: Any) -> jax.Array:
-    """Whether all numbers of `new` are finite that were so in `old`: a mask of -inf among the parameters may stay."""
+    """Return whether all numbers of `new` are finite that were so in `old`: a mask of -inf may stay."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     flags = [(jnp.isfinite(x) | ~jnp.isfinite(y)).all() for x, y in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack(flags).all() if flags else jnp.array(True)
 
 
 def with_other_keys(tree: Any, numbers: jax.Array) -> Any:
-    """`tree`, stacked arrays of members, with keys into which these numbers of the members are folded."""
+    """Return `tree`, stacked arrays of members, with a number of each member folded into its keys."""
 
     def of_leaf(x: Any) -> Any:
+        """Return new keys for keys, and anything else as it is."""
         if not is_key(x):
             return x
+        # `fold_in` takes one key: it is mapped over the other axes of a variable's keys, then over the members.
         fold: Any = jax.random.fold_in
         for _ in range(x.ndim - 1):
             fold = jax.vmap(fold, (0, None))

@@ -26,9 +26,9 @@ class MemberStep:
     """One training step of one member.
 
     Args:
-      loss: of a model and a batch, and the member's hyperparameters.
-      grad_fn: what gives its value and gradients, or None.
-      optimizer: what makes new parameters of them.
+      loss: the loss of a model and a batch, with the member's hyperparameters.
+      grad_fn: as for `Trainer`, or None.
+      optimizer: updates the parameters.
       freeze: whether a member stops whose loss or gradients are not finite.
     """
 
@@ -44,16 +44,23 @@ class MemberStep:
     def __call__(
         self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
     ) -> tuple[Arrays, dict[str, Any]]:
-        """One member's new arrays, and its metrics: what a strategy executes.
+        """Return one member's new arrays, and its metrics: the function that a strategy executes.
 
-        With `split`, of a batch that is split over the axis `data`: the mean over it.
+        Args:
+          structure: the static part of the model.
+          arrays: those of the member.
+          *batch: the arguments of the loss after the model.
+          split: whether the batch is split over the mesh axis `data`; then metrics and gradients are means over it.
         """
         trainable, rest, opt_state, standing = arrays
         metrics, gradients, after = self.loss_and_gradients(structure, arrays, batch, split)
         if split:
             metrics, gradients = _averaged((metrics, gradients))
 
+        # For optimisers with a line search. In `shard_map` each device would decide by itself when its search ends,
+        # and a collective inside of it would wait for devices that are done.
         def loss_at(trainable: Any) -> jax.Array:
+            """Return the loss at other parameters."""
             if split:
                 raise ValueError(
                     "Trainer: the optimizer evaluates the loss again (value_fn, as optax.lbfgs does), in a loop of its "
@@ -69,7 +76,7 @@ class MemberStep:
         # Known before the update, so that XLA chooses while it updates. To look at the new parameters too would cost
         # more passes over all arrays; where they are not finite, the next loss nearly always is not either.
         kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
-        # Below zero at the step that stops it.
+        # Below zero at the step that stops it, so that the loop knows when to report it and to stop recording.
         stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)
         trainable, opt_state, rest = kept
         return (trainable, rest, opt_state, standing._after(fails)), {**metrics, "stopped": stopped}
@@ -77,12 +84,19 @@ class MemberStep:
     def loss_and_gradients(
         self, structure: Structure, arrays: Arrays, batch: Any, split: bool
     ) -> tuple[dict[str, Any], Any, SplitModel]:
-        """The metrics, the gradients and what the loss leaves of the model."""
+        """Return the metrics, the gradients, and the model as the loss leaves it."""
         trainable, rest, _, standing = arrays
         gradients_of = self._gradients or self._make_gradients(self.loss.of(standing.hyperparams))
         drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
+        # A module of its own for this trace: the loss may assign to its variables, which are read from it below.
         model = structure.merge(trainable, drawn)
-        value, gradients = _checked_pair(gradients_of(model, *batch))
+        result = gradients_of(model, *batch)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(
+                "Trainer: grad_fn(loss)(model, *batch) must return a pair (value, gradients), but it returned "
+                f"{type(result).__name__}."
+            )
+        value, gradients = result
         metrics = metrics_of(value)
         for name in metrics:
             if name in self.loss.per_member or name in self.optimizer.per_member:
@@ -91,19 +105,21 @@ class MemberStep:
         after = split_model(model)
         _check_left(SplitModel(structure, trainable, rest), after)
         if split:
-            # A key that is as it was is put back; one for each part of the batch it was for this step only.
+            # Each part of the batch draws with a key of its own, which would not be the same on all devices. So a key
+            # that the loss left alone becomes what it was before.
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
             after = SplitModel(after.structure, after.trainable, kept)
         return metrics, gradients, after
 
 
 def _taken_or_kept(takes: jax.Array, new: Any, old: Any) -> Any:
-    # In the dtype of the new: an optimiser may choose another for its state.
+    """Return the new array where the member takes the step, else the old one."""
+    # In the dtype of the new: an optimiser may choose another for its state in its first update.
     return jnp.where(takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
 
 
 def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """As `value_and_grad`, of a loss that may return a dict beside its scalar, or not."""
+    """Return `value_and_grad` of a loss that returns a scalar, or a scalar and a dict."""
 
     def with_aux(*args: Any) -> tuple[Any, Any]:
         out = loss(*args)
@@ -113,17 +129,8 @@ def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
     return value_and_grad(with_aux, has_aux=True)
 
 
-def _checked_pair(result: Any) -> tuple[Any, Any]:
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise TypeError(
-            "Trainer: grad_fn(loss)(model, *batch) must return a pair (value, gradients), but it returned "
-            f"{type(result).__name__}."
-        )
-    return tuple(result)
-
-
 def metrics_of(value: Any) -> dict[str, Any]:
-    """The loss and what is reported beside it."""
+    """Return the loss, and what it reports, by name; raise for a loss that returns anything else."""
     loss, aux = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, {})
     if isinstance(loss, (tuple, list, dict)) or jnp.shape(loss) != ():
         raise TypeError(
@@ -143,7 +150,7 @@ def _taken(name: str) -> str:
 
 
 def _checked_gradients(gradients: Any, trainable: Any) -> Any:
-    """The gradients as a tree like the trainable arrays'; refuses others."""
+    """Return the gradients as a tree like the trainable arrays; raise for others."""
     gradients = to_pure(gradients)
     expected, found = named_arrays(trainable), named_arrays(gradients)
     for path in [*expected, *found]:
@@ -157,7 +164,7 @@ def _checked_gradients(gradients: Any, trainable: Any) -> Any:
 
 
 def _check_left(before: SplitModel, after: SplitModel) -> None:
-    """Refuse what a loss leaves of a model, where that is no value for each of its variables."""
+    """Raise if the loss left a model with other variables, or with values of other shapes or dtypes."""
     check_structure("Trainer: loss", "the model", before, after)
     then, now = before.arrays(), after.arrays()
     for path in then:
@@ -169,5 +176,5 @@ def _check_left(before: SplitModel, after: SplitModel) -> None:
 
 
 def _averaged(tree: Any) -> Any:
-    """The mean over the parts of the batch; counts, which are no means, are the same in all of them."""
+    """Return the mean over the parts of the batch; integers, such as counts, are the same in all of them."""
     return jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, tree)

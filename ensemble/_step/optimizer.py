@@ -1,9 +1,10 @@
-"""An optax optimiser for every member, each with its own hyperparameters, kept in its state."""
+"""`MemberOptimizer`: an optax optimiser for every member, each with its own hyperparameters, kept in its state."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ import optax
 
 from ...transforms._core.arguments import describe
 
-# At these steps schedules are looked at, to tell them apart.
-_SEEN = (0, 1, 10, 100, 1000, 10000)
+# A schedule is described by its values at these steps: two functions cannot be compared, as a resumed run has to.
+_SAMPLED_STEPS = (0, 1, 10, 100, 1000, 10000)
 
 
 class MemberOptimizer:
@@ -27,8 +28,8 @@ class MemberOptimizer:
     Attributes:
       per_member: the hyperparameters with one value for each member.
       name: what the factory is called; None for a ready transformation.
-      numbers: the hyperparameters that are numbers, as JSON has them; of schedules what tells them apart, as text.
-      schedules: of the hyperparameters with one for each member those that are functions of the step.
+      numbers: the hyperparameters that are numbers, as JSON has them; schedules as text that tells them apart.
+      schedules: the hyperparameters with a value for each member that are functions of the step.
     """
 
     def __init__(self, optimizer: Any, hyperparams: Mapping[str, Any] | None) -> None:
@@ -77,11 +78,12 @@ class MemberOptimizer:
             optimizer, static_args=[name for name in names if name not in self.per_member]
         )
         self._shared = shared
-        # As numbers of Python, the kind that optax takes for what it keeps in the state.
+        # Of the first member, to look at shapes and to update with: each member's own values are in its state, where
+        # `init` puts them. As numbers of Python, the kind that optax takes for what it keeps in the state.
         self._transform = self._inject(**shared, **{name: values[0].item() for name, values in self.per_member.items()})
 
     def init(self, trainable: Any, size: int) -> Any:
-        """The state for `size` members whose stacked parameters are `trainable`, with the last again and again."""
+        """Return the state for `size` members with stacked parameters, which may repeat the last member to pad them."""
         for name, values in self.per_member.items():
             check_size(name, values, size)
         if not self.per_member:
@@ -97,7 +99,7 @@ class MemberOptimizer:
     def update(
         self, gradients: Any, state: Any, params: Any, schedules: Mapping[str, jax.Array], **extra: Any
     ) -> tuple[Any, Any]:
-        """One member's new parameters and state.
+        """Return one member's new parameters and state.
 
         Args:
           gradients: those of the loss.
@@ -107,6 +109,7 @@ class MemberOptimizer:
           **extra: for optimisers that ask for it, such as `optax.lbfgs`.
         """
         if schedules:
+            # optax would evaluate one schedule for all members. Here each member's index selects its own.
             now = {
                 name: self.schedules[name](which, state.count).astype(state.hyperparams[name].dtype)
                 for name, which in schedules.items()
@@ -117,7 +120,7 @@ class MemberOptimizer:
 
 
 def check_size(name: str, values: np.ndarray, size: int) -> np.ndarray:
-    """The values; refuses others than one for each member."""
+    """Return the values; raise if there is not one for each member."""
     if len(values) != size:
         raise ValueError(
             f"Trainer: hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members; "
@@ -131,7 +134,7 @@ class Schedules:
 
     Args:
       name: of the hyperparameter.
-      values: a sequence of functions as optax's schedules, and of numbers.
+      values: a sequence of schedules as those of optax, and of numbers.
 
     Attributes:
       which: for each member the index of its function.
@@ -144,23 +147,25 @@ class Schedules:
                 f"Trainer: hyperparams[{name!r}] must have a number or a schedule for each member, but got {values!r}."
             )
         values = [x if callable(x) else float(x) for x in values]
-        self._functions = list(dict.fromkeys(values))
-        self.which = np.array([self._functions.index(x) for x in values], np.int32)
-        self.first = np.array([float(self._constant(x)(0)) for x in values])
+        # Equal ones once, so that the compiled switch has as few branches as there are different schedules.
+        different = list(dict.fromkeys(values))
+        self.which = np.array([different.index(x) for x in values], np.int32)
+        self._functions = [x if callable(x) else partial(_constant, x) for x in different]
+        self.first = np.array([float(self._functions[i](0)) for i in self.which])
 
     def __call__(self, which: jax.Array, step: jax.Array) -> jax.Array:
-        """The value of one member at a step."""
-        branches = [lambda step, f=f: jnp.asarray(self._constant(f)(step), float) for f in self._functions]
+        """Return the value of one member at a step."""
+        branches = [lambda step, f=f: jnp.asarray(f(step), float) for f in self._functions]
         return jax.lax.switch(which, branches, step)
 
     def __str__(self) -> str:
-        """Some values of each member's, by which a run knows them again."""
-        values = [[f"{float(self._constant(f)(step)):.5g}" for step in _SEEN] for f in self._functions]
+        """Return some values of each member's schedule, by which a resumed run recognizes them."""
+        values = [[f"{float(f(step)):.5g}" for step in _SAMPLED_STEPS] for f in self._functions]
         return "schedules " + "; ".join(", ".join(values[i]) for i in self.which)
 
-    @staticmethod
-    def _constant(x: Any) -> Callable[[Any], Any]:
-        return x if callable(x) else lambda _: x
+
+def _constant(value: float, _: Any) -> float:
+    return value
 
 
 def is_number(value: Any) -> bool:
@@ -174,7 +179,7 @@ def is_per_member(value: Any) -> bool:
 
 
 def values_of(name: str, value: Any) -> np.ndarray:
-    """A copy, so that a change of the caller's array is none of the optimiser's."""
+    """Return the values as an array, a copy that later changes of the caller's do not reach; raise for others."""
     try:
         array = np.array(value)
     except ValueError:  # a ragged list
@@ -188,16 +193,15 @@ def values_of(name: str, value: Any) -> np.ndarray:
 
 
 def _check_names(factory: Callable[..., Any], hyperparams: Mapping[str, Any]) -> list[str]:
-    """The names of the factory's parameters; refuses hyperparameters that it does not take, or lacks."""
+    """Return the names of the factory's parameters; raise for a hyperparameter that it does not take, or lacks."""
     parameters = inspect.signature(factory).parameters
     known = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     label = getattr(factory, "__name__", repr(factory))
     for name in hyperparams:
         if name not in known:
             raise ValueError(f"Trainer: {label} takes no hyperparameter {name!r}; it takes {', '.join(known)}.")
-    missing = [
-        name for name in known if parameters[name].default is inspect.Parameter.empty and name not in hyperparams
-    ]
+    empty = inspect.Parameter.empty
+    missing = [name for name in known if parameters[name].default is empty and name not in hyperparams]
     if missing:
         raise ValueError(
             f"Trainer: {label} needs {' and '.join(missing)}; give it in hyperparams={{{missing[0]!r}: ...}}."

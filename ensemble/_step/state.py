@@ -1,4 +1,4 @@
-"""`TrainState`: what training changes."""
+"""`TrainState`: what training changes; its arrays may be held for each member, or padded, until they are read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ...transforms._models.split_model import Structure
 from .._members.ensemble import Ensemble
 from .._members.rows import cut
 from .._members.sharding import Layout
-from .member_status import Standing
+from .member_status import MemberStatus
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
-Arrays = tuple[Any, Any, Any, Standing]
+Arrays = tuple[Any, Any, Any, MemberStatus]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step", "standing"], meta_fields=[])
@@ -32,7 +32,7 @@ class TrainState:
       ensemble: the `Ensemble`.
       opt_state: the optax state, with the members along axis 0 of every array.
       step: how many steps were taken, an int32 scalar.
-      standing: which members train, and which have stopped: a `Standing`.
+      standing: which members train, and which have stopped: a `MemberStatus`.
 
     Examples:
       >>> import optax
@@ -47,48 +47,50 @@ class TrainState:
     ensemble: Ensemble
     opt_state: Any
     step: jax.Array
-    standing: Standing
-    # Its arrays in another form: padded, or apart until somebody looks.
+    standing: MemberStatus
+    # Its arrays in another form, where they are not attributes yet: padded, or of each member.
     _held: ClassVar[Apart | Padded | None] = None
 
     @classmethod
     def _of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
-        """A state of stacked arrays."""
+        """Return a state of stacked arrays."""
         trainable, rest, opt_state, standing = arrays
         return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
 
     @classmethod
     def _of_members(cls, structure: Structure, members: Sequence[Arrays], step: jax.Array) -> TrainState:
-        """A state of members that are not stacked until somebody looks: a loop over them would stack them in vain."""
+        """Return a state of members that are stacked when it is read: a loop over them would do so in vain."""
         return cls._of_held(Apart(structure, members), step)
 
     @classmethod
     def _of_padded(cls, structure: Structure, arrays: Arrays, size: int, step: jax.Array) -> TrainState:
-        """A state of stacked arrays that are longer than the ensemble; cut when somebody looks."""
+        """Return a state of stacked arrays with rows that pad them, which are cut off when it is read."""
         if jax.tree.leaves(arrays)[0].shape[0] == size:
             return cls._of_arrays(structure, arrays, step)
         return cls._of_held(Padded(structure, arrays, size), step)
 
     @classmethod
     def _of_held(cls, held: Apart | Padded, step: jax.Array) -> TrainState:
+        # Without `__init__`: the other attributes are missing until `__getattr__` fills them in, which a frozen
+        # dataclass allows only by way of `vars`.
         state = object.__new__(cls)
         vars(state).update(step=step, _held=held)
         return state
 
     def _arrays(self) -> Arrays:
-        """Its arrays, stacked."""
+        """Return its arrays, stacked."""
         return self.ensemble.trainable, self.ensemble.rest, self.opt_state, self.standing
 
     def _rows(self) -> Arrays:
-        """Its arrays, stacked; perhaps with more members than the ensemble has behind them."""
+        """Return its arrays, stacked, perhaps with rows that pad them after those of the ensemble."""
         return self._held.arrays if isinstance(self._held, Padded) else self._arrays()
 
     def _members(self) -> Sequence[Arrays]:
-        """The arrays of each member."""
+        """Return the arrays of each member."""
         return self._held.members if isinstance(self._held, Apart) else _unstack(self._arrays(), len(self.ensemble))
 
     def _spread(self, layout: Layout) -> Arrays:
-        """Its arrays, stacked and padded, on many devices."""
+        """Return its arrays, stacked and padded, on the devices of a layout."""
         _, size = self._structure_and_size()
         rows = self._rows()
         if len(jax.tree.leaves(rows)[0]) not in (size, layout.padded(size)):  # of another layout
@@ -96,56 +98,58 @@ class TrainState:
         return layout.place(rows, len(jax.tree.leaves(rows)[0]))
 
     def _structure_and_size(self) -> tuple[Structure, int]:
-        """The static part that the members share, and how many there are."""
+        """Return the static part that the members share, and their number."""
         if self._held is not None:
             return self._held.structure, self._held.size
         return self.ensemble.structure, len(self.ensemble)
 
     def _one(self) -> Arrays:
-        """The shapes and dtypes of one member's arrays."""
+        """Return the shapes and dtypes of one member's arrays."""
         if isinstance(self._held, Apart):
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._held.members[0])
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._rows())
 
     @cached_property
     def _kind(self) -> Any:
-        """What tells states for which other programs are compiled apart."""
+        """Return a hashable value that differs between states for which other programs are compiled."""
         return self._structure_and_size(), kind_of(self._one())
 
     def _after(self, state: TrainState) -> TrainState:
-        """This state, which a step has made of another: what tells it apart is what told that one."""
+        """Return this state, which a step made from another, with the kind of that one: a step does not change it."""
         if "_kind" in vars(state):
             vars(self)["_kind"] = vars(state)["_kind"]
         return self
 
     def _contents(self) -> Any:
-        """Its arrays as they are held."""
-        return (self._held.contents() if self._held is not None else self._arrays()), self.step
+        """Return its arrays in the form in which they are held, as a pytree."""
+        return self._held or self._arrays(), self.step
 
     def _copy(self) -> TrainState:
-        """A copy that is held in the same way."""
+        """Return a copy that is held in the same form."""
         if self._held is None:
             return jax.tree.map(jnp.copy, self)
-        return TrainState._of_held(self._held.copy(), jnp.copy(self.step))
+        return TrainState._of_held(*jax.tree.map(jnp.copy, (self._held, self.step)))
 
     def _is_traced(self) -> bool:
-        """Whether its arrays belong to a trace."""
-        # Those of a loop never do, and are many.
+        """Return whether its arrays belong to a trace."""
+        # Those of a loop never do, and are many: N times as many arrays as a stacked state has.
         return not isinstance(self._held, Apart) and any(
             isinstance(x, Tracer) for x in jax.tree.leaves(self._contents())
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks here for what it did not find: the stacked arrays of a state that holds them in another form.
+        """Return the stacked arrays of a state that holds them in another form: Python calls this for missing ones."""
         held = vars(self).get("_held")
         if name not in ("ensemble", "opt_state", "standing") or held is None:
             raise AttributeError(f"TrainState has no attribute {name!r}.")
+        # The value of the state does not change: only the form in which it is held.
         vars(self).update(vars(TrainState._of_arrays(held.structure, held.stacked(), self.step)))
-        if isinstance(held, Apart):  # the padded ones are where a step takes them from
+        if isinstance(held, Apart):  # a step on a mesh goes on from padded arrays, so those are kept
             vars(self).pop("_held", None)
         return vars(self)[name]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["members"], meta_fields=["structure"])
 @dataclass(frozen=True)
 class Apart:
     """The arrays of each member, not stacked."""
@@ -157,29 +161,18 @@ class Apart:
     def size(self) -> int:
         return len(self.members)
 
-    def contents(self) -> Any:
-        return self.members
-
-    def copy(self) -> Apart:
-        return Apart(self.structure, jax.tree.map(jnp.copy, self.members))
-
     def stacked(self) -> Arrays:
         return _stack(self.members)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["structure", "size"])
 @dataclass(frozen=True)
 class Padded:
-    """Stacked arrays with more members than the ensemble has, so that each of many devices has as many."""
+    """Stacked arrays of `size` members, padded so that each of many devices has the same number."""
 
     structure: Structure
     arrays: Arrays
     size: int
-
-    def contents(self) -> Any:
-        return self.arrays
-
-    def copy(self) -> Padded:
-        return Padded(self.structure, jax.tree.map(jnp.copy, self.arrays), self.size)
 
     def stacked(self) -> Arrays:
         with jax.ensure_compile_time_eval():
@@ -187,20 +180,21 @@ class Padded:
 
 
 def check_state(api: str, state: Any) -> None:
-    """Refuse what is no training state."""
+    """Raise if `state` is not a training state."""
     if not isinstance(state, TrainState):
         raise TypeError(f"{api}: state must be a TrainState from Trainer.init, but got {type(state).__name__}.")
 
 
 def kind_of(tree: Any) -> Any:
-    """The structure of a pytree, and the shapes and dtypes of its arrays."""
+    """Return the structure of a pytree, and the shapes and dtypes of its arrays; hashable."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
 
 
 def _stack(members: Sequence[Arrays]) -> Arrays:
-    """The members' arrays as one, written one after another: one program for any number of them."""
-    with jax.ensure_compile_time_eval():  # a trace in which somebody looks shall not keep what it has not made
+    """Return the members' arrays as one."""
+    # One at a time into an array that is donated: one compiled program for any number of members, and no second copy.
+    with jax.ensure_compile_time_eval():  # read within a trace, the state would else be filled with that trace's arrays
         stacked = _room(members[0], len(members))
         for i, member in enumerate(members):
             stacked = _put(stacked, member, np.uint32(i))
@@ -208,7 +202,7 @@ def _stack(members: Sequence[Arrays]) -> Arrays:
 
 
 def _unstack(arrays: Arrays, size: int) -> Sequence[Arrays]:
-    """The arrays of each member; likewise."""
+    """Return the arrays of each member, likewise by one program for all of them."""
     return [_take(arrays, np.uint32(i)) for i in range(size)]
 
 

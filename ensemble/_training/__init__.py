@@ -1,1 +1,19 @@
-"""Training runs: the trainer, its loop, checkpoints, early stopping, populations, and batches."""
+"""Training runs: what `Trainer` makes of the step and the executor, and all that surrounds its loop.
+
+An `Ensemble` and batches flow in; trained members, a history and checkpoints come out.
+
+- `trainer.py`: `Trainer`, the public class: checks its arguments, puts together the step of one member (`_step`) and
+  what executes it (`_execution`), makes the first state, and prints what "auto" measured.
+- `fit.py`: `fit`, the loop behind `Trainer.fit`: finds the checkpoint to go on from, takes a step for each batch,
+  records the history, calls callbacks, saves, and warns of what failed. The loop that it shares with `DPSGD` is
+  `transforms/_runs/loop.py`.
+- `early_stopping.py`: `EarlyStopping` and `Restarts`, and `Watch`, which holds what a run knows of its members: who is
+  still in it, the best arrays of each, the snapshots to which failed members are put back.
+- `checkpoint.py`: `save`, `load` and `load_member`: an ensemble or a state on disk, and as part of a run. Where a file
+  is made atomic: `transforms/_runs/atomic_write.py`.
+- `population.py`: `select`, `exploit`, `soup` and other steps between runs, by which members are taken, copied,
+  perturbed or averaged.
+- `batches.py`: `Batches`, random batches, the same for all members or others for each.
+- `grid.py`: `grid`, hyperparameters for every combination of values.
+- `tensorboard.py`: `TensorBoard`, a callback that writes the metrics as curves.
+"""

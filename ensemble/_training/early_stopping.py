@@ -1,7 +1,7 @@
-"""`EarlyStopping` and `Restarts`: what a run does with members between its steps.
+"""`EarlyStopping` and `Restarts`, and `Watch`, which stops members between the steps of a run, and puts them back.
 
-A member that has stopped early holds what was best of it. Once a quarter of the members in a run have stopped they are
-taken out of it, so that its steps become quicker, and are put back into their places when the run ends or is saved.
+A member that has stopped early has its best parameters. Once a quarter of the members in a run have stopped they are
+taken out of it, so that its steps become quicker, and are put back in their places when the run ends or is saved.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .._members.sharding import everywhere
 from .._step.member_status import Stop, still_finite, with_other_keys
 from .._step.state import TrainState
 
-# Members leave a run together, when at most this share of it goes on: each time a program is compiled for those.
+# Members leave a run together, when at most this share of it goes on: each time a program is compiled for the rest.
 _FEW = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Stop members, each on its own, that no longer improve; for `Trainer.fit`.
+    """Stop members that no longer improve, each on its own; for `Trainer.fit`.
 
     Args:
       evaluate: a function of an `Ensemble` that gives one number for each of its members, such as a loss on validation
-        data. In a run it sees those members only that are still in it.
+        data. In a run it sees only the members that are still in it.
       every: steps between two evaluations.
-      patience: a member stops that has not improved in so many evaluations, one after another.
+      patience: a member stops that has not improved in so many consecutive evaluations.
       min_delta: by how much a value must be better than the best to count as better.
       mode: "min" where smaller values are better, "max" where larger ones are. One that is not finite is never better.
       restore_best: whether a member that stops gets back the parameters and the other state of its best evaluation;
         what its optimiser holds stays as it was. (Members that train until the run ends keep the last ones.)
 
     Raises:
-      TypeError: `evaluate` cannot be called; a count is no int; `min_delta` is no number.
+      TypeError: `evaluate` cannot be called; a count is not an int; `min_delta` is not a number.
       ValueError: a count below 1, `min_delta` below 0, an unknown mode.
 
     Source:
@@ -84,11 +84,11 @@ class Restarts:
     its numbers are finite.
 
     Args:
-      every: steps between two looks.
+      every: steps between two checks.
       times: how often one member is put back.
 
     Raises:
-      TypeError: a count is no int.
+      TypeError: a count is not an int.
       ValueError: a count below 1.
 
     Cost:
@@ -110,21 +110,23 @@ class Restarts:
 
 @dataclass
 class Watch:
-    """What a run knows of its members beside their state.
+    """The members of a run: which are still in it, their best evaluations, and their snapshots.
+
+    "All members" are those of the ensemble; "active" ones are in the run, and only their arrays are passed to steps.
 
     Attributes:
       early: when members stop; None for never.
       restarts: when members are put back; None for never.
-      size: how many members there are.
-      lineup: which of them are in the run, in order.
-      everyone: the state of all, where some have left the run: that of those is final, that of the others is old.
-      best: of those in the run, the trainable and the other arrays at the best evaluation of each.
-      snapshot: of those in the run, the arrays to which they are put back.
-      start: the step of the state that was handed in.
-      behind: whether some of those are older than the last look.
-      values: each member's best value, NaN before there is one.
-      waits: for how many evaluations it has not become better.
-      finished: whether nobody goes on.
+      size: the number of all members.
+      start: the step of the state that was passed to `fit`.
+      active: the numbers of the members that are in the run, in order.
+      full_state: once members have left the run, the state of all: final for those that left, outdated for the active.
+      best: the trainable and the other arrays of each active member at its best evaluation.
+      snapshot: the arrays to which active members are put back.
+      stale: whether some rows of the snapshot are older than the last check, because the newer were not finite.
+      values: the best value of each of all members, NaN before there is one.
+      waits: for how many evaluations it has not improved.
+      finished: whether no member goes on.
     """
 
     early: EarlyStopping | None
@@ -146,7 +148,7 @@ class Watch:
         self.waits = np.zeros(self.size, np.int32)
 
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
-        """The state with which a run begins, of that of all members and what `parts` gave with it."""
+        """Return the state with which a run begins, from that of all members and from the parts of a checkpoint."""
         if self.early is not None:
             self.best = saved.get("best", state._rows()[:2])
             if "watch" in saved:
@@ -157,12 +159,13 @@ class Watch:
             going = np.flatnonzero(saved["watch"]["in_the_run"])
             if 0 < len(going) < self.size:
                 state = self._leave(state, going)
+        # Copies: a step takes over the memory of the state, whose arrays these are so far.
         self.best, self.snapshot = jax.tree.map(jnp.copy, (self.best, self.snapshot))
         self.finished = not self._going(*_known(state)).any()
         return state
 
     def parts(self, step: int, state: TrainState) -> dict[str, Any]:
-        """What a checkpoint holds beside the state of all members, which this is; likewise for all of them."""
+        """Return what a checkpoint holds for all members in addition to their state, which is the argument."""
         parts: dict[str, Any] = {}
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.active)
@@ -175,7 +178,7 @@ class Watch:
         return parts
 
     def likes(self, state: TrainState) -> dict[str, Any]:
-        """Trees like what `parts` gives, of a state of all members."""
+        """Return trees like those of `parts`, for reading a checkpoint."""
         flags, counts = np.zeros(self.size, bool), np.zeros(self.size, np.int32)
         watched = {"values": counts.astype(np.float32), "waits": counts, "in_the_run": flags}
         rows = state._rows()
@@ -183,51 +186,54 @@ class Watch:
         return likes | ({"snapshot": rows} if self.restarts is not None else {})
 
     def after(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any], list[str]]:
-        """The state with which a run goes on after a step, what was evaluated, and what to say of it."""
-        said: list[str] = []
+        """Return the state with which the run goes on after a step, what was evaluated, and lines to print."""
+        lines: list[str] = []
         acts = [x.every for x in (self.early, self.restarts) if x is not None and step % x.every == 0]
         if acts:  # steps may have put the members on other devices
             rows, size = state._rows(), len(self.active)
             self.best = None if self.best is None else match_sharding(self.best, rows, size)
             self.snapshot = None if self.snapshot is None else match_sharding(self.snapshot, rows, size)
         if self.restarts is not None and step % self.restarts.every == 0:
-            state = self._put_back(self.restarts, step, state, said)
+            state = self._put_back(self.restarts, step, state, lines)
         if self.early is None or step % self.early.every:
-            return state, {}, said
+            return state, {}, lines
         values = _checked(self.early.evaluate(state.ensemble), len(self.active))
-        return self._judge(self.early, step, state, values, said), {"validation": values}, said
+        return self._judge(self.early, step, state, values, lines), {"validation": values}, lines
 
     def notice(self, stopped: np.ndarray) -> None:
-        """Take note of why members in the run have stopped: 0 for those that train."""
+        """Note why active members have stopped, 0 for those that train: the run ends if all have."""
         if self.restarts is None and stopped.all():
             self.finished = True
 
-    def whole(self, state: TrainState) -> TrainState:
-        """The state of all members, for that of those in the run; where nobody goes on, that of the last step."""
+    def all_members(self, state: TrainState) -> TrainState:
+        """Return the state of all members from that of the active ones; where none goes on, as of the last step."""
         if self.full_state is not None:
             rows = self.full_state._rows()
             arrays = self._of_all(rows, match_sharding(state._rows(), rows, len(self.active)))
             state = TrainState._of_padded(state._structure_and_size()[0], arrays, self.size, state.step)
-        # A look, or a step that is computed, tells later than the state.
+        # `notice` hears of a step when it is computed, which may be after later steps were dispatched, and checks are
+        # rare. The state at hand tells at once.
         self.finished = self.finished or not self._going(*_known(state)).any()
+        # Steps that were taken after the last member had stopped changed nothing but their number: it is taken back,
+        # so that the run ends at the same step however late that was noticed.
         if self.finished and (late := int(state.step) - self.last_step(state)):
             structure, size = state._structure_and_size()
             state = TrainState._of_padded(structure, state._rows(), size, state.step - np.int32(late))
         return state
 
     def last_step(self, state: TrainState) -> int:
-        """The last step in which somebody trained. That nobody does is noticed later, after steps without effect."""
+        """Return the last step in which a member trained."""
         steps = np.asarray(everywhere(state._rows()[3].step))[: self.size]
         return max(int(steps.max()), self.start)
 
     def nonfinite(self, given: TrainState, last: TrainState) -> np.ndarray:
-        """Which of all members have parameters that are not finite, and were so when the run began."""
+        """Return which of all members have parameters that are not finite, where those they began with were."""
         rows = last._rows()[0]
-        sound = _sound(rows, match_sharding(given._rows()[0], rows, self.size))
-        return np.flatnonzero(~np.asarray(everywhere(sound))[: self.size])
+        finite = _still_finite(rows, match_sharding(given._rows()[0], rows, self.size))
+        return np.flatnonzero(~np.asarray(everywhere(finite))[: self.size])
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
-        """Of a batch, of which some arrays have a part for each member, those of the members in the run."""
+        """Return a batch with the slices of active members alone, in arrays that have one for each member."""
         leaves, treedef = jax.tree.flatten(arguments)
         taken = [
             x if axis is None else (jnp if isinstance(x, jax.Array) else np).take(x, self.active, axis)
@@ -235,26 +241,31 @@ class Watch:
         ]
         return jax.tree.unflatten(treedef, taken)
 
-    def _put_back(self, restarts: Restarts, step: int, state: TrainState, said: list[str]) -> TrainState:
+    def _put_back(self, restarts: Restarts, step: int, state: TrainState, lines: list[str]) -> TrainState:
+        """Return the state after a check for members to restart, and take the next snapshot."""
         stopped, before = _known(state)
-        again = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
-        if again.any():
-            arrays = _restarted(_along(again, state), state._rows(), self.snapshot, np.int32(step))
+        back = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
+        if back.any():
+            arrays = _restarted(_along(back, state), state._rows(), self.snapshot, np.int32(step))
             state = _state_of(state, arrays)
-            named = members_in_words(self.active[again])
-            said.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
+            named = members_in_words(self.active[back])
+            lines.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
         self.finished = not self._going(*_known(state)).any()
-        sound = _sound(state._rows()[:3], self.snapshot[:3])
-        self.stale = not np.asarray(everywhere(sound)).all()
-        self.snapshot = where_rows(sound, state._rows(), self.snapshot)
+        # A member whose numbers are not finite keeps its earlier snapshot: put back to this one, it would stop again.
+        finite = _still_finite(state._rows()[:3], self.snapshot[:3])
+        self.stale = not np.asarray(everywhere(finite)).all()
+        self.snapshot = where_rows(finite, state._rows(), self.snapshot)
         return state
 
     def _judge(
-        self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray, said: list[str]
+        self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray, lines: list[str]
     ) -> TrainState:
+        """Return the state after an evaluation, without the members that have stopped once these are a quarter."""
         stopped, restarts = _known(state)
         trains = stopped == Stop.TRAINS
         best, sign = self.values[self.active], 1 if early.mode == "min" else -1
+        # Not "<": the best is NaN before there is one, which nothing is less than, and so the first finite value is
+        # better.
         better = trains & np.isfinite(values) & ~(sign * values >= sign * best - early.min_delta)
         waits = np.where(better, 0, self.waits[self.active] + trains)
         self.values[self.active], self.waits[self.active] = np.where(better, values, best), waits
@@ -262,25 +273,25 @@ class Watch:
             self.best = where_rows(_along(better, state), state._rows()[:2], self.best)
         stops = trains & (waits >= early.patience)
         if stops.any():
-            # Of one whose values were never finite there is no best.
+            # A member whose values were never finite has no best.
             back = stops & ~np.isnan(self.values[self.active]) & early.restore_best
             arrays = _ended(_along(stops, state), _along(back, state), state._rows(), self.best)
             state = _state_of(state, arrays)
             named = members_in_words(self.active[stops])
-            said.append(f"Step {step}: {named} stopped, not better for {early.patience} evaluations.")
+            lines.append(f"Step {step}: {named} stopped, not better for {early.patience} evaluations.")
         going = self._going(np.where(stops, Stop.EARLY, stopped), restarts)
         self.finished = not going.any()
         if 0 < going.sum() <= _FEW * len(going):
-            state = self._leave(self.whole(state), self.active[going])
+            state = self._leave(self.all_members(state), self.active[going])
         return state
 
     def _going(self, stopped: np.ndarray, restarts: np.ndarray) -> np.ndarray:
-        """Who trains, or will again."""
+        """Return which members train, or will again after a restart."""
         times = 0 if self.restarts is None else self.restarts.times
         return (stopped == Stop.TRAINS) | ((stopped == Stop.NOT_FINITE) & (restarts < times))
 
     def _leave(self, state: TrainState, going: np.ndarray) -> TrainState:
-        """The state of those who go on, of that of all members."""
+        """Return the state of those members that go on, from that of all, and keep the latter for the end."""
         places = np.flatnonzero(np.isin(self.active, going))
         self.full_state, self.active = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
@@ -289,13 +300,12 @@ class Watch:
         )
 
     def _of_all(self, full_state: Any, mine: Any) -> Any:
-        """Arrays of all members, those in the run having these."""
-        if len(self.active) == self.size:
-            return mine
-        return put(full_state, self.active, mine)
+        """Return arrays of all members, in which the active ones have `mine`."""
+        return mine if len(self.active) == self.size else put(full_state, self.active, mine)
 
 
 def _checked(values: Any, size: int) -> np.ndarray:
+    """Return the values of an evaluation as float32; raise if they are not one number for each member."""
     found = np.asarray(everywhere(values))
     if found.shape != (size,) or (found.dtype.kind not in "fiu" and not jnp.issubdtype(found.dtype, jnp.floating)):
         raise ValueError(
@@ -306,49 +316,51 @@ def _checked(values: Any, size: int) -> np.ndarray:
 
 
 def _known(state: TrainState) -> tuple[np.ndarray, np.ndarray]:
-    """For each member in the run why it has stopped, and how often it was put back."""
+    """Return for each active member why it has stopped, and how often it was put back."""
     _, size = state._structure_and_size()
     standing = everywhere(state._rows()[3])
     return np.asarray(standing.stopped)[:size], np.asarray(standing.restarts)[:size]
 
 
 def members_in_words(places: np.ndarray) -> str:
-    """Members by their numbers, in a sentence."""
+    """Return members by their numbers, for a sentence."""
     names = ", ".join(map(str, places))
     return f"member {names}" if len(places) == 1 else f"members {names}"
 
 
 def _state_of(like: TrainState, arrays: Any) -> TrainState:
+    """Return a state like another, with other arrays."""
     structure, size = like._structure_and_size()
     return TrainState._of_padded(structure, arrays, size, like.step)
 
 
 def _along(flags: np.ndarray, state: TrainState) -> np.ndarray:
-    """One flag for each row."""
+    """Return one flag for each row, of which there may be more than members."""
     return padded(flags, len(jax.tree.leaves(state._rows())[0]))
 
 
 @jax.jit
-def _sound(new: Any, old: Any) -> jax.Array:
-    """For each member whether its numbers are finite where earlier ones were."""
+def _still_finite(new: Any, old: Any) -> jax.Array:
+    """Return for each member whether its numbers are finite where earlier ones were."""
     return jax.vmap(still_finite)(new, old)
 
 
 @jax.jit
 def _ended(stops: jax.Array, back: jax.Array, rows: Any, best: Any) -> Any:
-    """The arrays with some members stopped, and some of those put back to their best."""
+    """Return the arrays with some members stopped, and some of those put back to their best."""
     trainable, rest = where_rows(back, best, rows[:2])
     standing = rows[3]._replace(stopped=jnp.where(stops, jnp.int32(Stop.EARLY), rows[3].stopped))
     return trainable, rest, rows[2], standing
 
 
 @jax.jit
-def _restarted(again: jax.Array, rows: Any, snapshot: Any, step: jax.Array) -> Any:
-    """The arrays with some members put back."""
-    times = rows[3].restarts + again
+def _restarted(back: jax.Array, rows: Any, snapshot: Any, step: jax.Array) -> Any:
+    """Return the arrays with some members put back."""
+    times = rows[3].restarts + back
     standing = rows[3]._replace(
-        step=jnp.where(again, step, rows[3].step), stopped=jnp.where(again, 0, rows[3].stopped), restarts=times
+        step=jnp.where(back, step, rows[3].step), stopped=jnp.where(back, 0, rows[3].stopped), restarts=times
     )
-
+    # With the same keys it would draw the same numbers, and fail as before; the number of restarts tells attempts
+    # apart.
     before = snapshot[0], with_other_keys(snapshot[1], times), with_other_keys(snapshot[2], times)
-    return *where_rows(again, before, rows[:3]), standing
+    return *where_rows(back, before, rows[:3]), standing

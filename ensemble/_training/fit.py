@@ -1,11 +1,11 @@
-"""`Trainer.fit`: a step for each batch, with a history, checkpoints to go on from, and members that come and go."""
+"""`fit`: the loop of `Trainer.fit`, with its history, its checkpoints, and members that stop and restart."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from ...transforms._runs.history import History, Recorder, is_recorded, numbers
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
-from .._execution.stepper import Settings, Stepper
+from .._execution.stepper import Stepper
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
 from .._step.member_status import Stop
@@ -29,7 +29,7 @@ from .early_stopping import EarlyStopping, Restarts, Watch, members_in_words
 
 
 class Callback(Protocol):
-    """What `Trainer.fit` tells of a step: any function of these arguments.
+    """A function that `Trainer.fit` calls with the metrics of each recorded step.
 
     Examples:
       >>> from plurax.ensemble import Callback
@@ -49,13 +49,13 @@ class Callback(Protocol):
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """What a run goes on from."""
+class RunStart:
+    """The values with which a run begins: those of a checkpoint, or those of one that has no history."""
 
     state: TrainState
-    history: dict[str, np.ndarray]
-    execution: Execution
-    watched: dict[str, Any]
+    history: dict[str, np.ndarray] | None = None
+    execution: Execution | None = None
+    watched: dict[str, Any] = field(default_factory=dict)
 
 
 def fit(
@@ -73,7 +73,7 @@ def fit(
     restarts: Restarts | None,
     callbacks: Sequence[Callback],
 ) -> tuple[TrainState, History]:
-    """See `Trainer.fit`."""
+    """Take a step for each batch; see `Trainer.fit`."""
     check_state("Trainer.fit", state)
     check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
     _check_watched(stepper, early_stopping, restarts, callbacks)
@@ -82,52 +82,51 @@ def fit(
     target = None if steps is None else start + steps
     group = Group.of(state._contents())
     watch = Watch(early_stopping, restarts, state._structure_and_size()[1], start)
-    given = state
     store = None if checkpoint_dir is None else RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
-    resumed = None if store is None else store.newest(partial(_resume, state, stepper.settings(), watch))
-    if resumed is not None and int(resumed.state.step) < start:
-        resumed = None
-    if resumed is not None and int(resumed.state.step) > start:
-        state = resumed.state
-        if target is not None and int(state.step) > target:
-            raise ValueError(
-                f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {int(state.step)}, later than "
-                f"step {target} that was asked for; ask for more steps or use another directory."
-            )
-        skip("Trainer.fit", source, int(state.step) - start)
+    found = None if store is None else store.newest(partial(_resume, state, stepper.settings(), watch))
+    begin = found if found is not None and int(found.state.step) >= start else RunStart(state)
+    done = int(begin.state.step) - start
+    if target is not None and start + done > target:
+        raise ValueError(
+            f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {start + done}, later than "
+            f"step {target} that was asked for; ask for more steps or use another directory."
+        )
+    if done:
+        skip("Trainer.fit", source, done)
+    else:
+        # A checkpoint at the step of the state may be of another run: the state that was passed counts, without what
+        # was known of the members.
+        begin = replace(begin, state=state, watched={})
 
-    columns = _columns(stepper, state)
-    recorder = Recorder(history_every, None if resumed is None else resumed.history)
-    execution = None if resumed is None else resumed.execution
+    columns = _columns(stepper, begin.state)
+    recorder = Recorder(history_every, begin.history)
     aloud = progress and group.is_first
-    own = _Run(stepper, watch, recorder, store, callbacks, execution, aloud, int(state.step))
-    # What belongs to a checkpoint says nothing of a state that is handed in.
-    first = watch.begin(state._copy(), resumed.watched if resumed is not None and resumed.state is state else {})
+    steps_of_run = _Run(stepper, watch, recorder, store, callbacks, begin.execution, aloud, start + done)
     last, step, interrupted = run(
-        first,
+        watch.begin(begin.state._copy(), begin.watched),
         source,
-        own.advance,
-        step=int(state.step),
+        steps_of_run.advance,
+        step=start + done,
         target=target,
-        record=own.record,
+        record=steps_of_run.record,
         say=lambda _, reported: _loss_range(reported.metrics),
-        save=None if store is None else own.save,
+        save=None if store is None else steps_of_run.save,
         checkpoint_every=checkpoint_every,
-        # One bar, and no process stops where others go on.
+        # One bar for all processes; and Ctrl-C in one of several would leave the others waiting in a collective.
         progress=aloud,
         interruptible=group.is_alone,
-        done=int(state.step) - start,
+        done=done,
         total=total_steps(batches, steps),
         finished=lambda: watch.finished,
     )
-    last = watch.whole(last)
-    if watch.finished:
+    last = watch.all_members(last)
+    if watch.finished:  # steps after the last member had stopped do not count
         step = int(last.step)
-    if stepper.freezes and step > start and (nonfinite := watch.nonfinite(given, last)).size:
+    if stepper.freezes and step > start and (nonfinite := watch.nonfinite(state, last)).size:
         warnings.warn(
             f"Trainer.fit: the parameters of {members_in_words(nonfinite)} are no longer finite, though the gradients "
             "that made them were; the learning rate may be too large, or not finite.",
-            stacklevel=3,
+            stacklevel=3,  # where `Trainer.fit` was called
         )
     if target is not None and step < target and not interrupted:
         why = "all members have stopped" if watch.finished else "the batches ended"
@@ -142,7 +141,7 @@ def fit(
 
 @dataclass(frozen=True)
 class Reported:
-    """What there is of a step: of the members in the run, and which those are."""
+    """The metrics of a step, for the members that were active in it; perhaps not computed yet."""
 
     metrics: dict[str, Any]
     active: np.ndarray
@@ -164,27 +163,28 @@ class _Run:
     saved: int = -1
 
     def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Reported]:
-        """A step, and what is done with members after it."""
+        """Return the state after a step, with members stopped or put back that are due, and what it reports."""
         watch = self.watch
         if len(watch.active) < watch.size:
+            # Batches are made for all members; those that have left the run have no rows in the state.
             arguments, axes = self.stepper.arguments(batch, watch.size)
             batch = watch.batch(arguments, broadcast_axes(axes, arguments))
-        tell = _tell if self.aloud else _be_silent
+        tell = _tell if self.aloud else lambda _: None
         after, metrics, self.execution = self.stepper.advance(state, batch, self.execution, donate=True, tell=tell)
         self.taken += 1
         active = watch.active
-        after, found, said = watch.after(self.taken, after)
-        for line in said if self.aloud else ():
+        after, found, lines = watch.after(self.taken, after)
+        for line in lines if self.aloud else ():
             tqdm.write(line, file=sys.stderr)
         return after, Reported({**everywhere(metrics), **found}, active, bool(found))
 
     def record(self, step: int, reported: Reported) -> None:
-        """Record a step that is computed."""
+        """Record a step whose metrics are computed, warn of members that failed in it, and call the callbacks."""
         active, size = reported.active, self.watch.size
         metrics = {name: x for name, x in reported.metrics.items() if is_recorded(x)}
         stopped = np.asarray(metrics.pop("stopped"))
         self.watch.notice(stopped)
-        if (stopped > 0).all():  # nobody has trained
+        if (stopped > 0).all():  # no member has trained: the step was taken before that was noticed
             return
         if (stopped < 0).any():
             named = members_in_words(active[stopped < 0])
@@ -193,34 +193,33 @@ class _Run:
                 "everything of it stays as it was before.",
                 stacklevel=6,  # where fit was called: this is in it, in the loop, in what waits for a step
             )
+        # A member that fails in this step has a row for it, with the loss that is not finite.
         trained = np.zeros(size, bool)
         trained[active] = stopped <= 0
         if len(active) < size:
             metrics = {name: _spread(numbers(x), active, size) for name, x in metrics.items()}
         if self.recorder.add(step, metrics, trained, always=reported.evaluated) and self.callbacks:
-            told = {name: _or_nan(numbers(x), trained) for name, x in metrics.items()}
+            known = {name: _or_nan(numbers(x), trained) for name, x in metrics.items()}
             for callback in self.callbacks:
-                callback(step, told)
+                callback(step, known)
 
     def save(self, state: TrainState) -> None:
         """Write a checkpoint."""
         assert self.store is not None
-        whole = self.watch.whole(state)
-        step = int(whole.step)
-        if step == self.saved:
+        full = self.watch.all_members(state)
+        step = int(full.step)
+        if step == self.saved:  # the final checkpoint, or after steps in which no member trained
             return
         self.saved = step
-        about, more = vars(self.stepper.settings(self.execution)), self.watch.parts(step, whole)
-        self.store.write(
-            step, lambda path: write_state("Trainer.fit", path, whole, about, self.recorder.arrays(), more)
-        )
+        about, more = self.stepper.settings(self.execution), self.watch.parts(step, full)
+        self.store.write(step, lambda path: write_state("Trainer.fit", path, full, about, self.recorder.arrays(), more))
 
 
 def _columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:
-    """The hyperparameters that are numbers with one for each member, as the state has them."""
+    """Return the hyperparameters with a number for each member, as the state has them."""
     (_, _, opt_state, standing), (_, size) = state._rows(), state._structure_and_size()
     held = {**getattr(opt_state, "hyperparams", {}), **standing.hyperparams}
-    # As they are written: 0.1 and not the nearest number of float32.
+    # By way of text: `str` of a float32 is the shortest that is that number, 0.1, where `float` of it is 0.10000000149.
     return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in stepper.columns}
 
 
@@ -228,34 +227,31 @@ def _tell(what: str) -> None:
     tqdm.write(f"Measuring, for once: {what}", file=sys.stderr)
 
 
-def _be_silent(_: str) -> None:
-    """Say nothing."""
-
-
 def _spread(values: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
-    """Values of some members among those of all, which are zero."""
+    """Return values of some members as those of all, zero for the others."""
     spread = np.zeros(size, values.dtype)
     spread[places] = values
     return spread
 
 
 def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return values with NaN where they are not known."""
     if known.all():
         return values
     wide = values if values.dtype.kind in "fc" else values.astype(np.float32)
     return np.where(known, wide, np.nan).astype(wide.dtype)
 
 
-def _resume(like: TrainState, settings: Settings, watch: Watch, checkpoint: Checkpoint) -> Resumed:
-    """What a checkpoint has to go on from; refuses one of another run."""
+def _resume(like: TrainState, settings: dict[str, Any], watch: Watch, checkpoint: Checkpoint) -> RunStart:
+    """Return what a checkpoint holds; raise if it is of another run."""
     about = checkpoint.manifest
     _check_settings(checkpoint, settings)
     (state, watched), history = read_run(checkpoint, like, watch.likes(like)), checkpoint.history()
-    return Resumed(state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched)
+    return RunStart(state, history, Execution(*(about[x] for x in Execution._fields if x in about)), watched)
 
 
 def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -> None:
-    """Refuse what is none of these."""
+    """Raise for options of `fit` that are not of their types, or do not go with the trainer."""
     if early is not None and not isinstance(early, EarlyStopping):
         raise TypeError(f"Trainer.fit: early_stopping must be an EarlyStopping, but got {describe(early)}.")
     if restarts is not None and not isinstance(restarts, Restarts):
@@ -269,14 +265,13 @@ def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) 
         )
 
 
-def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse a checkpoint of another optimiser or other hyperparameters."""
+def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
+    """Raise for a checkpoint of another optimiser or other hyperparameters."""
     if "optimizer" not in checkpoint.manifest:
         raise ValueError(
             f"Trainer.fit: the checkpoint {checkpoint.path} is of a run of something else; use another checkpoint_dir."
         )
-    values = [{"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, vars(settings))]
-    before, now = values
+    before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             raise ValueError(
@@ -287,8 +282,9 @@ def _check_settings(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _loss_range(metrics: Mapping[str, Any]) -> str:
+    """Return the range of the loss over the members that train, for the bar."""
     loss = np.asarray(metrics["loss"])[np.asarray(metrics["stopped"]) <= 0]
     finite = loss[np.isfinite(loss)]
-    lost = loss.size - finite.size
+    others = loss.size - finite.size
     spread = f"loss {finite.min():.4f} to {finite.max():.4f}" if finite.size else "loss"
-    return spread + (f", {lost} not finite" if lost else "")
+    return spread + (f", {others} not finite" if others else "")

@@ -1,4 +1,4 @@
-"""`Trainer`: one training step of every member, as one program or as a loop."""
+"""`Trainer`: the public class. Checks what it is given, makes the step and the state, and hands both on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .._members.ensemble import Ensemble
 from .._members.sharding import Layout
 from .._members.strategy import STRATEGIES
 from .._step.loss import MemberLoss
-from .._step.member_status import Standing
+from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
@@ -46,36 +46,38 @@ class Trainer:
         one entry for each element of the batch.
       grad_fn: replaces `plurax.transforms.value_and_grad`: `grad_fn(loss)(model, *batch)` returns `(value, gradients)`,
         where value is what `loss` returns and the gradients are like those of `value_and_grad`. What it assigns to
-        the model holds.
+        the model is kept.
       strategy: how the members are executed, never what they compute. "vmap": batched operations; "map": a compiled
-        loop; "unroll": one program with each member's operations in turn; "loop": a Python loop over the compiled step
-        of one member. "auto" compiles these, "vmap" also in chunks, each also with convolutions rewritten as matrix
-        products, measures them at the first step of a kind, and takes the quickest; `explain` tells. Where a step is
-        traced, "loop" is executed as "unroll", and "auto" as what was found before, or else by rule.
+        loop; "unroll": one program with a copy of the operations for each member; "loop": a Python loop over the
+        compiled step of one member. "auto" compiles these, "vmap" also in chunks, each also with convolutions
+        rewritten as matrix products, measures them at the first step of a kind, and takes the quickest; `explain`
+        tells. Where a step is traced, "loop" is executed as "unroll", and "auto" as what was found before, or else by
+        rule.
       chunk_size: how many members "vmap" executes at a time; None executes all at once.
       memory_budget: the most that the temporaries of the compiled step may take: bytes, or a string such as "512MiB".
         "auto" drops what does not fit, "vmap" takes the largest chunk that does.
       mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are spread, and perhaps an axis
         "data", over which every array of the batch is split along its first axis that is not the members'. No device
-        sees another's members. With "data" the loss must be a mean over the examples: the losses and gradients of the
-        parts are averaged, and so are other scalars that the loss reports; what the first batch shows to be no mean is
-        refused. A mesh may span several processes; then each hands in the same batches. "loop" is executed as
+        sees the members of another. With "data" the loss must be a mean over the examples: the losses and gradients of
+        the parts are averaged, and so are other scalars that the loss reports; what the first batch shows to be no
+        mean is refused. A mesh may span several processes; then each passes the same batches. "loop" is executed as
         "unroll".
       tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
         a CPU where the step contains a convolution, else "vmap".
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
-      nonfinite: what becomes of a member when its loss or its gradients are not finite, or the sums of the latter
+      nonfinite: what happens to a member when its loss or its gradients are not finite, or the sums of the latter
         overflow. "freeze": it stays as it was before that step, and no longer trains; `state.standing` tells, and `fit`
         warns. (Where gradients are finite but new parameters are not, as with an infinite learning rate, the next loss
         nearly always tells; of what is left at the end `fit` warns.) "ignore": it goes on, which is for optimisers that
         take care of that (`optax.apply_if_finite`, scaled losses).
 
     Raises:
-      TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is no
-        mesh, `tune_seconds` no number, `tune_cache` no path, `memory_budget` no size.
+      TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is not
+        a mesh, `tune_seconds` not a number, `tune_cache` not a path, `memory_budget` not a size.
       ValueError: a hyperparameter that the factory does not take, or lacks; hyperparameters for a ready optimiser; an
         unknown strategy; `chunk_size` below 1; `chunk_size` or `memory_budget` with a strategy other than "vmap" and
-        "auto", or both at once; `tune_seconds` below 0; `mesh` has other axes, or an axis "data" beside a `grad_fn`.
+        "auto", or both at once; `tune_seconds` below 0; `mesh` has other axes, or an axis "data" together with a
+        `grad_fn`.
 
     Source:
       MindSpore's ensemble training with `vmap` over a `CellList`; `torch.func.stack_module_state`.
@@ -138,6 +140,7 @@ class Trainer:
                 'Trainer: grad_fn does not go with a mesh axis "data" of more than one device: it would see a part of '
                 "the batch, and the mean over the parts is not what it computes; leave one of the two out."
             )
+        # The loss takes its own hyperparameters first; the factory gets the others, and refuses those it does not know.
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
         if nonfinite not in ("freeze", "ignore"):
@@ -150,7 +153,7 @@ class Trainer:
         self._stepper = Stepper(self._step, executor, choice, in_axes)
 
     def init(self, ensemble: Ensemble) -> TrainState:
-        """The state before the first step; a copy, so the ensemble stays as it is.
+        """Return the state before the first step; a copy, so the ensemble stays as it is.
 
         Args:
           ensemble: the models to train.
@@ -175,20 +178,23 @@ class Trainer:
         size, step = len(ensemble), np.zeros((), np.int32)
         schedules = {name: x.which for name, x in self._optimizer.schedules.items()}
         of_loss = {name: check_size(name, x, size) for name, x in self._step.loss.per_member.items()}
-        standing = Standing._first(size, of_loss, schedules)
+        standing = MemberStatus._first(size, of_loss, schedules)
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
+            # A copy: steps that take over the memory of a state must not take that of the user's ensemble.
             return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
         layout = self._layout
         with layout.context():
             # Placed first, so that what is made of them is made where it belongs.
             arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest), size))
+            # Compiled with its sharding: each device makes the optimiser's state of its own members, and nothing is
+            # sent.
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
             arrays = *arrays, init(arrays[0]), layout.place(standing, size)
             return TrainState._of_padded(ensemble.structure, arrays, size, layout.place_shared(step))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step of every member.
+        """Take one step of every member.
 
         Args:
           state: from `init` or an earlier step; it stays usable.
@@ -201,12 +207,13 @@ class Trainer:
         Raises:
           ValueError: the batch does not fit `in_axes`; gradients of another structure than the parameters; a member
             changes its structure; the loss reports something called "loss".
-          TypeError: the loss returns something else than a scalar, or a scalar and a dict.
+          TypeError: the loss returns something other than a scalar, or a scalar and a dict.
 
         Cost:
-          Under "loop" the new state is stacked when somebody looks at it, not before.
+          Under "loop" the new state is stacked when its arrays are read, not before.
         """
         check_state("Trainer.step", state)
+        # "stopped" is for `fit`; a user reads `state.standing`.
         after, metrics, _ = self._stepper.advance(state, batch)
         return after, {name: x for name, x in metrics.items() if name != "stopped"}
 
@@ -255,8 +262,8 @@ class Trainer:
           earlier steps of the run too.
 
         Raises:
-          TypeError, ValueError: as for `step`; `steps` or another count is no int or too small; a checkpoint of another
-            ensemble, another factory or other hyperparameters, or later than the steps asked for. (Two ready
+          TypeError, ValueError: as for `step`; `steps` or another count is not an int, or too small; a checkpoint of
+            another ensemble, another factory or other hyperparameters, or later than the steps asked for. (Two ready
             optimisers with states of one structure cannot be told apart.)
           OSError: `checkpoint_dir` cannot be made.
 

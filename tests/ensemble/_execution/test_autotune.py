@@ -20,6 +20,7 @@ from jax import lax
 from plurax.ensemble import Ensemble, Trainer
 from plurax.ensemble._execution import autotune
 from plurax.ensemble._execution.autotune import Trial, tune
+from plurax.ensemble._execution.step_inputs import StepInputs
 from plurax.ensemble._members.strategy import Execution
 
 VMAP, MAP, UNROLL, LOOP = (Execution(name) for name in ("vmap", "map", "unroll", "loop"))
@@ -325,7 +326,8 @@ class Test_a_trainer:
             assert execution.strategy == "vmap"
             assert 1 <= execution.chunk_size < 16
         state = trainer.init(create(plain, 16))
-        assert trainer._stepper.executor.trial(state, batch, (None, None), False, execution).compile() <= 24 * 2**10
+        inputs = StepInputs(state, batch, (None, None))
+        assert trainer._stepper.executor.trial(inputs, False, execution).compile() <= 24 * 2**10
         whole = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
         assert_same(trainer.step(state, batch)[0].ensemble, whole.step(state, batch)[0].ensemble, tolerance=1e-5)
         traced = jax.jit(trainer.step)(state, batch)[0].ensemble

@@ -25,6 +25,7 @@ from jax.sharding import AxisType
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
 from plurax.ensemble._execution.data_parallel import differs
+from plurax.ensemble._execution.step_inputs import StepInputs
 from plurax.transforms import vmap
 from plurax.transforms._models.hashable import HashablePytree
 
@@ -150,13 +151,13 @@ def called(model: Any, x: jax.Array) -> jax.Array:
 
 def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]:
     """What devices exchange in the compiled step, and in which groups."""
-    axes = (None,) * len(batch)
-    execution = trainer._stepper.choice.choose(state, batch, axes, None, False, print)
+    inputs = StepInputs(state, batch, (None,) * len(batch))
+    execution = trainer._stepper.choice.choose(inputs, None, False, print)
     structure, size = state._structure_and_size()
     executor = trainer._stepper.executor
     with executor._context(execution):  # as the step was compiled, so that it is not compiled again
-        inputs = executor._inputs(execution, state, batch, axes)
-        lowered = executor._programs[0].lower(structure, execution, size, HashablePytree.of(axes), *inputs)
+        placed = executor._placed(execution, inputs)
+        lowered = executor._programs[0].lower(structure, execution, size, HashablePytree.of(inputs.axes), *placed)
         text = lowered.compile().as_text()
     found: dict[str, set[str]] = {}
     for line in text.splitlines():

@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer
+import plurax.ensemble
+from plurax.ensemble import EarlyStopping, Ensemble, MemberStatus, Restarts, Trainer
 from plurax.ensemble._step.member_status import finite, still_finite
 
 STRATEGIES = [("vmap", None), ("vmap", 2), ("map", None), ("unroll", None), ("loop", None)]
@@ -302,3 +303,17 @@ class Test_restarts:
             Restarts(times=1.5)
         with pytest.raises(ValueError, match='nonfinite must be "freeze" or "ignore", but got None'):
             self.make(nonfinite=None)
+
+
+def test_the_old_name_of_the_class_warns_and_is_the_new_one():
+    said = "^plurax.ensemble: `Standing` is deprecated and goes with 0.4; write `MemberStatus`.$"
+    with pytest.warns(DeprecationWarning, match=said) as caught:
+        old = plurax.ensemble.Standing
+    assert old is MemberStatus
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(DeprecationWarning, match=said):
+        from plurax.ensemble import Standing
+    assert Standing is MemberStatus
+    assert "Standing" not in plurax.ensemble.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Sitting'"):
+        _ = plurax.ensemble.Sitting

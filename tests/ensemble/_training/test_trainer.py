@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, TrainState
+from plurax.ensemble._execution.step_inputs import StepInputs
 from plurax.transforms import value_and_grad
 
 STRATEGIES = ("vmap", "map", "unroll", "loop")
@@ -168,7 +169,7 @@ class Test_steps_that_take_over_the_memory:
         state, batch = trainer.init(ensemble), (jnp.ones((2, 64)),)
         execution = trainer._stepper.advance(state, batch)[2]
         for donate in (False, True):
-            trial = trainer._stepper.executor.trial(state, batch, (None,), donate, execution)
+            trial = trainer._stepper.executor.trial(StepInputs(state, batch, (None,)), donate, execution)
             assert trial.compile() < sum(x.nbytes for x in jax.tree.leaves(state)) / 3
 
     def test_whose_arrays_change_their_dtype(self, options, assert_same):

@@ -1,1 +1,18 @@
-"""DP-SGD: sampling, clipped sums, noise, accounting, and the run that joins them."""
+"""DP-SGD: sampling, clipped sums, noise, accounting, and the run that joins them.
+
+A loss, an optimizer and settings flow in, then a model, a key and data; a trained model and the ε that it spent come
+out. The clipped sums themselves are those of `_per_example`.
+
+- `dpsgd.py`: `DPSGD`, the public class: `init`, `batches`, `step`, `fit`, `epsilon`, `event`, `save`, `load`.
+- `settings.py`: `Run`, the settings that decide what is spent, and their checks.
+- `accounting.py`: `Ledger`, what each step is to an accountant; ε from a number of steps, steps from a budget, and the
+  noise multiplier from a target ε.
+- `state.py`: `DPState`, what training changes, and what parameters must be.
+- `sampling.py`: `Batch` and the iterator of Poisson-sampled batches, padded to a few sizes; whether a batch was sampled
+  as is counted.
+- `step.py`: `PrivateStep`, one step as a function to compile: through the next two files, then the optimizer.
+- `model_loss.py`: the loss of one example, with random state of its own; refuses a model that keeps other state.
+- `noise.py`: the noise, whose random bits are computed quicker than by JAX on a CPU.
+- `fit.py`: the loop of `DPSGD.fit`: the budget, the bar with ε, the history, checkpoints to go on from.
+- `checkpoint.py`: a state on disk, with its ledger. Where a file is made atomic: `_runs/atomic_write.py`.
+"""

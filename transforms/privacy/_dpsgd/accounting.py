@@ -1,10 +1,8 @@
-"""What steps of DP-SGD spend: from a ledger to ε, and from ε to the noise it takes. The accountants are borrowed."""
+"""What steps of DP-SGD spend: from a ledger to ε, and from ε to the noise it takes. dp-accounting does the counting."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,10 +15,10 @@ _FINE, _COARSE = 1e-4, 1e-3
 
 @dataclass(frozen=True)
 class Ledger:
-    """What each step of a run is to an accountant; how many there were is counted beside it.
+    """What an accountant has to know of each step of a run; the number of steps is counted elsewhere.
 
-    The examples are in `bands` groups, each in its turn, one after another. In the turn of its group an example takes
-    part with `sampling_probability`, whatever the others do.
+    The examples are in `bands` groups, of which each step uses one, in cyclic order. In a step of its group an example
+    takes part with `sampling_probability`, independently of all others.
 
     Attributes:
       noise_multiplier: standard deviation of the noise, in units of the norm that one example contributes at most.
@@ -38,25 +36,25 @@ class Ledger:
 
     @property
     def bands(self) -> int:
-        """How many steps there are from one turn of an example to the next."""
+        """Return the number of steps from one in which an example may take part to the next."""
         return len(self.strategy)
 
     def event(self, steps: int, models: int = 1) -> Any:
-        """The first `steps` steps of `models` models as a `dp_accounting.DpEvent`."""
+        """Return the first `steps` steps of `models` models as a `dp_accounting.DpEvent`."""
         return _event(*self._rounds(steps, models))
 
     def epsilon(self, steps: int, delta: float, accountant: str, models: int = 1) -> float:
-        """The ε of the first `steps` steps of `models` models together, one example added or removed."""
+        """Return the ε of the first `steps` steps of `models` models together, one example added or removed."""
         return _epsilon(*self._rounds(steps, models), delta, accountant, _FINE)
 
     def epsilon_at_most(self, steps: int, delta: float, accountant: str, models: int = 1) -> float:
-        """An upper bound of `epsilon`, close to it and quicker."""
+        """Return an upper bound of `epsilon`, close to it and quicker."""
         return _epsilon(*self._rounds(steps, models), delta, accountant, _COARSE)
 
     def steps_within(self, budget: float, delta: float, accountant: str, models: int, most: int) -> int:
-        """The largest number of steps, `most` at most, whose ε does not pass `budget`."""
-        within, beyond = 0, most + 1
-        steps = most
+        """Return the largest number of steps, `most` at most, whose ε does not pass `budget`."""
+        # ε grows with the number of steps, so it is bisected; `most` first, since budgets often allow it.
+        within, beyond, steps = 0, most + 1, most
         while beyond - within > 1:
             if self.epsilon(steps, delta, accountant, models) <= budget:
                 within = steps
@@ -66,20 +64,23 @@ class Ledger:
         return within
 
     def _rounds(self, steps: int, models: int) -> tuple[float, float, int]:
-        # Models that learn from the same batches with noise of their own are one sum, whose parts have a norm of at
-        # most sqrt(models) clip norms, with noise of one standard deviation.
+        """Return the noise, the sampling probability and the number of the sampled sums that steps amount to."""
+        # Models that learn from the same batches with noise of their own are one sum, in which an example has a norm
+        # of at most sqrt(models) clip norms, with noise of one standard deviation.
+        # With a banded strategy matrix, whose noise is scaled by the norm of its columns, a cycle of `bands` steps is
+        # one sampled Gaussian sum (Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization").
         return self.noise_multiplier / math.sqrt(models), self.sampling_probability, math.ceil(steps / self.bands)
 
 
 def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, delta: float, accountant: str) -> float:
-    """The least noise multiplier, to 2e-5 of it, with which `rounds` sampled sums spend at most `target_epsilon`."""
+    """Return the least noise multiplier, to 2e-5 of it, with which `rounds` sampled sums spend `target_epsilon`."""
     from scipy.optimize import brentq
 
     def spent(sigma: float, accountant: str = accountant) -> float:
         return _epsilon(sigma, sampling_probability, rounds, delta, accountant, _FINE)
 
     def solve(low: float, high: float, accountant: str, tolerance: float) -> float:
-        # Of logarithms the curve is nearly a line, which takes few steps to the root.
+        # log ε over log σ is nearly a line, so the root is found in few steps. 1e-300 is for an ε of zero.
         def excess(log_sigma: float) -> float:
             return math.log(max(spent(math.exp(log_sigma), accountant), 1e-300) / target_epsilon)
 
@@ -93,7 +94,7 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
         high /= 2
     low = high / 2
     if accountant == "pld":
-        # Privacy loss distributions are tighter.
+        # Privacy loss distributions are tighter, so the noise by "rdp" bounds the root from above.
         high = solve(low, high, "rdp", 1e-2)
         if spent(1e3 * high) == math.inf:
             raise ValueError(
@@ -102,9 +103,12 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
             )
         while spent(high) > target_epsilon:
             high *= 1.05
+        # If ε falls as a power of σ, at least as quickly as 1 / σ, the root is above σ ε(σ) / target; the loop makes
+        # sure.
         low = high * max(0.8, 0.999 * spent(high) / target_epsilon)
         while spent(low) <= target_epsilon:
             low *= 0.8
+    # The root may lie on the side that spends too much: it goes up until it does not.
     tolerance = 2e-6 if accountant == "rdp" else 1e-5
     found = solve(low, high, accountant, tolerance)
     while spent(found) > target_epsilon:
@@ -114,6 +118,7 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
 
 
 def _event(noise_multiplier: float, sampling_probability: float, rounds: int) -> Any:
+    """Return `rounds` Poisson-sampled Gaussian sums as a `dp_accounting.DpEvent`."""
     import dp_accounting
 
     gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -126,7 +131,9 @@ def _event(noise_multiplier: float, sampling_probability: float, rounds: int) ->
 def _epsilon(
     noise_multiplier: float, sampling_probability: float, rounds: int, delta: float, accountant: str, interval: float
 ) -> float:
+    """Return the ε of `rounds` sampled sums; remembered, since the bar and budgets ask for the same ones repeatedly."""
     import dp_accounting
+    from absl import logging
 
     if rounds == 0:
         return 0.0
@@ -134,30 +141,22 @@ def _epsilon(
         return math.inf
     if accountant == "rdp":
         event = _event(noise_multiplier, sampling_probability, rounds)
-        with _without_warnings():
+        # Without a line for each order of Rényi divergence that does not converge: ε is the least over the others.
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.ERROR)
+        try:
             return float(dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(delta))
+        finally:
+            logging.set_verbosity(verbosity)
     losses = _losses(noise_multiplier, sampling_probability, interval).self_compose(rounds)
     return float(losses.get_epsilon_for_delta(delta))
 
 
 @lru_cache(maxsize=8)
 def _losses(noise_multiplier: float, sampling_probability: float, interval: float) -> Any:
-    """The privacy losses of one sum: an accountant would compute them again for every number of steps."""
+    """Return the privacy losses of one sum: an accountant would compute them again for every number of steps."""
     from dp_accounting.pld import privacy_loss_distribution
 
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_probability, value_discretization_interval=interval
     )
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Without a line for each order of Rényi divergences that does not converge: ε is the least of all others."""
-    from absl import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

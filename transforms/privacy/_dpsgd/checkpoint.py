@@ -19,15 +19,16 @@ _PART = "private state"
 
 
 def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.ndarray] | None = None) -> None:
-    """Write a state, with its ledger and its steps, and a history beside it."""
+    """Write a state, with its ledger, its steps and perhaps a history."""
     arrays = _arrays(state)
+    # As a single member, since what `_runs/checkpoint.py` writes has members along axis 0.
     parts = {_PART: jax.tree.map(lambda x: x[None], arrays)}
     about = {"step": int(state.step), "ledger": _plain(state.ledger)}
     write(api, path, parts, 1, outlines={_PART: outline(arrays)}, about=about, history=history)
 
 
 def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
-    """The state of a checkpoint, like another; refuses one of other settings or another model."""
+    """Return the state of a checkpoint, like another; raise if it is of other settings or another model."""
     arrays = _arrays(like)
     order = checkpoint.order(_PART, outline(arrays))
     written, mine = checkpoint.manifest["ledger"], _plain(like.ledger)
@@ -43,10 +44,10 @@ def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
 
 
 def _arrays(state: DPState) -> dict[str, Any]:
-    """What of a state are arrays to store; its step is in the manifest, where a person can read it."""
+    """Return the arrays of a state that are stored; its step is in the manifest, where a person can read it."""
     return {name: getattr(state, name) for name in ("tree", "opt_state", "noise_state", "mask_key", "seed")}
 
 
 def _plain(ledger: Ledger) -> dict[str, Any]:
-    """As JSON has it: Python's numbers come back as they were."""
+    """Return a ledger as JSON has it, which gives back Python's numbers to the bit."""
     return {**asdict(ledger), "strategy": list(ledger.strategy)}

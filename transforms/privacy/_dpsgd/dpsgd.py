@@ -1,4 +1,4 @@
-"""`DPSGD`: clipped sums, noise, sampling and accounting, wired together."""
+"""`DPSGD`: the public class, which joins clipped sums, noise, sampling and accounting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .step import PrivateStep, update
 if TYPE_CHECKING:
     from ..._runs.history import History
 
-# What a key is folded with for each purpose. Members are numbers that the key of a run is folded with before.
+# The key of a run, or of a member (folded with its number), is folded with one of these for each purpose.
 _NOISE, _MASKS, _SAMPLING = (2**32 - i for i in (1, 2, 3))
 
 
@@ -54,9 +54,9 @@ class DPSGD:
       accountant: "pld" (privacy loss distributions, tight) or "rdp" (Rényi divergences, quick).
       noise_strategy: None for noise that is independent in each step, or the coefficients of a banded Toeplitz
         strategy matrix, shape (bands,), such as `jax_privacy.matrix_factorization.toeplitz.optimize_banded_toeplitz`
-        finds: the noise of `bands` steps then cancels in part, and an example has a turn in each `bands`-th step.
+        finds: the noise of `bands` steps then cancels in part, and an example may take part in every `bands`-th step.
       keep_batch_dim: as for `clipped_grad`. False is also for data of users, with their examples in an axis of their
-        own: a "user" then stands wherever it says "example" here.
+        own: read "user" for "example" here.
       microbatch_size: as for `clipped_grad`; batches are padded to multiples of it.
       has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then have the means of `aux`. Neither the
         clipping nor the noise covers them.
@@ -68,7 +68,7 @@ class DPSGD:
 
     Raises:
       TypeError, ValueError: both or none of `noise_multiplier` and `target_epsilon`; a number out of its range; an
-        optimizer that is none.
+        optimizer that is not one.
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[privacy]'`.
 
     Privacy:
@@ -141,11 +141,11 @@ class DPSGD:
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise in units of the clip norm."""
+        """Return the standard deviation of the noise in units of the clip norm."""
         return self.ledger.noise_multiplier
 
     def init(self, model_or_params: Any, *, key: jax.Array) -> DPState:
-        """The state before the first step; a copy, so the model stays as it is.
+        """Return the state before the first step; a copy, so the model stays as it is.
 
         Args:
           model_or_params: an NNX or Equinox module, a pytree of arrays (or with modules in it), of which those of real
@@ -155,7 +155,7 @@ class DPSGD:
             model that is published take one that nobody can guess, as docs/dp-sgd.md shows, and keep it secret.
 
         Raises:
-          TypeError: `key` is none; parameters that are not of real floating point.
+          TypeError: `key` is not a key; parameters that are not of real floating point.
           ValueError: there are no parameters; modules that share a variable.
         """
         check_key("DPSGD.init", key)
@@ -166,6 +166,7 @@ class DPSGD:
 
         def states(key: jax.Array, trainable: Any) -> tuple[Any, Any, jax.Array]:
             opt_state = self._step.optimizer.init(trainable)
+            # An optimizer that needs more than gradients fails here, and not at the first step.
             jax.eval_shape(partial(update, self._step.optimizer), trainable, opt_state, trainable)
             noise = privatizer(self.ledger, jax.random.fold_in(key, _NOISE))
             return opt_state, noise.init(trainable), jax.random.fold_in(key, _MASKS)
@@ -175,13 +176,14 @@ class DPSGD:
         else:
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(members))
             opt_state, noise_state, mask_key = jax.vmap(states)(keys, trainable)
+        # Batches are drawn on the host by NumPy, which takes the words of a key as its seed.
         seed = jax.random.key_data(jax.random.fold_in(key, _SAMPLING)).astype(jnp.uint32)
         state = DPState(tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members)
         # Strongly typed, or a second program would be compiled for the second step.
         return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
 
     def batches(self, data: Any, state: DPState | None = None, *, sizes: Sequence[int] | None = None) -> SampledBatches:
-        """Poisson-sampled batches of the data, for the steps that are left: an iterator.
+        """Return an iterator of Poisson-sampled batches of the data, for the steps that are left.
 
         Each example takes part in each step independently of all others. Batches are padded to a few sizes, so that a
         step is compiled a few times only; padding contributes zero.
@@ -189,16 +191,16 @@ class DPSGD:
         Args:
           data: the examples, along axis 0 of NumPy or JAX arrays. A tuple or list is unpacked into the arguments of
             the loss after the model; anything else is one argument.
-          state: what the batches are for: they are those that its key stands for, from its step on. None draws others,
-            all of them, from the system's randomness.
-          sizes: what to pad to, such as multiples of the number of devices; None for up to four sizes around the
+          state: the state that the batches are for: its key decides which they are, and its step where they begin. None
+            draws all of them anew, from the system's randomness.
+          sizes: the sizes to pad to, such as multiples of the number of devices; None for up to four sizes around the
             expected one. A larger batch is padded to a multiple of the largest size.
 
         Returns:
           An iterator of `Batch`es, with `num_steps` of them for a whole run.
 
         Raises:
-          TypeError: data that are no arrays; a state that is none.
+          TypeError: data that are not arrays; a state that is not one.
           ValueError: another number of examples than `num_examples`; a state of other settings; sizes below 1, or that
             `microbatch_size` does not divide.
 
@@ -215,7 +217,7 @@ class DPSGD:
         return SampledBatches(data, *run, sizes, self._step.microbatch_size or 1)
 
     def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
-        """One step: the clipped sum of the batch, noise, and the optimizer's update.
+        """Take one step: the clipped sum of the batch, noise, and the optimizer's update.
 
         Args:
           state: from `init` or an earlier step; it stays usable.
@@ -229,7 +231,7 @@ class DPSGD:
           Metrics are computed from the data without noise: they are for your eyes only.
 
         Raises:
-          TypeError: what is no `Batch`; a loss that is no real scalar.
+          TypeError: anything but a `Batch`; a loss that is not a real scalar.
           ValueError: a state of other settings; a batch that was drawn with another probability, or for another step
             (of which a traced step cannot know); a loss that changes the state of a model, its random keys aside.
 
@@ -238,12 +240,12 @@ class DPSGD:
         """
         self._check_state("DPSGD.step", state)
         number: Any = getattr(batch, "step", None)
-        step = state.step
-        known = number is not None and not isinstance(number, Tracer) and not isinstance(step, Tracer)
-        if known and int(number) != int(step):
+        known = number is not None and not isinstance(number, Tracer) and not isinstance(state.step, Tracer)
+        # A batch that is used twice, or left out, is not what the accountant counts with.
+        if known and int(number) != int(state.step):
             raise ValueError(
                 f"DPSGD.step: the batch was drawn for a state after {int(number)} steps, but this one has taken "
-                f"{int(step)}; take the batches of dp.batches(data, state) one after another, each once."
+                f"{int(state.step)}; take the batches of dp.batches(data, state) one after another, each once."
             )
         return self._advance(state, batch)
 
@@ -334,20 +336,19 @@ class DPSGD:
 
         Raises:
           FileNotFoundError: there is no such directory.
-          TypeError, ValueError: as for `step`; it is no checkpoint, is damaged, or is of other settings or another
+          TypeError, ValueError: as for `step`; it is not a checkpoint, is damaged, or is of other settings or another
             model; the first difference is named.
         """
         self._check_state("DPSGD.load", like)
         return read_state(Checkpoint.open("DPSGD.load", path), like)
 
     def _advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
-        """`step`, of a batch that is known to be the next; `donate`: whether it takes over the memory of `state`."""
-        self._check_state("DPSGD.step", state)
+        """Take a step with a batch that is known to be the next; with `donate` it takes over the memory of `state`."""
         check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
         return self._programs[donate](state, batch)
 
     def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
-        """The ε that was spent, for `target_delta`.
+        """Return the ε that was spent, for `target_delta`.
 
         Args:
           state: a state, which may be that of other settings; or how many steps of these settings.
@@ -372,20 +373,21 @@ class DPSGD:
         return spent if members is None or together else np.full(members, spent)
 
     def event(self, state: DPState, *, together: bool = False) -> Any:
-        """What was spent as a `dp_accounting.DpEvent`, to be composed with what else was done with the same data.
+        """Return what was spent as a `dp_accounting.DpEvent`, to compose with other uses of the same data.
 
         Args:
           state: as for `epsilon`.
           together: as for `epsilon`.
 
         Raises:
-          TypeError: no state.
+          TypeError: `state` is not a state.
         """
         if not isinstance(state, DPState):
             raise TypeError(f"DPSGD.event: state must come from DPSGD.init, but got {describe(state)}.")
         return state.ledger.event(int(state.step), (state.members or 1) if together else 1)
 
     def _check_state(self, api: str, state: Any) -> None:
+        """Raise if `state` is not a state, or was made with other settings than these."""
         if not isinstance(state, DPState):
             raise TypeError(f"{api}: state must come from DPSGD.init, but got {describe(state)}.")
         for name, mine in vars(self.ledger).items():

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from ..._runs.checkpoint import Checkpoint
 from ..._runs.history import History, Recorder
 from ..._runs.loop import check_options, run
 from ..._runs.processes import Group
@@ -21,7 +20,8 @@ from .checkpoint import read_state, write_state
 from .settings import Run
 from .state import DPState
 
-# Seconds from one ε in the bar to the next, and how many times as long as it takes to compute one.
+# The least seconds from one ε in the bar to the next, and how many times the seconds that it takes to compute one: so
+# the bar takes at most about 1 / 20 of the time.
 _OFTEN, _RARELY = 0.5, 20
 
 
@@ -40,7 +40,7 @@ def fit(
     checkpoint_keep: int,
     history_every: int,
 ) -> tuple[DPState, History]:
-    """Take private steps of `batches_for` a state, each by `advance`; see `DPSGD.fit`."""
+    """Take private steps, on the batches of `batches_for`, each by `advance`; see `DPSGD.fit`."""
     check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
     start = int(state.step)
     wanted = max(start, settings.num_steps) if steps is None else start + steps
@@ -50,6 +50,7 @@ def fit(
             "DPSGD was made; ask for fewer, or make one with more."
         )
     models = (state.members or 1) if together else 1
+    # How many steps the budget allows is known before the first: it depends on public settings alone.
     target = wanted
     if epsilon_budget is not None:
         ledger, delta = settings.ledger, settings.target_delta
@@ -59,16 +60,13 @@ def fit(
                 f"DPSGD.fit: {start} steps have spent more than epsilon_budget={epsilon_budget} already; give a larger "
                 "one."
             )
-    store = (
-        None
-        if checkpoint_dir is None
-        else RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
-    )
-    resumed = None if store is None else store.newest(partial(_resume, state))
-    history = None
+    store = resumed = history = None
+    if checkpoint_dir is not None:
+        store = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
+        resumed = store.newest(lambda checkpoint: (read_state(checkpoint, state), checkpoint.history()))
     if resumed is not None and int(resumed[0].step) >= start:
         found, history = resumed
-        # One at the step of the state is of the same run, or of another: the state is what was handed in.
+        # A checkpoint at the step of the state may be of another run: the state that was passed counts.
         state = found if int(found.step) > start else state
         if int(state.step) > target:
             raise ValueError(
@@ -77,7 +75,7 @@ def fit(
             )
     recorder = Recorder(history_every, history)
     after, step, interrupted = run(
-        jax.tree.map(jnp.copy, state),
+        jax.tree.map(jnp.copy, state),  # each step takes over the memory of the state before
         batches_for(state),
         advance,
         step=int(state.step),
@@ -99,13 +97,13 @@ def fit(
 
 
 def _numbers(metrics: dict[str, Any], of_members: bool) -> dict[str, Any]:
-    """The metrics that are one number (for each member, if there are members), as arrays over members."""
+    """Return the metrics that are one number (for each member, if there are members), as arrays over members."""
     single = {name: x for name, x in metrics.items() if getattr(x, "ndim", None) == int(of_members)}
     return {name: jnp.atleast_1d(x) for name, x in single.items()}
 
 
 class _Spent:
-    """What the bar says of ε: a bound that holds until it says so again.
+    """The text of the bar: a bound of ε that holds until the text changes.
 
     Args:
       settings: what a step spends.
@@ -119,9 +117,11 @@ class _Spent:
         self._bound, self._text = -1, ""
 
     def __call__(self, step: int, _: Any) -> str:
+        """Return the text of the bar behind a step."""
         now = time.monotonic()
         if now >= self._then + self._wait or step > self._bound or step == self._target:
-            # As far ahead as they are likely to get before it says so again.
+            # Counted as far ahead as the run is likely to get before the text changes, so that it is never below what
+            # was spent.
             ahead = math.ceil((step - self._last) / max(now - self._then, 1e-9) * self._wait)
             self._bound = min(self._target, step + ahead)
             ledger, delta, accountant = self._settings.ledger, self._settings.target_delta, self._settings.accountant
@@ -135,7 +135,3 @@ class _Spent:
 
 def _save(store: RunDirectory, recorder: Recorder, state: DPState) -> None:
     store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
-
-
-def _resume(like: DPState, checkpoint: Checkpoint) -> tuple[DPState, Any]:
-    return read_state(checkpoint, like), checkpoint.history()

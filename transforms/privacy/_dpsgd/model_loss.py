@@ -1,4 +1,8 @@
-"""The loss of a model as that of one example: keys of its own, and no other state that it may change."""
+"""The loss of a model as a function of one example: with keys of its own, and no other state that it may change.
+
+Noise covers gradients alone. A model that keeps anything else of the data, such as the statistics of BatchNorm, would
+publish it, so a loss that changes state is refused. Random state is the exception: how often a key was used is public.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ from ..._models.split_model import SplitModel, dotted, is_module, is_split, spli
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:
-    """`loss(model, *batch)` as a function of what trains, of an example's number, and of its batch.
+    """Return `loss(model, *batch)` as a function of what trains, of an example's number, and of its batch.
 
     Args:
       loss: as for `DPSGD`.
-      tree: the model, or a pytree with models in it, taken apart; shared by all examples.
-      key: what the random state of modules is drawn from, for each example anew. Their own keys would not do: they are
-        published with the model, and with them which example had which number.
+      tree: the model, or a pytree with models in it, split; shared by all examples.
+      key: the key that the random state of modules is drawn from, anew for each example. The modules' own keys would
+        not do: they are published with the model, and tell which example had which number.
       has_aux: as for `DPSGD`.
 
     Returns:
@@ -31,6 +35,7 @@ def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: boo
     """
 
     def example_loss(trainable: Any, number: jax.Array, *batch: Any) -> Any:
+        # A number of shape (1,) where the axis of the batch is kept, else a scalar.
         of_number = jax.random.fold_in(key, number.reshape(()))
         return _call(loss, with_trainable(tree, trainable), of_number, batch, has_aux)[0]
 
@@ -38,12 +43,12 @@ def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: boo
 
 
 def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: bool) -> Any:
-    """`tree` with the random state that a call leaves in its models, such as how often each key was used.
+    """Return `tree` with the random state that a call leaves in its models, such as how often each key was used.
 
     Args:
       loss: as for `DPSGD`.
       tree: as for `of_example`.
-      batch: an example of zeros, so that what is left depends on no data, whatever the loss does.
+      batch: an example of zeros, so that the state depends on no data, whatever the loss does.
       has_aux: as for `DPSGD`.
     """
     if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in splits_of(tree)):
@@ -54,10 +59,12 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: 
 def _call(
     loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any, has_aux: bool
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """What the loss returns, and for each model the random state that it changed; refuses what changes any other."""
+    """Return what the loss returns, and the random state that it changed in each model; raise for any other change."""
     if key is not None:
         tree = jax.tree.map(lambda x: _with_keys(x, key) if is_split(x) else x, tree, is_leaf=is_split)
 
+    # `call_with_models` calls `function(owner, *args)`, where the owner is the model of a bound method: here there is
+    # none.
     def function(_: None, model: Any, /, *batch: Any) -> Any:
         return loss(model, *batch)
 
@@ -67,10 +74,10 @@ def _call(
     for model, paths in zip(left, changes(function, arguments, left), strict=True):
         parts = split(model)
         arrays, allowed = parts.arrays(), _random_state(model) | _kept_keys(parts)
-        lost = [path for path in paths if path not in allowed]
-        if lost:
+        other = [path for path in paths if path not in allowed]
+        if other:
             raise ValueError(
-                f"DPSGD: the loss changes the state of {type(model).__name__} (`{lost[0]}`), which the noise does not "
+                f"DPSGD: the loss changes the state of {type(model).__name__} (`{other[0]}`), which the noise does not "
                 "cover: statistics of a batch say something of each of its examples; use nnx.GroupNorm or "
                 "nnx.LayerNorm in place of BatchNorm, or the evaluation mode of trained statistics, nnx.view(model, "
                 "use_running_average=True). Nothing else may be assigned either, by sow or to parameters."
@@ -82,12 +89,14 @@ def _call(
 
 
 def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
-    """A model whose random state is drawn from `key`."""
+    """Return a model whose random state is drawn from `key`."""
     random = _random_state(parts.merge())
 
     def draw(path: Any, x: Any) -> Any:
+        """Return a new key for a key of the random state, and anything else as it is."""
         if dotted(path) not in random or not is_key(x):
             return x
+        # By the order of paths, which is that of names: another number for each key, the same in every process.
         words = jax.eval_shape(jax.random.key_data, x)
         number = sorted(random).index(dotted(path))
         bits = jax.random.bits(jax.random.fold_in(key, number), words.shape, words.dtype)
@@ -97,12 +106,12 @@ def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
 
 
 def _kept_keys(parts: SplitModel) -> set[str]:
-    """The paths of keys that a model keeps, in variables of whatever kind."""
+    """Return the paths of the keys that a model keeps, in variables of any kind."""
     return {dotted(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
 
 
 def _random_state(model: Any) -> set[str]:
-    """The paths of what a module draws random numbers from: its keys, and how often each was used."""
+    """Return the paths of the state that a module draws from: its keys, and how often each was used."""
     if not is_module(model):
         return set()
     from flax import nnx

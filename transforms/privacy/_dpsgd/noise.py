@@ -1,4 +1,4 @@
-"""The noise of DP-SGD: jax-privacy's, with its random bits computed quicker."""
+"""The noise of DP-SGD: that of jax-privacy, with its random bits computed quicker on a CPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _THREEFRY = "threefry2x32"
 
 
 def privatizer(ledger: Ledger, key: jax.Array) -> Any:
-    """What adds the noise of a ledger to sums of clipped gradients: an optax transformation of jax-privacy's.
+    """Return the optax transformation of jax-privacy that adds the noise of a ledger to sums of clipped gradients.
 
     Each leaf has noise of its own key, with `noise_multiplier * l2_clip_norm` as its standard deviation; a strategy
-    matrix correlates that of one step with that of others, and is scaled so that an example's turn is as noisy.
+    matrix correlates that of one step with that of others, and is scaled by the norm of its columns, which is the
+    sensitivity of a whole cycle to one example.
     """
     from jax_privacy import noise_addition
     from jax_privacy.matrix_factorization import toeplitz
@@ -37,43 +38,45 @@ def privatizer(ledger: Ledger, key: jax.Array) -> Any:
 
 
 def add_noise(ledger: Ledger, sums: Any, state: Any) -> tuple[Any, Any]:
-    """Sums of clipped gradients with noise, and the state of the noise for the next step."""
+    """Return sums of clipped gradients with noise, and the state of the noise for the next step."""
     if ledger.noise_multiplier == 0:
         return sums, state
     quick = jax.tree.map(lambda x: _with_impl(x, _THREEFRY, _unrolled()), state)
+    # The key is a placeholder: it is used by `init` alone, and the state has its own.
     noise = privatizer(ledger, jax.random.key(0))
     noisy, quick = lax.platform_dependent(sums, quick, cpu=partial(_in_one_go, noise.update), default=noise.update)
     return noisy, jax.tree.map(lambda x: _with_impl(x, "unrolled", _THREEFRY), quick)
 
 
 def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
-    """`update`, finished before anything uses it, so that it is computed once.
+    """Return `update(sums, state)`, computed once, before anything uses it.
 
-    XLA on a CPU computes such elementwise operations anew for each of their uses, and Adam has three. It does not so
-    with what a loop leaves. How often this one turns is one whatever the key, which XLA does not know.
+    XLA on a CPU computes such elementwise operations anew for each of their uses, and Adam has three. It does not for
+    the results of a loop. This one has a single iteration whatever the key, which XLA does not know.
     """
+    # A number of iterations that is 1 but not a constant: the upper bit of a word is 0 or 1.
     word = jax.random.key_data(jax.tree.leaves(state)[0]).reshape(-1)[0]
-    turns = jnp.maximum(1, (word >> 31).astype(jnp.int32))
+    iterations = jnp.maximum(1, (word >> 31).astype(jnp.int32))
 
-    def turn(carry: Any) -> Any:
+    def iteration(carry: Any) -> Any:
         return carry[0] + 1, update(sums, state)
 
-    return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), (sums, state)))[1]
+    return lax.while_loop(lambda carry: carry[0] < iterations, iteration, (jnp.int32(0), (sums, state)))[1]
 
 
 def _with_impl(x: Any, one: str, other: Any) -> Any:
-    """The key `x` with another implementation, if it is of this one."""
+    """Return the key `x` with another implementation, if it has this one; anything else as it is."""
     if not is_key(x) or str(jax.random.key_impl(x)) != one:
         return x
     return jax.random.wrap_key_data(jax.random.key_data(x), impl=other)
 
 
-# JAX's threefry is a loop over its rounds on a CPU, whose turns each go through memory. Written out, it is one pass:
-# the same bits, five times as quick.
+# On a CPU, JAX's threefry is a loop over its rounds, of which each iteration goes through memory. Written out, it is
+# one pass: the same bits, five times as quick.
 
 
 def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    """As `jax.random.bits` of a threefry key."""
+    """Return the same as `jax.random.bits` of a threefry key."""
     size = math.prod(shape)
     partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # made when JAX is imported
     if bit_width != 32 or size >= 2**32 or not partitionable:
@@ -84,7 +87,8 @@ def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.
 
 
 def _block(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
-    """Threefry-2x32 of 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"."""
+    """Compute threefry-2x32 with 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"."""
+    # The parity constant of Skein; rotations as in the paper, four rounds between two additions of keys.
     keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for i in range(5):
@@ -101,7 +105,7 @@ def _threefry(key: jax.Array) -> jax.Array:
 
 @cache
 def _unrolled() -> Any:
-    """Threefry keys whose bits are computed so."""
+    """Return the implementation of threefry keys whose bits are computed by `_random_bits`; made when first used."""
     return define_prng_impl(
         key_shape=(2,),
         seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=_THREEFRY)),

@@ -1,4 +1,4 @@
-"""Poisson-sampled batches, padded to a few sizes: what the accountant takes for granted."""
+"""Poisson-sampled batches, which the accountant takes for granted, padded to a few sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..._core.arguments import describe, is_int, leaf_name
 from ..._core.prng import is_key
 from .accounting import Ledger
 
-# Where the sizes that batches are padded to stand, in standard deviations above what is expected. The first three hold
+# The sizes that batches are padded to, in standard deviations above the expected one. The first three hold
 # 98 % of the batches, and are where the least is computed in vain; of large batches one in 1e9 is beyond the last.
 _STANDARD = (-0.3, 0.7, 2.0, 6.0)
 
@@ -29,15 +29,15 @@ _STANDARD = (-0.3, 0.7, 2.0, 6.0)
 class Batch:
     """Examples that take part in a step, padded to one of a few sizes.
 
-    What `DPSGD.batches` yields. Who samples the examples elsewhere makes them of these, and answers for it that each
-    example took part independently of all others, with the probability that the accountant counts with.
+    `DPSGD.batches` yields these. Whoever samples elsewhere makes them too, and is responsible for each example taking
+    part independently of all others, with the probability that the accountant counts with.
 
     Attributes:
       arguments: what the loss gets after the model, a tuple; the examples are along axis 0 of every array.
-      is_padding_example: which of the examples are none, booleans of shape (size,).
-      step: how many steps were taken before the one that it is for; None where nobody has counted.
-      sampling: with which probability an example whose turn it is was drawn, and in every how many steps it is; None
-        where somebody else answers for it.
+      is_padding_example: which of the examples are padding, booleans of shape (size,).
+      step: how many steps were taken before the one that the batch is for; None where it was not counted.
+      sampling: the probability with which an example that may take part was drawn, and every how many steps it may;
+        None where the batch was sampled elsewhere.
 
     Examples:
       >>> import numpy as np
@@ -56,13 +56,13 @@ class SampledBatches:
 
     Args:
       data: all examples, along axis 0 of every array; a tuple or list is unpacked into the arguments of the loss.
-      ledger: with which probability they take part.
+      ledger: has the probability with which they take part.
       num_examples: how many there are.
       steps: how many batches the whole run has.
       seed: what the sampling is drawn from.
       start: how many of them were used before.
-      sizes: what to pad to; None for a few sizes around the expected one.
-      multiple: what divides all sizes.
+      sizes: the sizes to pad to; None for a few sizes around the expected one.
+      multiple: a divisor of all sizes.
     """
 
     def __init__(
@@ -88,16 +88,18 @@ class SampledBatches:
         sampling = CyclicPoissonSampling(
             ledger.sampling_probability, steps, cycle_length=ledger.bands, partition_type=PartitionType.INDEPENDENT
         )
+        # A batch depends on all random numbers before it, so those before `start` are drawn again and dropped.
         self._drawn = islice(sampling.batch_iterator(num_examples, np.random.default_rng(seed)), start, None)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __len__(self) -> int:
-        """How many batches are left."""
+        """Return the number of batches that are left."""
         return max(0, self._steps - self._step)
 
     def __next__(self) -> Batch:
+        """Return the batch of the next step, padded."""
         drawn = next(self._drawn)
         step = np.int32(self._step)
         self._step += 1
@@ -107,8 +109,9 @@ class SampledBatches:
 
 
 def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 1) -> tuple[int, ...]:
-    """A few sizes that hold nearly every batch, found from what is public."""
+    """Return a few sizes that hold nearly every batch, found from public numbers: a size must not tell of the data."""
     probability = expected_batch_size / num_examples
+    # The size of a batch is binomial, with variance n q (1 - q).
     deviation = math.sqrt(expected_batch_size * (1 - probability))
     if multiple == 1 and expected_batch_size >= 8:
         # A power of two, so that a batch can be computed in parts of one size.
@@ -120,14 +123,14 @@ def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 
 
 
 def _padded(size: int, sizes: Sequence[int]) -> int:
-    """The least of the sizes that holds a batch; one that none holds is padded to a multiple of the largest."""
+    """Return the least of the sizes that holds a batch, or the multiple of the largest that does."""
     return next((s for s in sizes if s >= size), sizes[-1] * math.ceil(size / sizes[-1]))
 
 
 def _take(data: Any, drawn: np.ndarray, size: int) -> Any:
-    """The drawn examples, then zeros: padding is of no example."""
+    """Return the drawn examples, then zeros: padding is not a copy of any example."""
     if isinstance(data, jax.Array):
-        # Beyond the end is what is filled; negative numbers would count from there.
+        # An index beyond the end is filled with zeros; a negative one would count from the end.
         places = np.full(size, len(data), np.int32 if len(data) < 2**31 else np.int64)
         places[: len(drawn)] = drawn
         return _fill(data, places)
@@ -142,6 +145,7 @@ def _fill(data: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _check_data(data: Any, num_examples: int) -> None:
+    """Raise if the data are not arrays of numbers with `num_examples` examples along axis 0."""
     leaves = jax.tree.leaves_with_path(data)
     if not leaves:
         raise ValueError("DPSGD.batches: data holds no arrays, so there are no examples.")
@@ -161,6 +165,7 @@ def _check_data(data: Any, num_examples: int) -> None:
 
 
 def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
+    """Return the sizes in order; raise if they are not counts that `multiple` divides."""
     found = tuple(sizes) if isinstance(sizes, Iterable) else ()
     if not found or not all(is_int(s) and s >= 1 for s in found):
         raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1, but got {sizes!r}.")

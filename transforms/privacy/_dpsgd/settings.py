@@ -1,10 +1,11 @@
-"""The settings of `DPSGD`, refused where they say nothing."""
+"""The settings of `DPSGD` that decide what a run spends, and their checks."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -51,28 +52,21 @@ def checked_run(
     if (noise_multiplier is None) == (target_epsilon is None):
         given = "none of them" if noise_multiplier is None else "both"
         raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
-    l2_clip_norm = check_number(
-        "DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite"
-    )
-    target_delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+    number = partial(check_number, "DPSGD")
+    l2_clip_norm = number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+    target_delta = number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
     if noise_multiplier is not None:
-        noise_multiplier = check_number(
-            "DPSGD", "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
+        noise_multiplier = number(
+            "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
         )
     if target_epsilon is not None:
-        target_epsilon = check_number(
-            "DPSGD", "target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite"
-        )
+        target_epsilon = number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
     check_count("DPSGD", "num_examples", num_examples)
     check_count("DPSGD", "num_steps", num_steps)
-    expected_batch_size = check_number(
-        "DPSGD",
-        "expected_batch_size",
-        expected_batch_size,
-        lambda x: 0 < x <= num_examples,
-        f"positive, and at most num_examples={num_examples}",
-    )
-    strategy = checked_strategy(noise_strategy)
+    in_range = f"positive, and at most num_examples={num_examples}"
+    expected_batch_size = number("expected_batch_size", expected_batch_size, lambda x: 0 < x <= num_examples, in_range)
+    strategy = _checked_strategy(noise_strategy)
+    # With bands an example may take part in every `bands`-th step only, so it does with as many times the probability.
     probability = expected_batch_size * len(strategy) / num_examples
     if probability > 1 + 1e-9:
         raise ValueError(
@@ -80,7 +74,8 @@ def checked_run(
             f"{num_examples / len(strategy):g} examples, but expected_batch_size={expected_batch_size}; take fewer "
             "bands, or smaller batches."
         )
-    probability = min(1.0, probability)
+    probability = min(1.0, probability)  # beyond 1 by a rounding
+    # Publishing one example at random is (0, 1 / n)-differentially private, so δ should be well below that.
     if target_delta * num_examples > 1:
         warnings.warn(
             f"DPSGD: target_delta={target_delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
@@ -88,6 +83,7 @@ def checked_run(
             stacklevel=3,
         )
     if target_epsilon is not None:
+        # The steps of one cycle through the groups together are one Poisson-sampled sum: see `Ledger.event`.
         rounds = math.ceil(num_steps / len(strategy))
         noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
     assert noise_multiplier is not None
@@ -96,6 +92,7 @@ def checked_run(
 
 
 def check_extra() -> None:
+    """Raise if what `pip install 'plurax[privacy]'` installs is missing."""
     missing = [name for name in ("jax_privacy", "dp_accounting") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
@@ -104,6 +101,7 @@ def check_extra() -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
+    """Raise if `optimizer` is not one of optax."""
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -113,7 +111,8 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def checked_strategy(strategy: Any) -> tuple[float, ...]:
+def _checked_strategy(strategy: Any) -> tuple[float, ...]:
+    """Return the coefficients of a noise strategy; raise if they are not finite, or the first is not positive."""
     if strategy is None:
         return (1.0,)
     try:

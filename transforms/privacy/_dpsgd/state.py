@@ -26,14 +26,14 @@ class DPState:
     """What training with `DPSGD` changes, as a pytree; `DPSGD.init` makes it.
 
     Attributes:
-      tree: the model, taken apart; see `model`.
+      tree: the model, split into arrays and structure; see `model`.
       opt_state: the optax state; for an ensemble with the members along axis 0 of every array.
       noise_state: the state of the noise, with its key; likewise.
       mask_key: what the random state of modules (dropout) is drawn from, a key; likewise.
       step: how many steps were taken, an int32 scalar.
       seed: what the batches are drawn from, words of uint32. It is as secret as the noise.
       ledger: what each step spends.
-      members: how many models there are; None for one that is no ensemble.
+      members: how many models there are; None for one that is not an ensemble.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -56,14 +56,15 @@ class DPState:
 
     @property
     def model(self) -> Any:
-        """The model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
+        """Return the model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
         return merge_tree(released(self.tree))
 
 
 def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
-    """Raise if there are no parameters, or some that are not arrays, of which none trains, or that modules share."""
+    """Raise if there are no parameters, or if some are not arrays, cannot train, or are shared by modules."""
     if not jax.tree.leaves(tree):
         raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
+    # Complex parameters too are refused: noise would have half of its variance in each part.
     # Where nothing trains, the parameters are meant to be what there is.
     for path, leaf in jax.tree.leaves_with_path(trainable if jax.tree.leaves(trainable) else tree):
         if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""One private step: the clipped sum, the noise, the mean by a public size, and the optimizer's update."""
+"""`PrivateStep`: the clipped sum, the noise, the division by a public size, and the optimizer's update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .state import DPState
 
 @dataclass(frozen=True, eq=False)
 class PrivateStep:
-    """A step of `DPSGD` as a function that can be compiled; its attributes are arguments of that."""
+    """A step of `DPSGD` as a function that can be compiled; the attributes are arguments of `DPSGD`."""
 
     loss: Callable[..., Any]
     optimizer: Any
@@ -36,22 +36,27 @@ class PrivateStep:
     has_aux: bool
 
     def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        """Return the state after a step, and the metrics."""
         _, axes = explicit_axes((batch.arguments, batch.is_padding_example))
         if not axes:
-            return self._of_any(state, batch)
+            return self._of_members(state, batch)
 
+        # Over explicit axes of a mesh JAX checks the sharding of each operation. The step is traced with automatic
+        # ones in their place; the new state is then divided as the old one was, and the metrics are on every device.
         def place(out: Any) -> list[PartitionSpec]:
             return [along(axes, x) for x in jax.tree.leaves(state)] + [PartitionSpec()] * len(jax.tree.leaves(out[1]))
 
-        return with_automatic("DPSGD.step", self._of_any, (state, batch), axes, place)
+        return with_automatic("DPSGD.step", self._of_members, (state, batch), axes, place)
 
-    def _of_any(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+    def _of_members(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+        """Return the state after a step of a model, or of all members of an ensemble, and the metrics."""
         arrays = (state.tree, state.opt_state, state.noise_state, state.mask_key)
         if state.members is None:
             after, metrics = self._one(arrays, state.step, batch)
         else:
 
             def of_member(parts: SplitModel, *arrays: Any) -> Any:
+                # Under `vmap` the arrays of the ensemble have no axis of members: they are those of one model.
                 member = split(parts.merge().__plurax_member__())
                 (tree, *rest), metrics = self._one((member, *arrays), state.step, batch)
                 return (tree.trainable, tree.rest, *rest), metrics
@@ -64,6 +69,7 @@ class PrivateStep:
     def _one(
         self, arrays: tuple[Any, ...], step: jax.Array, batch: Batch
     ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
+        """Return the arrays of one model after a step, and its metrics."""
         tree, opt_state, noise_state, mask_key = arrays
         trainable = differentiated(trainable_of(tree), integers=True)
         gradient = clipped_grad(
@@ -72,17 +78,20 @@ class PrivateStep:
             batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
             return_values=True,
             return_grad_norms=True,
-            dtype=dtype_of_sums(trainable),
+            dtype=_dtype_of_sums(trainable),
             l2_clip_norm=self.ledger.l2_clip_norm,
             method=self.method,
             keep_batch_dim=self.keep_batch_dim,
             microbatch_size=self.microbatch_size,
         )
+        # The numbers of the examples in the batch, from which each draws its own dropout.
         numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)
         sums, each = gradient(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
         noisy, noise_state = add_noise(self.ledger, sums, noise_state)
+        # By the expected size, which is public; the size that was drawn is not, and would need noise of its own.
         noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
         trained, opt_state = update(self.optimizer, noisy, opt_state, trainable)
+        # Which keys were used, and how often, is found from an example of zeros, so that no data can show in it.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
         tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
         real = ~jnp.asarray(batch.is_padding_example)
@@ -90,13 +99,14 @@ class PrivateStep:
         def mean(x: jax.Array) -> jax.Array:
             return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0) / real.sum()
 
+        # Not ">": a norm that is NaN counts as clipped.
         clipped = ~(each.grad_norms <= self.ledger.l2_clip_norm)
         metrics = {"loss": mean(each.values), "clipped": mean(clipped)}
         return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
 
 
 def _metrics_of(aux: Any) -> dict[str, Any]:
-    """The metrics that a loss returns beside its scalar: a dict by its names, anything else as "aux"."""
+    """Return the metrics that a loss reports: a dict under its names, anything else as "aux"."""
     metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
     for name in ("loss", "clipped"):
         if name in metrics:
@@ -110,14 +120,14 @@ def _metrics_of(aux: Any) -> dict[str, Any]:
     return metrics
 
 
-def dtype_of_sums(trainable: Any) -> Any:
-    """None where the parameters' own dtypes will do; of half precision, sums and noise are of float32."""
+def _dtype_of_sums(trainable: Any) -> Any:
+    """Return float32 or wider where some parameters have half precision, for sums and noise; else None."""
     dtypes = {x.dtype for x in jax.tree.leaves(trainable)}
     return jnp.result_type(jnp.float32, *dtypes) if any(dtype.itemsize < 4 for dtype in dtypes) else None
 
 
 def update(optimizer: Any, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
-    """What trains after an update, and the state of the optimizer."""
+    """Return the parameters after an update, and the state of the optimizer."""
     import optax
 
     try:
