@@ -35,7 +35,7 @@ class FunctionalModel:
         return self.apply(self.variables, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"Applied({_name(self.apply)}, {self.variables!r})"
+        return f"FunctionalModel({_name(self.apply)}, {self.variables!r})"
 
     def __plurax_split__(self) -> tuple[FunctionalStructure, Any, Any]:
         """Return the structure, the variables that train, and the other arrays, with None in place of the others."""

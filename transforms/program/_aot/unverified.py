@@ -12,7 +12,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,18 +21,25 @@ from jax.sharding import AbstractMesh, Mesh
 from . import program_file as file
 from .environment import current_mesh
 
-if TYPE_CHECKING:
-    from .program import AotProgram
-
-
 _NO_MESH = Mesh(np.empty((), object), ())
+
+
+class Unverified(Protocol):
+    """A program that can be compared with its function: an `AotProgram`."""
+
+    path: Path
+    line: Any
+    call: Any
+
+    def compare(self, *, at_end: bool = False) -> str | None:
+        """Return what is wrong if the program is not that of its function any more; None if it is."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
     """A program, and the process, settings and mesh in which it was asked for."""
 
-    program: AotProgram
+    program: Unverified
     process: int
     settings: dict[str, Any]
     mesh: Any
@@ -41,7 +48,7 @@ class _Waiting:
 _waiting: list[_Waiting] = []
 
 
-def add(program: AotProgram) -> None:
+def add(program: Unverified) -> None:
     """Let `program` wait to be compared, at the end of the process if not before."""
     values = jax.config.values
     settings = {name: values[name] for name in program.call.names}
@@ -58,7 +65,7 @@ def settle_those_of(path: Path) -> None:
             settle(found.program)
 
 
-def settle(program: AotProgram) -> None:
+def settle(program: Unverified) -> None:
     """Compare a waiting program.
 
     Raises:
@@ -74,7 +81,7 @@ def settle(program: AotProgram) -> None:
         raise RuntimeError(f"aot: {message}")
 
 
-def _forget(program: AotProgram) -> None:
+def _forget(program: Unverified) -> None:
     _waiting[:] = [found for found in _waiting if found.program is not program]
 
 
