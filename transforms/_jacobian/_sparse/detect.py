@@ -2,7 +2,7 @@
 
 The program is that of a derivative, from tangents (or cotangents) to others. Beside each value goes its index sets.
 Values that depend on constants only are computed by JAX itself, as zeros among them remove entries. The results of an
-operation without a rule are taken to depend on all of its operands: an entry too many costs time, one too few would be a
+operation without a rule are taken to depend on all of its operands: an entry too many costs time, one too few makes a
 wrong number.
 """
 
@@ -125,13 +125,13 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _always_the_same(eqn: JaxprEqn) -> bool:
-    """Return whether an operation, with all that is inside it, gives the same result on every platform and each time."""
+    """Return whether an operation, with all that is inside it, has the same result on every platform and each time."""
     inner = (x for body in bodies(eqn) for x in body.eqns)
     return eqn.primitive.name not in _ELSEWHERE and all(map(_always_the_same, inner))
 
 
 def _operand(value: Any) -> Any:
-    """Return a known value as an array of NumPy: one of JAX has a mesh in its type, which may differ from the one around."""
+    """Return a known value as an array of NumPy: the type of one of JAX has a mesh, which may not be the one around."""
     if isinstance(value, Deferred):
         value = value.value()
     found = known(value)
@@ -178,7 +178,7 @@ def _body(closed: Any, values: list[Any], carried: slice, without_rule: list[str
 
 
 def _scanned(eqn: JaxprEqn, values: list[Any], without_rule: list[str]) -> list[Any]:
-    """Return the sets of a `scan`: of a short one iteration by iteration, of a longer one by products with its body's."""
+    """Return the sets of a `scan`: of a short one by iterations, of a longer one by products with those of its body."""
     closed = eqn.params["jaxpr"]
     if eqn.params["length"] <= ITERATIONS:
         return _alone(unrolled)(eqn, values, without_rule)
@@ -207,7 +207,7 @@ def _scanned(eqn: JaxprEqn, values: list[Any], without_rule: list[str]) -> list[
 
 
 def _repeated(eqn: JaxprEqn, values: list[Any], without_rule: list[str]) -> list[Any]:
-    """Return the sets of a `while_loop`: the union of those after zero, one, two iterations and so on, until none grows."""
+    """Return the sets of a `while_loop`: the union of those after zero, one, two iterations, until it does not grow."""
     skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     values, closed = values[skipped:], eqn.params["body_jaxpr"]
     columns = next((value.shape[1] for value in values if is_set(value)), 0)

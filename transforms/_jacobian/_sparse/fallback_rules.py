@@ -58,7 +58,7 @@ def _is_mapped(eqn: JaxprEqn, count: int) -> bool:
     mapped = reduce(lambda fun, _: jax.vmap(fun), range(count), bind)
     slices = [jax.ShapeDtypeStruct(aval(x).shape[count:], aval(x).dtype) for x in eqn.invars]
     try:
-        # The rule for `vmap` does not look at the slices: only lowering shows that they are too small for the operation.
+        # The rule for `vmap` does not look at the slices: only lowering shows that they are too small.
         one = jax.tree.leaves(jax.jit(bind).lower(*slices).out_info)
         if [x.shape for x in one] != [aval(x).shape[count:] for x in eqn.outvars]:
             return False
@@ -71,7 +71,7 @@ def _is_mapped(eqn: JaxprEqn, count: int) -> bool:
 
 
 def _single_eqn(jaxpr: Jaxpr) -> JaxprEqn | None:
-    """Return the operation that a program consists of, if there is one, and it takes and gives what the program does."""
+    """Return the only operation of a program, if there is one, and it has the program's arguments and results."""
     if len(jaxpr.eqns) != 1:
         return None
     (eqn,) = jaxpr.eqns

@@ -25,7 +25,7 @@ Entries = list[list[jax.Array]]
 class Pattern(NamedTuple):
     """The entries of a matrix that may differ from zero: row by row, each of them once.
 
-    A row belongs to a number of the output, a column to one of the input; several arrays are flattened and concatenated.
+    Rows are numbers of the output, columns those of the input; several arrays are flattened and concatenated.
 
     Attributes:
       rows: the row of each entry.
