@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.compat import Tracer, scan_counts
 from ..._core.jaxpr import CALLS, IDENTITIES, aval, bodies, called, evaluate, holds_refs, interpret
-from .collectives import crosses, on_devices
+from .collectives import communicates, on_devices
 from .control_flow import ITERATIONS, branched, iterated, unrolled
 from .fallback_rules import program_of, sets_by_batches
 from .index_sets import UNKNOWN, Deferred, PartlyKnown, is_set, known, refuse_refs, rows_of, stacked, unit_sets
@@ -59,7 +59,7 @@ def _visit(eqn: JaxprEqn, values: list[Any], without_rule: list[str]) -> list[An
         return [UNKNOWN] * len(eqn.outvars)
     if name == "shard_map":
         found = on_devices(eqn, values, lambda eqn, values: _visit(eqn, values, without_rule), without_rule)
-    elif crosses(eqn):
+    elif communicates(eqn):
         raise NotImplementedError(f"`{name}` lets devices exchange numbers")
     elif name in CALLS:
         found = _run(*called(eqn), values, without_rule)

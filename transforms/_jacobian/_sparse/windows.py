@@ -21,7 +21,7 @@ def convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets from the input of a convolution: of its windows in all channels, without known zeros of a kernel."""
+    """Return the sets from a convolution's input: of its windows in all channels, without known zeros of a kernel."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     places, out = (
         places_of(x).transpose(spec) for x, spec in zip((eqn.invars[0], eqn.outvars[0]), numbers[::2], strict=True)
@@ -69,7 +69,7 @@ def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
 def _windows_along(
     size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int
 ) -> tuple[Any, ...]:
-    """Return along one axis all pairs of a window and a number in it: window, number, position in it; how many windows."""
+    """Return along one axis all pairs of a window and a number in it: window, number, position; how many windows."""
     reach = (window - 1) * dilation + 1
     count = max(0, (((size - 1) * base + 1 if size else 0) + sum(padding) - reach) // stride + 1)
     # Position p of window w is at w * stride - padding + p * dilation, and number i of the input at i * base.
