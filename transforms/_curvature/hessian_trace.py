@@ -15,7 +15,7 @@ from .._core.arguments import Argnums, check_argnums, check_callable, check_coun
 from .._core.memory import check_budget, chunk_within
 from .._core.prng import check_key
 from .._core.weak_types import weak_like
-from .._jacobian.dense import by_array, map_slices
+from .._jacobian.dense import Basis, by_array, in_form, map_slices
 from .products import gradient_of, seed_of
 
 
@@ -58,14 +58,9 @@ def hessian_diagonal(
       >>> hessian_diagonal(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
       Array([ 6., 12.], dtype=float32)
     """
-
-    def in_form(call: Call, parts: list[jax.Array]) -> Any:
-        trees = jax.tree.unflatten(jax.tree.structure(call.primals), parts)
-        forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
-        return forms if isinstance(argnums, (tuple, list)) else forms[0]
-
     name = "hessian_diagonal"
-    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, partial(diagonal, name), in_form)
+    compute, result_of = partial(diagonal, name), partial(in_form, argnums)
+    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, compute, result_of)
 
 
 def hessian_trace(
@@ -235,10 +230,11 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
     def entries_of(entry: Callable[[list[Any]], jax.Array]) -> list[jax.Array]:
         """Return the value of `entry` for each unit vector, in the shapes of the inputs."""
 
-        def entries(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+        def entries(basis: Basis, size: int) -> list[Any]:
             return map_slices(lambda k: [entry(basis(k))], size, 0, chunk_size)
 
         found = by_array(inputs, entries, 0, chunk_size)
+        # In the dtype of the input: `fun` may compute in, and return, another one.
         return [
             weak_like(part.astype(jnp.result_type(x)).reshape(jnp.shape(x)), x)
             for (part,), x in zip(found, inputs, strict=True)

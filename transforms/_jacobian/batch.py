@@ -101,6 +101,7 @@ def batch_jacobian(
     # A bound model is an argument of the mapped function, so that its arrays are not closed over.
     owner, function = bound_model(fun)
     of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
+    # `of_one` is a new function for each transform; the choice of a mode is remembered by what it is made from.
     origin = fun, HashablePytree.of(in_axes)
     by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, origin=origin, **kinds)
 
@@ -148,10 +149,8 @@ def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Calla
         _check_batch("output", out, 1)
         # Scalars and other values of `aux` are shared by all samples, and are returned as they are.
         _check_batch("aux", jax.tree.map(lambda x: x if getattr(x, "shape", ()) else None, aux), 1)
-        return jax.tree.map(first, (out, aux) if has_aux else out)
-
-    def first(x: Any) -> Any:
-        return jnp.asarray(x)[0] if getattr(x, "shape", ()) else x  # auxiliary outputs may be strings
+        only = jax.tree.map(lambda x: jnp.asarray(x)[0] if getattr(x, "shape", ()) else x, (out, aux))
+        return only if has_aux else only[0]
 
     return of_one
 
@@ -177,14 +176,7 @@ def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
 
 
 def _summed(
-    function: Callable[..., Any],
-    argnums: Argnums,
-    selected: tuple[int, ...],
-    has_aux: bool,
-    axes: tuple[Axes, ...],
-    mode: str,
-    size: int,
-    options: Any,
+    function: Any, argnums: Argnums, selected: Any, has_aux: bool, axes: Any, mode: str, size: int, options: Any
 ) -> Callable[..., Any]:
     """Return a function of a batch that computes the Jacobians of all samples as one, by a sum over the samples.
 

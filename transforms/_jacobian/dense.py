@@ -14,10 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._calls.call import Call, check_complex, check_output
-from .._core.arguments import describe, leaf_name
+from .._core.arguments import Argnums, describe, leaf_name
 from .._core.compat import Tracer, inside_a_transform
 from .._core.weak_types import weak_like
 from .._vmap import vmap
+
+# From a number to that unit vector, as arrays.
+Basis = Callable[[Any], list[Any]]
 
 
 def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
@@ -28,21 +31,17 @@ def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[
         check_complex(api, out)
     inputs, treedef = jax.tree.flatten(call.primals)
 
-    def columns(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+    def columns(basis: Basis, size: int) -> list[Any]:
         def column(k: Any) -> list[Any]:
             return jax.tree.leaves(push(*jax.tree.unflatten(treedef, basis(k))))
 
         return map_slices(column, size, -1, chunk_size)
 
-    parts = by_array(inputs, columns, -1, chunk_size)
-    return (
-        out,
-        [
-            [weak_like(part[j].reshape(*jnp.shape(y), *jnp.shape(x)), y) for part, x in zip(parts, inputs, strict=True)]
-            for j, y in enumerate(jax.tree.leaves(out))
-        ],
-        rest,
-    )
+    blocks: list[list[Any]] = [[] for _ in jax.tree.leaves(out)]
+    for x, part in zip(inputs, by_array(inputs, columns, -1, chunk_size), strict=True):
+        for row, y, array in zip(blocks, jax.tree.leaves(out), part, strict=True):
+            row.append(weak_like(array.reshape(*jnp.shape(y), *jnp.shape(x)), y))
+    return out, blocks, rest
 
 
 def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tuple[Any, list[list[Any]], Any]:
@@ -55,7 +54,7 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
     # The gradients of integers (`allow_int`) are of dtype float0, which cannot be mapped; their blocks are zeros.
     inexact = [i for i, x in enumerate(inputs) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
-    def rows(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+    def rows(basis: Basis, size: int) -> list[Any]:
         def row(k: Any) -> list[Any]:
             found = jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
             return [found[i] for i in inexact]
@@ -76,11 +75,15 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
 DENSE = {"forward": by_columns, "reverse": by_rows}
 
 
+def in_form(argnums: Argnums, call: Call, arrays: list[Any]) -> Any:
+    """Arrange one value for each array of the primals as a gradient: a tuple for several `argnums`."""
+    trees = jax.tree.unflatten(jax.tree.structure(call.primals), arrays)
+    forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
+    return forms if isinstance(argnums, (tuple, list)) else forms[0]
+
+
 def by_array(
-    arrays: list[Any],
-    compute: Callable[[Callable[[Any], list[Any]], int], list[Any]],
-    axis: int,
-    chunk_size: int | None,
+    arrays: list[Any], compute: Callable[[Basis, int], list[Any]], axis: int, chunk_size: int | None
 ) -> list[list[Any]]:
     """Return for each of `arrays` the result of `compute` for the unit vectors of its space, stacked along `axis`.
 

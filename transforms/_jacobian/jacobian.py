@@ -13,7 +13,7 @@ from .._core.arguments import Argnums, check_argnums, check_callable, check_coun
 from .._core.memory import check_budget, chunk_within
 from ._sparse.compressed import sparse_evaluator
 from ._sparse.pattern import check_sparsity, has_symmetric_hessian
-from .dense import mesh_of
+from .dense import in_form, mesh_of
 from .mode import Evaluator, ModeChoice, choose_mode, dense_evaluator, in_cheaper_mode
 
 
@@ -264,14 +264,7 @@ def jacobian_of(
 
     def nest(call: Call, out: Any, blocks: list[list[Any]]) -> Any:
         """Arrange one block for each pair of an output and an input array in the structure of the result."""
-
-        def of_output(row: list[Any]) -> Any:
-            inputs = iter(row)
-            trees = [jax.tree.map(lambda _: next(inputs), primal) for primal in call.primals]
-            forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
-            return forms if isinstance(argnums, (tuple, list)) else forms[0]
-
-        return jax.tree.unflatten(jax.tree.structure(out), [of_output(row) for row in blocks])
+        return jax.tree.unflatten(jax.tree.structure(out), [in_form(argnums, call, row) for row in blocks])
 
     def sparse_of(call: Call, args: Any, kwargs: Any) -> tuple[Evaluator, ModeChoice]:
         # Symmetry is a property of the innermost function: its derivative rules must belong together.
@@ -299,7 +292,7 @@ def jacobian_of(
         def dense(mode: str) -> Any:
             return compute(call, dense_evaluator(api, call, mode, row_axis), args, kwargs)
 
-        with mesh_of((args, kwargs)):
+        with mesh_of((args, kwargs)):  # arrays may be sharded over explicit axes of a mesh that is not set
             if sparsity is not None:
                 found = compute(call, sparse_of(call, args, kwargs)[0], args, kwargs)
             else:
@@ -315,6 +308,7 @@ def jacobian_of(
         options |= {"holomorphic": holomorphic, "allow_int": allow_int}
         return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
+    # `jacfwd`, `jacrev` and `batch_jacobian` return a plain function, which has nothing to explain.
     wrapped: Any = wrap_like(fun, api, of_arguments, rebuild)
     if api in ("jacobian", "hessian"):
 

@@ -45,16 +45,20 @@ class ModeChoice(NamedTuple):
     colors: tuple[int, int] | None = None
 
 
+# From a transform's name, a call, and how many slices to compute at a time to the output, the blocks (for each array of
+# the output one for each array of the input), and the rest of the call.
+Compute = Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
+
+
 class Evaluator(NamedTuple):
     """A way to compute a Jacobian.
 
     Attributes:
-      compute: a function of a transform's name, a call, and how many slices to compute at a time, that returns the
-        output, the blocks (for each array of the output one for each array of the input), and the rest of the call.
+      compute: the function that computes it.
       slices: a function that returns how many columns, rows or products can be computed at a time.
     """
 
-    compute: Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
+    compute: Compute
     slices: Callable[[], int]
 
 
@@ -64,13 +68,9 @@ def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
     def fun(*primals: Any) -> Any:
         return call(*primals)[0]
 
-    def push(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(fun, primals, tangents)[1]
-
-    def pull(primals: Any, cotangents: Any) -> Any:
-        return jax.vjp(fun, *primals)[1](cotangents)
-
-    return push if mode == "forward" else pull
+    if mode == "forward":
+        return lambda primals, tangents: jax.jvp(fun, primals, tangents)[1]
+    return lambda primals, cotangents: jax.vjp(fun, *primals)[1](cotangents)
 
 
 def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
@@ -115,17 +115,15 @@ def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin:
       origin: as for `jacobian_of`.
     """
     choices = _choices(call, origin)
-    remembered = bool(choices)
-    if not remembered:
-        choices[:] = [_decide(api, call)]
-    mode = choices[0].mode
+    remembered = choices[:]
+    choices[:] = remembered or [_decide(api, call)]
     try:
-        return compute(mode)
+        return compute(choices[0].mode)
     except _NO_DERIVATIVE:
         if not remembered:
             raise
         choices[:] = [_decide(api, call)]
-        if choices[0].mode == mode:
+        if choices[0].mode == remembered[0].mode:
             raise
     return compute(choices[0].mode)
 

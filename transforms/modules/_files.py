@@ -131,7 +131,10 @@ def load_params(
     if transform is not None:
         check_callable("load_params", transform, "transform")
     expected = {name: outline(leaf) for name, leaf in _kept("load_params", model)}
-    _check_representable(expected)
+    # A module of `nnx.eval_shape` may ask for 64 bits, of which JAX would keep 32 without an error.
+    for name, (_, dtype) in expected.items():
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
     file = _path("load_params", path)
     # Everything is read and compared before the copy is made, so that an error changes nothing.
     with reading("load_params", file) as opened:
@@ -177,6 +180,7 @@ def _kept(api: str, model: Any) -> list[tuple[str, Any]]:
     for name, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (int, float, complex)):
             raise TypeError(f"{api}: `{name}` holds {describe(leaf)}, which is no array; make it a plain attribute.")
+    # A key outside of a random stream is left out as well: it has no dtype that the format knows.
     return [(name, leaf) for name, leaf in leaves.items() if not is_key(leaf)]
 
 
@@ -198,22 +202,15 @@ def _to_host(name: str, leaf: Any) -> np.ndarray:
     return np.asarray(leaf, dtype)
 
 
-def _check_representable(expected: Mapping[str, tuple[Any, Any]]) -> None:
-    # A module of `nnx.eval_shape` may ask for 64 bits where JAX would make 32 of them, without a word.
-    for name, (_, dtype) in expected.items():
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
-
-
 def _renamed(names: Iterable[str], rename: Any, file: Path) -> dict[str, str]:
     """Return by name in the module the name in the file, without arrays that are left out."""
+    # Sorted, so that of two names that would be one the same is named in the error each time.
     names = sorted(names)
     if isinstance(rename, Mapping):
         gone = [f"`{name}`" for name in rename if name not in names]
         if gone:
-            raise ValueError(
-                f"load_params: rename names what {file} does not have: {_some(gone)}; it has {_names(names)}."
-            )
+            has = _some([f"`{name}`" for name in names]) or "nothing"
+            raise ValueError(f"load_params: rename names what {file} does not have: {_some(gone)}; it has {has}.")
         new_name = {name: name for name in names} | dict(rename)
         renamed = [(name, new_name[name]) for name in names]
     elif rename is None or callable(rename):
@@ -264,7 +261,3 @@ def _some(items: list[str]) -> str:
     """Return the first items as text, and how many more there are."""
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(items[:_SHOWN]) + more
-
-
-def _names(names: list[str]) -> str:
-    return _some([f"`{name}`" for name in names]) or "nothing"

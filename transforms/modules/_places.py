@@ -68,6 +68,7 @@ def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
 def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
     """Return a copy of a module in which each variable is what `new` returns for it; a shared one stays shared."""
 
+    # `nnx.map` calls this once for a shared variable, with its first path.
     def replace(path: Path, x: Any) -> Any:
         found = new(path, x)
         return copied(found) if found is x else found
@@ -77,6 +78,7 @@ def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
 
 def copied(x: Any) -> Any:
     """Return a copy of a variable, or of an array outside of one, that shares nothing which can be changed in place."""
+    # Arrays of JAX are immutable, and so are shared; those of NumPy are not.
     value = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, _content(x))
     return x.copy(value) if isinstance(x, nnx.Variable) else value
 

@@ -68,15 +68,15 @@ def with_precision(
             if is_parameter(x):
                 _check_computed(dotted(path), x, holder(nodes, path)[1], kept)
         # Flax's layers read `dtype` in each call. A shared module is one object, which can have only one.
-        set_to: dict[int, Any] = {}
+        first: dict[int, Any] = {}
         for path, node in nodes.items():
             if not _takes_dtype(node) or _is_left(node, kept):
                 continue
             wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
-            if jnp.dtype(set_to.setdefault(id(node), wanted)) != jnp.dtype(wanted):
+            if jnp.dtype(first.setdefault(id(node), wanted)) != jnp.dtype(wanted):
                 raise ValueError(
                     f"with_precision: `{dotted(path)}` stands in several places, for which keep asks for "
-                    f"{jnp.dtype(set_to[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
+                    f"{jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
                 )
             node.dtype = wanted
         return copy
@@ -85,15 +85,12 @@ def with_precision(
 
 
 def _checked(dtype: Any, name: str) -> Any:
-    """A dtype of floating point as it was given, or what its name stands for."""
-    try:
-        found = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+    """Return a dtype as it was given, or the one of this name; raise if it is not of floating point."""
+    if dtype is None or not _is_floating(dtype):
         raise TypeError(
             f"with_precision: {name} must be of floating point, such as jnp.bfloat16, but got {describe(dtype)}."
         )
+    found = jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise ValueError(f"with_precision: {name} is {found}, which needs jax_enable_x64; enable it.")
     return found if isinstance(dtype, str) else dtype

@@ -87,7 +87,8 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         kind, name, trains = rule_for(layer, wanted), dotted(path[length:]), isinstance(x, nnx.Param)
         if kind is None:
             continue
-        held.setdefault(kind, {})[name] = trains or held.get(kind, {}).get(name, False)
+        of_kind = held.setdefault(kind, {})
+        of_kind[name] = trains or of_kind.get(name, False)
         if trains and name in wanted[kind]:
             at = [i for i in range(len(path)) if path[i] == "layer" and hasattr(type(nodes.get(path[:i])), _STACK)]
             value = x.get_raw_value()

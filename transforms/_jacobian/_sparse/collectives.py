@@ -16,19 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._core.compat import PERMUTES_AS_MESH
 from ..._core.jaxpr import CALLS, aval, bodies, called, interpret
 from .control_flow import ITERATIONS, branched, unrolled
-from .index_sets import (
-    UNKNOWN,
-    Deferred,
-    grouped,
-    is_set,
-    known,
-    matrix_at,
-    refuse_refs,
-    rows_of,
-    selected,
-    stacked,
-    united,
-)
+from .index_sets import UNKNOWN, Lazy, grouped, is_set, known, matrix_at, refuse_refs, rows_of, stacked, take, united
 
 # From an operation and its operands to its results, on one device.
 Visit = Callable[[JaxprEqn, list[Any]], list[Any]]
@@ -46,12 +34,14 @@ def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, without_rule: lis
     axes = {
         name: params["mesh"].shape[name] for name in params["mesh"].axis_names if name in params["newly_manual_axes"]
     }
+    # A device is its index along each of the mesh's axes that the program may name.
     devices = [dict(zip(axes, at, strict=True)) for at in np.ndindex(*axes.values())]
     given = [
         [_part(value, _block(aval(x).shape, spec, at, axes)) for at in devices]
         for x, value, spec in zip(eqn.invars, values, params["in_specs"], strict=True)
     ]
     found = _run(jaxpr, (), given, devices, visit, without_rule)
+    # Where a result is replicated, all devices have the same block, and any of them may have computed it: the union.
     results = []
     for x, parts, spec in zip(eqn.outvars, found, params["out_specs"], strict=True):
         blocks = [_block(aval(x).shape, spec, at, axes) for at in devices]
@@ -61,7 +51,7 @@ def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, without_rule: lis
             for part, block in zip(parts, blocks, strict=True)
             if is_set(part)
         ]
-        results.append(united(placed) if placed else Deferred(partial(_joined, x, parts, blocks)))
+        results.append(united(placed) if placed else Lazy(partial(_joined, x, parts, blocks)))
     return results
 
 
@@ -79,6 +69,7 @@ def _block(shape: tuple[int, ...], spec: Any, at: dict[str, int], axes: dict[str
     places = np.arange(math.prod(shape)).reshape(shape)
     for i, names in enumerate(spec):
         names = [name for name in (names if isinstance(names, tuple) else (names,)) if name in axes]
+        # Over several axes the blocks are numbered with the last axis fastest, as in a `PartitionSpec`.
         index, count = 0, 1
         for name in names:
             index, count = index * axes[name] + at[name], count * axes[name]
@@ -98,7 +89,7 @@ def _part(value: Any, block: np.ndarray) -> Any:
         found = known(value)
         return UNKNOWN if found is None else found.ravel()[block]
 
-    return Deferred(compute)
+    return Lazy(compute)
 
 
 def _joined(x: Any, parts: list[Any], blocks: list[np.ndarray]) -> Any:
@@ -129,6 +120,7 @@ def _run(
         name = eqn.primitive.name
         if name == "axis_index" and isinstance(eqn.params["axis_name"], str):
             return [[np.int32(at[eqn.params["axis_name"]]) for at in devices]]
+        # Only what communicates needs all devices in step; everything else is followed for each device on its own.
         if not communicates(eqn):
             found = [visit(eqn, [value[d] for value in values]) for d in range(len(devices))]
             return [list(x) for x in zip(*found, strict=True)]
@@ -144,7 +136,7 @@ def _run(
         refuse_refs(eqn)
         sets = [[rows_of(x, part, columns) for part in value] for x, value in zip(eqn.invars, values, strict=True)]
         out = _exchanged(eqn, sets, devices)
-        if out is None:
+        if out is None:  # every result depends on all operands of all devices
             without_rule.append(name)
             every = united([grouped(part, np.zeros(part.shape[0], int), 1) for value in sets for part in value])
             out = [[every[np.zeros(math.prod(aval(x).shape), int)]] * len(devices) for x in eqn.outvars]
@@ -179,7 +171,7 @@ def _exchanged(eqn: JaxprEqn, sets: list[list[Any]], devices: list[dict[str, int
         me = group.index(d)
         if name == "ppermute":
             source = [group[a] for a, b in params["perm"] if b == me]
-            found.append(parts[source[0]] if source else parts[d] * False)
+            found.append(parts[source[0]] if source else parts[d] * False)  # a device that nobody sends to gets zeros
         elif name in _GATHERS:
             all_places = [places + k * places.size for k in range(len(group))]
             join = np.concatenate if params["tiled"] else np.stack
@@ -187,7 +179,7 @@ def _exchanged(eqn: JaxprEqn, sets: list[list[Any]], devices: list[dict[str, int
         elif name in _SCATTERS:
             axis = params["scatter_dimension"]
             mine = np.split(places, len(group), axis)[me].reshape(out)
-            found.append(united([selected(parts[k], mine) for k in group]))
+            found.append(united([take(parts[k], mine) for k in group]))
         elif name == "all_to_all":
             cuts = [np.split(places + k * places.size, len(group), params["split_axis"])[me] for k in range(len(group))]
             if not params["tiled"]:

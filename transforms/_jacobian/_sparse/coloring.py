@@ -38,11 +38,6 @@ class Coloring(NamedTuple):
     product: np.ndarray
     place: np.ndarray
 
-    @property
-    def cost(self) -> float:
-        """The cost of the products, in products in forward mode."""
-        return cost(*self.counts)
-
 
 def cost(forward: int, reverse: int) -> float:
     """Return the cost of some products in forward and in reverse mode, in products in forward mode."""
@@ -57,11 +52,11 @@ def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
     """
     best: Coloring | None = None
     for least, forward in sorted(_splits(pattern, modes), key=lambda split: split[0]):
-        if best is not None and least >= best.cost:  # sorted by this bound: no later split can be cheaper
+        if best is not None and least >= cost(*best.counts):  # sorted by this bound: no later split can be cheaper
             break
         columns, count = _colors(api, pattern.rows[forward], pattern.cols[forward], pattern.shape)
         rows, number = _colors(api, pattern.cols[~forward], pattern.rows[~forward], pattern.shape[::-1])
-        if best is None or cost(count, number) < best.cost:
+        if best is None or cost(count, number) < cost(*best.counts):
             product = np.where(forward, columns[pattern.cols], rows[pattern.rows])
             place = np.where(forward, pattern.rows, pattern.cols)
             best = Coloring(columns, rows, (count, number), forward, product, place)

@@ -16,7 +16,7 @@ from ..._calls.call import Call, check_output
 from ..._core.compat import NeedsValues
 from ..._core.memory import lower_apart
 from ..dense import check_real, map_slices, sharded_like, sizes_of, unsharded
-from ..mode import DECISIVE, Evaluator, ModeChoice, choose_mode, dense_evaluator, output_shapes, possible_modes
+from ..mode import DECISIVE, Compute, Evaluator, ModeChoice, choose_mode, dense_evaluator, output_shapes, possible_modes
 from .coloring import Coloring, coloring_of, cost, symmetric_coloring_of
 from .pattern import (
     Entries,
@@ -89,7 +89,7 @@ def sparse_evaluator(
     # A dense Jacobian costs a product for each input (forward) or each output (reverse); where the colours are far
     # fewer, there is no need to lower both programs to compare them.
     alone = {"forward": cost(shape[1], 0), "reverse": cost(0, shape[0])}
-    if DECISIVE * coloring.cost <= min(alone[mode] for mode in modes):
+    if DECISIVE * cost(*count) <= min(alone[mode] for mode in modes):
         return evaluator
     other = dense(pattern, f"XLA counts fewer operations and bytes than for {sum(count)} products")
     try:
@@ -106,8 +106,8 @@ def _work(api: str, call: Call, evaluator: Evaluator) -> float:
 
 def _sparse(
     pattern: Pattern,
-    entries_of: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
-    check: Callable[[str, Call, Any, Pattern, Entries], None] | None,
+    entries_of: Compute,
+    check: Callable[..., None] | None,
     api: str,
     call: Call,
     chunk_size: int | None,
@@ -133,11 +133,7 @@ def _sparse(
 
 
 def _of_dense(
-    pattern: Pattern,
-    compute: Callable[[str, Call, int | None], tuple[Any, Entries, Any]],
-    api: str,
-    call: Call,
-    chunk_size: int | None,
+    pattern: Pattern, compute: Compute, api: str, call: Call, chunk_size: int | None
 ) -> tuple[Any, Entries, Any]:
     """Return the output, the entries of a pattern read from the dense Jacobian, and the rest of the call."""
     out, dense, rest = compute(api, call, chunk_size)
@@ -173,28 +169,30 @@ def _of_products(
         check_real(api, out)
     inputs, treedef = jax.tree.flatten(call.primals)
     outputs, form = jax.tree.flatten(out)
-    # By direction, True for forward: the products, one in a row, and where the arrays start along each of them.
-    sums = {
-        True: _products(
-            lambda seed: push(*jax.tree.unflatten(treedef, seed)), inputs, coloring.columns, count, chunk_size
-        ),
-        False: _products(lambda seed: pull(jax.tree.unflatten(form, seed)), outputs, coloring.rows, number, chunk_size),
-    }
-    starts = {True: starts_of(outputs), False: starts_of(inputs)}
+
+    def pushed(seed: list[Any]) -> Any:
+        return push(*jax.tree.unflatten(treedef, seed))
+
+    def pulled(seed: list[Any]) -> Any:
+        return pull(jax.tree.unflatten(form, seed))
+
+    # One matrix for each array of the output and then of the input, with a product in each row, and where each of these
+    # arrays starts: entries of products in reverse mode are numbered after all of those in forward mode.
+    matrices = _products(pushed, inputs, coloring.columns, count, chunk_size) or [None] * len(outputs)
+    matrices = [*matrices, *_products(pulled, outputs, coloring.rows, number, chunk_size)]
+    starts = starts_of([*outputs, *inputs])
+    places = coloring.place + np.where(coloring.forward, 0, starts[len(outputs)])
 
     def read(chosen: np.ndarray, dtype: Any) -> jax.Array:
         """Return these entries, each from the product and the array of it that hold it."""
         if not len(chosen):
             return jnp.zeros(0, dtype)
         parts, order = [], []
-        for forward in (True, False):
-            ours = chosen[coloring.forward[chosen] == forward]
-            array = np.searchsorted(starts[forward], coloring.place[ours], "right") - 1
-            for k in np.flatnonzero(np.bincount(array)):
-                these = ours[array == k]
-                product, place = coloring.product[these], coloring.place[these] - starts[forward][k]
-                parts.append((sums[forward][k], product, place))
-                order.append(these)
+        array = np.searchsorted(starts, places[chosen], "right") - 1
+        for k in np.flatnonzero(np.bincount(array)):
+            these = chosen[array == k]
+            parts.append((matrices[k], coloring.product[these], places[these] - starts[k]))
+            order.append(these)
         positions = np.argsort(np.concatenate(order)) if len(parts) > 1 else None
         return _gather_entries(parts, positions, dtype=np.dtype(dtype))
 

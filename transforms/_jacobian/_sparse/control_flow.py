@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.compat import scan_counts
 from ..._core.jaxpr import aval
-from .index_sets import UNKNOWN, Deferred, is_set, known, rows_of, stacked, united
+from .index_sets import UNKNOWN, Lazy, is_set, known, rows_of, stacked, united
 
 # Loops of up to so many iterations are followed one by one, with the values that are known in each.
 ITERATIONS = 32
@@ -26,6 +26,7 @@ Run = Callable[[Jaxpr, Sequence[Any], list[list[Any]]], list[list[Any]]]
 def branched(eqn: JaxprEqn, values: list[list[Any]], run: Run) -> list[list[Any]]:
     """Return the union over the branches that some device may take: all of them where the index is not known."""
     branches, which = eqn.params["branches"], [known(x) for x in values[0]]
+    # An index out of range is clamped, as `lax.switch` does it.
     sure = [int(np.clip(x, 0, len(branches) - 1)) for x in which if x is not None]
     if len(sure) == len(which):
         branches = [branches[i] for i in set(sure)]
@@ -61,6 +62,7 @@ def iterated(
     for i in range(length)[:: -1 if eqn.params["reverse"] else 1]:
         found = body(carry, i)
         carry, outs[i] = found[:carries], found[carries:]
+    # Outputs are stacked in the order of the iterations' numbers, also where a reversed scan runs them backwards.
     collected = [
         [_collected(x, [outs[i][k][device] for i in range(length)]) for device in range(len(values[0]))]
         for k, x in enumerate(eqn.params["jaxpr"].jaxpr.outvars[carries:])
@@ -78,7 +80,7 @@ def _slice(x: Any, value: Any, i: int) -> Any:
         found = known(value)
         return UNKNOWN if found is None else found[i]
 
-    return UNKNOWN if value is UNKNOWN else Deferred(compute)
+    return UNKNOWN if value is UNKNOWN else Lazy(compute)
 
 
 def _collected(x: Any, parts: list[Any]) -> Any:

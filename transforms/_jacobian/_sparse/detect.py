@@ -22,7 +22,7 @@ from ..._core.jaxpr import CALLS, IDENTITIES, aval, bodies, called, evaluate, ho
 from .collectives import communicates, on_devices
 from .control_flow import ITERATIONS, branched, iterated, unrolled
 from .fallback_rules import program_of, sets_by_batches
-from .index_sets import UNKNOWN, Deferred, PartlyKnown, is_set, known, refuse_refs, rows_of, stacked, unit_sets
+from .index_sets import UNKNOWN, Lazy, PartlyKnown, is_set, known, refuse_refs, rows_of, stacked, unit_sets
 from .indexing import evaluated_partly, may_be_partly_known
 from .primitive_rules import sets_of_results
 
@@ -118,8 +118,8 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
             # An index along an axis of a `vmap` around the trace; a value that a `shard_map` divides over further axes.
             return nothing
 
-    def number(i: int) -> Deferred:
-        return Deferred(lambda: compute()[i])
+    def number(i: int) -> Lazy:
+        return Lazy(lambda: compute()[i])
 
     return [number(i) for i in range(len(eqn.outvars))]
 
@@ -132,8 +132,7 @@ def _always_the_same(eqn: JaxprEqn) -> bool:
 
 def _operand(value: Any) -> Any:
     """Return a known value as an array of NumPy: the type of one of JAX has a mesh, which may not be the one around."""
-    if isinstance(value, Deferred):
-        value = value.value()
+    value = value.value() if isinstance(value, Lazy) else value
     found = known(value)
     return value if found is None else found
 

@@ -125,8 +125,7 @@ def _bcoo_product(data: Any, indices: Any, other: Any, *, dimension_numbers: Any
     met = [coordinates[d] for d in (*batch, *contracted)]
     found = rows.at[tuple(met)].get(mode="fill", fill_value=0) if met else rows[None]
     terms = data.reshape(-1, *(1,) * len(free)) * found
-    kept = [d for d in range(len(shape)) if d not in (*batch, *contracted)]
-    to = [*batch, *kept]
+    to = [*batch, *(d for d in range(len(shape)) if d not in (*batch, *contracted))]
     if not to:
         return terms.sum(0)
     out = jnp.zeros((*(shape[d] for d in to), *(other.shape[d] for d in free)), terms.dtype)

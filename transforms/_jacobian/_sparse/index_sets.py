@@ -2,7 +2,7 @@
 
 The sets of an array are the rows of a sparse matrix of booleans: entry (i, k) says that its number i, counted in C
 order, depends on input k. An operation that moves or adds numbers is a product with another such matrix. A value that
-depends on no input is known (an array), computed on demand (`Deferred`), partly known, or `UNKNOWN`.
+depends on no input is known (an array), computed on demand (`Lazy`), partly known, or `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def unit_sets(sizes: Sequence[int]) -> tuple[list[Any], int]:
     ], columns
 
 
-class Deferred:
+class Lazy:
     """A value that depends on constants only, computed once, when a rule asks for it."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
@@ -61,8 +61,7 @@ class PartlyKnown(NamedTuple):
 
 def known(value: Any) -> np.ndarray | None:
     """Return a value as an array, or None if some of it is not known."""
-    if isinstance(value, Deferred):
-        value = value.value()
+    value = value.value() if isinstance(value, Lazy) else value
     if value is UNKNOWN or is_set(value) or isinstance(value, (Tracer, PartlyKnown)) or is_key(value):
         return None
     return np.asarray(value)
@@ -70,14 +69,11 @@ def known(value: Any) -> np.ndarray | None:
 
 def partly_known(value: Any, x: Any) -> PartlyKnown:
     """Return what is known of a value with the shape and dtype of `x`."""
-    if isinstance(value, Deferred):
-        value = value.value()
+    value = value.value() if isinstance(value, Lazy) else value
     if isinstance(value, PartlyKnown):
         return value
     found, shape = known(value), aval(x).shape
-    if found is None:
-        return PartlyKnown(np.zeros(shape, aval(x).dtype), np.zeros(shape, bool))
-    return PartlyKnown(found, np.ones(shape, bool))
+    return PartlyKnown(np.zeros(shape, aval(x).dtype) if found is None else found, np.full(shape, found is not None))
 
 
 def places_of(x: Any) -> np.ndarray:
@@ -100,11 +96,11 @@ def stacked(parts: Sequence[Any]) -> Any:
     return vstack(parts, format="csr")
 
 
-def selected(sets: Any, places: np.ndarray) -> Any:
+def take(sets: Any, places: np.ndarray) -> Any:
     """Return the sets at these flat indices, empty ones where an index is negative."""
     places = places.ravel()
     found = np.flatnonzero(places >= 0)
-    if len(found) == len(places):
+    if len(found) == len(places):  # indexing is quicker than the product below, which can leave rows empty
         return sets[places]
     return matrix_at(found, places[found], (len(places), sets.shape[0])) @ sets
 
@@ -112,7 +108,7 @@ def selected(sets: Any, places: np.ndarray) -> Any:
 def united(sets: Sequence[Any]) -> Any:
     """Return the union of the sets of arrays of one size; `UNKNOWN` if none of them is a set."""
     found = [x for x in sets if is_set(x)]
-    return sum(found[1:], start=found[0]) if found else UNKNOWN
+    return sum(found[1:], start=found[0]) if found else UNKNOWN  # a sum of booleans is their logical or
 
 
 def grouped(sets: Any, groups: np.ndarray, size: int) -> Any:
@@ -122,6 +118,7 @@ def grouped(sets: Any, groups: np.ndarray, size: int) -> Any:
 
 def cells_of(shape: Sequence[int], axes: Sequence[int]) -> np.ndarray:
     """Return for each number of an array its flat index along these axes alone, counted in their order."""
+    # Numbered over `axes` in their order, then transposed to the array's order, and broadcast along all other axes.
     sizes = [shape[i] for i in axes]
     places = np.arange(math.prod(sizes)).reshape(sizes).transpose(np.argsort(axes))
     return np.broadcast_to(places.reshape([n if i in axes else 1 for i, n in enumerate(shape)]), shape)
@@ -136,6 +133,7 @@ def mixed(eqn: JaxprEqn, values: list[Any], operands: Sequence[Any], results: Se
       operands: for each operand these axes; None for one of which every result depends on all numbers.
       results: for each result these axes, in the same order.
     """
+    # The union of the operands' sets in each cell of these axes, then spread over all numbers of that cell.
     sizes = [aval(eqn.outvars[0]).shape[i] for i in results[0]]
     count, found = math.prod(sizes), []
     for x, value, axes in zip(eqn.invars, values, operands, strict=True):

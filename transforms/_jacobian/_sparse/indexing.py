@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..._core.jaxpr import ELEMENTWISE, aval, evaluate
-from .index_sets import PartlyKnown, cells_of, grouped, is_set, matrix_at, partly_known, selected, united
+from .index_sets import PartlyKnown, cells_of, grouped, is_set, matrix_at, partly_known, take, united
 
 # Operations each result of which is a number of an operand, at an index that depends on no operand.
 PLACED = frozenset(
@@ -66,7 +66,7 @@ def gathered(eqn: JaxprEqn, values: list[Any]) -> Any:
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     where, cells = _cells(partly_known(values[1], eqn.invars[1]), numbers.start_index_map, sizes, shape)
     found = _gather(cells, where, numbers, sizes, params["mode"])
-    return selected(grouped(values[0], cells.ravel(), cells.size), found)
+    return take(grouped(values[0], cells.ravel(), cells.size), found)
 
 
 def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
@@ -105,7 +105,7 @@ def sliced(eqn: JaxprEqn, values: list[Any]) -> Any:
     if any(map(is_set, values[1:])):
         return None
     starts, cells = _starts(eqn, values, 1, eqn.params["slice_sizes"])
-    return selected(grouped(values[0], cells.ravel(), cells.size), _slice(cells, starts, eqn.params["slice_sizes"]))
+    return take(grouped(values[0], cells.ravel(), cells.size), _slice(cells, starts, eqn.params["slice_sizes"]))
 
 
 def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
@@ -159,7 +159,7 @@ def _replaced(operand: Any, places: np.ndarray) -> Any:
     """Return an array's sets without those at these flat indices."""
     kept = np.arange(operand.shape[0])
     kept[places[places >= 0]] = -1
-    return selected(operand, kept)
+    return take(operand, kept)
 
 
 def _put(operand: Any, updates: Any, to: np.ndarray, cells: np.ndarray) -> Any:

@@ -44,6 +44,7 @@ class UnknownPattern(Exception):
 
 def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:
     """Return the pattern with entries at these places, which may come in any order, and more than once."""
+    # In 64 bits: the product of both sizes may be beyond 32. Entries that are sorted already are the usual case.
     flat = np.asarray(rows, np.int64) * shape[1] + np.asarray(cols, np.int64)
     if not (flat[1:] > flat[:-1]).all():
         flat = np.sort(flat)
@@ -62,6 +63,7 @@ def blocks_of(
 ) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
     """Yield for each pair of an output array and an input array: both indices, which entries are theirs, and where."""
     row, col = starts_of(outputs), starts_of(inputs)
+    # Rows are sorted, so the entries of an output array are contiguous; those of an input array are not.
     borders = np.searchsorted(pattern.rows, row)
     for j in range(len(outputs)):
         within = np.arange(borders[j], borders[j + 1])
@@ -117,6 +119,7 @@ def _check_pattern(api: str, given: Any) -> None:
         )
 
 
+# By name, so that neither library is imported for a pattern of another type.
 def _is_bcoo(x: Any) -> bool:
     return type(x).__name__ == "BCOO" and hasattr(x, "n_batch")
 
@@ -189,8 +192,7 @@ def _entries(
         flat = np.stack(given.tocoo().coords, 1).astype(np.int64) @ strides_of(given.shape)
     else:
         flat = np.flatnonzero(np.asarray(given))
-    rows, cols = np.divmod(flat, max(1, size[1]))
-    return rows, cols
+    return np.divmod(flat, max(1, size[1]))
 
 
 def found_pattern(api: str, call: Call, mode: str) -> Pattern:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..._core.jaxpr import ELEMENTWISE, IDENTITIES, aval, evaluate
-from .index_sets import PAIRS, grouped, is_set, known, matrix_at, mixed, places_of, selected, stacked, united
+from .index_sets import PAIRS, grouped, is_set, known, matrix_at, mixed, places_of, stacked, take, united
 from .indexing import PLACED, gathered, scattered, sliced, updated
 from .windows import convolved, scattered_from_windows, windowed
 
@@ -46,7 +46,7 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Return the sets of an operation that moves numbers, which is done to the flat indices of these instead."""
     name, params = eqn.primitive.name, eqn.params
     # Indices into `table`, which has the sets of one operand after another; -1 for numbers of an operand without sets.
-    # They are moved by NumPy, as an operation of JAX would be compiled for each shape.
+    # NumPy moves them, since JAX would compile each operation for each shape.
     places, start = [], 0
     for x, value in zip(eqn.invars, values, strict=True):
         places.append(places_of(x) + start if is_set(value) else np.full(aval(x).shape, -1))
@@ -83,7 +83,7 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.ensure_compile_time_eval():
             out = [np.asarray(x) for x in evaluate(eqn, *(jnp.asarray(x, np.int32) for x in places))]
     table = stacked([value for value in values if is_set(value)])
-    return [selected(table, x) for x in out]
+    return [take(table, x) for x in out]
 
 
 def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
@@ -118,9 +118,7 @@ def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
         factor = known(values[1 if is_set(values[0]) else 0])
         if factor is not None and not factor.all():
             places = np.arange(found.shape[0])
-            return selected(
-                found, np.where(np.broadcast_to(factor, aval(eqn.outvars[0]).shape).ravel() != 0, places, -1)
-            )
+            return take(found, np.where(np.broadcast_to(factor, aval(eqn.outvars[0]).shape).ravel() != 0, places, -1))
     return found
 
 

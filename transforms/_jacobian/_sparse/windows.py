@@ -27,18 +27,9 @@ def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
         places_of(x).transpose(spec) for x, spec in zip((eqn.invars[0], eqn.outvars[0]), numbers[::2], strict=True)
     )
     kernel = [aval(eqn.invars[1]).shape[i] for i in numbers[1]]
-    axes = [
-        _windows_along(size, window, stride, padding, base, dilation)
-        for size, window, stride, padding, base, dilation in zip(
-            places.shape[2:],
-            kernel[2:],
-            params["window_strides"],
-            params["padding"],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
-    ]
+    options = [params[key] for key in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
+    axes = list(map(_windows_along, places.shape[2:], kernel[2:], *options))
+    # All pairs of a window and a number in it, over all spatial axes: the output, the input and the weight of each.
     to, source, within = _over_all_axes(axes, (out.shape[2:], places.shape[2:], tuple(kernel[2:])))
     outputs, channels, batch, area = kernel[0], kernel[1], out.shape[0], math.prod(out.shape[2:])
     weights = known(values[1])
@@ -50,6 +41,7 @@ def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
     places = places.reshape(*places.shape[:2], -1)
     rows, cols = [], []
     for group in range(groups):
+        # The slice of input channels, or of the batch, that the group's first output channel reads.
         first = group * outputs // groups
         part = first * params["feature_group_count"] // outputs
         batches = np.arange(batch) + batch * (first * params["batch_group_count"] // outputs)
