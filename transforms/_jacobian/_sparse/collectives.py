@@ -16,7 +16,21 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._core.compat import PERMUTES_AS_MESH
 from ..._core.jaxpr import CALLS, aval, bodies, called, interpret
 from .control_flow import ITERATIONS, branched, unrolled
-from .index_sets import UNKNOWN, Lazy, grouped, is_set, known, matrix_at, refuse_refs, rows_of, stacked, take, united
+from .index_sets import (
+    UNKNOWN,
+    Lazy,
+    grouped,
+    is_set,
+    known,
+    matrix_at,
+    part_of,
+    places_of,
+    refuse_refs,
+    rows_of,
+    stacked,
+    take,
+    united,
+)
 
 # From an operation and its operands to its results, on one device.
 Visit = Callable[[JaxprEqn, list[Any]], list[Any]]
@@ -37,14 +51,14 @@ def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, without_rule: lis
     # A device is its index along each of the mesh's axes that the program may name.
     devices = [dict(zip(axes, at, strict=True)) for at in np.ndindex(*axes.values())]
     given = [
-        [_part(value, _block(aval(x).shape, spec, at, axes)) for at in devices]
+        [part_of(value, _block(x, spec, at, axes)) for at in devices]
         for x, value, spec in zip(eqn.invars, values, params["in_specs"], strict=True)
     ]
     found = _run(jaxpr, (), given, devices, visit, without_rule)
     # Where a result is replicated, all devices have the same block, and any of them may have computed it: the union.
     results = []
     for x, parts, spec in zip(eqn.outvars, found, params["out_specs"], strict=True):
-        blocks = [_block(aval(x).shape, spec, at, axes) for at in devices]
+        blocks = [_block(x, spec, at, axes) for at in devices]
         size = math.prod(aval(x).shape)
         placed = [
             matrix_at(block, np.arange(block.size), (size, block.size)) @ part
@@ -64,32 +78,18 @@ def communicates(eqn: JaxprEqn) -> bool:
     return any(communicates(inner) for body in bodies(eqn) for inner in body.eqns)
 
 
-def _block(shape: tuple[int, ...], spec: Any, at: dict[str, int], axes: dict[str, int]) -> np.ndarray:
+def _block(x: Any, spec: Any, at: dict[str, int], axes: dict[str, int]) -> np.ndarray:
     """Return the flat indices of the numbers of an array that a device has."""
-    places = np.arange(math.prod(shape)).reshape(shape)
+    places = places_of(x)
     for i, names in enumerate(spec):
         names = [name for name in (names if isinstance(names, tuple) else (names,)) if name in axes]
         # Over several axes the blocks are numbered with the last axis fastest, as in a `PartitionSpec`.
         index, count = 0, 1
         for name in names:
             index, count = index * axes[name] + at[name], count * axes[name]
-        size = shape[i] // count
+        size = places.shape[i] // count
         places = places.take(np.arange(index * size, (index + 1) * size), i)
     return places
-
-
-def _part(value: Any, block: np.ndarray) -> Any:
-    """Return the sets, or the known value, of a device's block of an array."""
-    if is_set(value):
-        return value[block.ravel()]
-    if value is UNKNOWN:
-        return value
-
-    def compute() -> Any:
-        found = known(value)
-        return UNKNOWN if found is None else found.ravel()[block]
-
-    return Lazy(compute)
 
 
 def _joined(x: Any, parts: list[Any], blocks: list[np.ndarray]) -> Any:

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.compat import scan_counts
 from ..._core.jaxpr import aval
-from .index_sets import UNKNOWN, Lazy, is_set, known, rows_of, stacked, united
+from .index_sets import UNKNOWN, is_set, known, part_of, places_of, rows_of, stacked, united
 
 # Loops of up to so many iterations are followed one by one, with the values that are known in each.
 ITERATIONS = 32
@@ -41,7 +41,7 @@ def unrolled(eqn: JaxprEqn, values: list[list[Any]], run: Run) -> list[list[Any]
     sliced = list(zip(closed.jaxpr.invars, values, strict=True))[consts + carries :]
 
     def body(carry: list[list[Any]], i: int) -> list[list[Any]]:
-        xs = [[_slice(x, part, i) for part in value] for x, value in sliced]
+        xs = [[slice_of(x, part, i) for part in value] for x, value in sliced]
         return run(closed.jaxpr, closed.consts, [*values[:consts], *carry, *xs])
 
     return iterated(eqn, values, body)
@@ -70,17 +70,9 @@ def iterated(
     return [*carry, *collected]
 
 
-def _slice(x: Any, value: Any, i: int) -> Any:
+def slice_of(x: Any, value: Any, i: int) -> Any:
     """Return the slice of an array that iteration `i` sees as the variable `x` of the body."""
-    if is_set(value):
-        size = math.prod(aval(x).shape)
-        return value[i * size : (i + 1) * size]
-
-    def compute() -> Any:
-        found = known(value)
-        return UNKNOWN if found is None else found[i]
-
-    return UNKNOWN if value is UNKNOWN else Lazy(compute)
+    return part_of(value, places_of(x) + i * math.prod(aval(x).shape))
 
 
 def _collected(x: Any, parts: list[Any]) -> Any:

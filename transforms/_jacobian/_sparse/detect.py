@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._core.compat import Tracer, scan_counts
 from ..._core.jaxpr import CALLS, IDENTITIES, aval, bodies, called, evaluate, holds_refs, interpret
 from .collectives import communicates, on_devices
-from .control_flow import ITERATIONS, branched, iterated, unrolled
+from .control_flow import ITERATIONS, branched, iterated, slice_of, unrolled
 from .fallback_rules import program_of, sets_by_batches
 from .index_sets import UNKNOWN, Lazy, PartlyKnown, is_set, known, refuse_refs, rows_of, stacked, unit_sets
 from .indexing import evaluated_partly, may_be_partly_known
@@ -187,19 +187,10 @@ def _scanned(eqn: JaxprEqn, values: list[Any], without_rule: list[str]) -> list[
     has, found = _body(closed, values, slice(consts, consts + carries), without_rule)
 
     def body(carry: list[list[Any]], i: int) -> list[list[Any]]:
-        rows = []
-        for k, (x, flag) in enumerate(zip(variables, has, strict=True)):
-            size = math.prod(aval(x).shape)
-            if not flag:
-                continue
-            if k < consts:
-                rows.append(values[k])
-            elif k < consts + carries:
-                rows.append(rows_of(x, carry[k - consts][0], columns))
-            else:
-                rows.append(values[k][i * size : (i + 1) * size])
+        xs = [slice_of(x, value, i) for x, value in list(zip(variables, values, strict=True))[consts + carries :]]
+        operands = [*values[:consts], *(value for (value,) in carry), *xs]
         # `found` is in terms of the body's operands, `table` these in terms of the inputs asked about.
-        table = stacked(rows)
+        table = stacked([rows_of(x, v, columns) for x, v, flag in zip(variables, operands, has, strict=True) if flag])
         return [[out @ table if is_set(out) else UNKNOWN] for out in found]
 
     return [out for (out,) in iterated(eqn, [[value] for value in values], body)]
@@ -214,10 +205,9 @@ def _repeated(eqn: JaxprEqn, values: list[Any], without_rule: list[str]) -> list
         return [UNKNOWN] * len(eqn.outvars)
     has, found = _body(closed, values, slice(consts, len(values)), without_rule)
     variables = closed.jaxpr.invars
-    fixed = [value for value, flag in zip(values[:consts], has, strict=False) if flag]
     now = [rows_of(x, v, columns) for x, v in zip(variables[consts:], values[consts:], strict=True)]
     while True:
-        table = stacked([*fixed, *(x for x, flag in zip(now, has[consts:], strict=True) if flag)])
+        table = stacked([x for x, flag in zip([*values[:consts], *now], has, strict=True) if flag])
         after = [old + out @ table if is_set(out) else old for old, out in zip(now, found, strict=True)]
         if all(new.nnz == old.nnz for new, old in zip(after, now, strict=True)):
             return after

@@ -105,6 +105,18 @@ def take(sets: Any, places: np.ndarray) -> Any:
     return matrix_at(found, places[found], (len(places), sets.shape[0])) @ sets
 
 
+def part_of(value: Any, places: np.ndarray) -> Any:
+    """Return the sets at these flat indices, or the known value there, in the shape of `places`."""
+    if is_set(value):
+        return value[places.ravel()]
+
+    def compute() -> Any:
+        found = known(value)
+        return UNKNOWN if found is None else found.ravel()[places]
+
+    return UNKNOWN if value is UNKNOWN else Lazy(compute)
+
+
 def united(sets: Sequence[Any]) -> Any:
     """Return the union of the sets of arrays of one size; `UNKNOWN` if none of them is a set."""
     found = [x for x in sets if is_set(x)]
