@@ -133,7 +133,7 @@ def batch_jacobian(
         return summed(owner, args, kwargs)
 
     def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
-        options = {"in_axes": in_axes, "rows": rows, "mode": mode, "check": check, **limits, **kinds}
+        options: Any = {"in_axes": in_axes, "rows": rows, "mode": mode, "check": check, **limits, **kinds}
         return batch_jacobian(fun, argnums, has_aux, **options)
 
     return wrap_like(fun, "batch_jacobian", of_batch, rebuild)
@@ -180,11 +180,11 @@ def _summed(
 ) -> Callable[..., Any]:
     """Return a function of a batch that computes the Jacobians of all samples as one, by a sum over the samples.
 
-    With f_b the output of sample b, which depends on x_b alone, the derivatives by one shift s that is added to every
-    sample are those by each sample:
+    With f_b the output of sample b, which depends on x_b alone, derivatives by shifts s of the samples are those by the
+    samples, and one pass over the batch gives them for all b:
 
-        d f_b(x_b + s) / ds = d f_b / d x_b             forward mode: one tangent for the whole batch
-        d sum_b f_b(x_b + s_b) / d s_b = d f_b / d x_b  reverse mode: one cotangent for the whole batch
+        d f_b(x_b + s) / ds = d f_b / d x_b             forward mode: a tangent for each number of one sample's input
+        d sum_c f_c(x_c + s_c) / d s_b = d f_b / d x_b  reverse mode: a cotangent for each number of its output
     """
 
     def moved(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
@@ -208,6 +208,8 @@ def _summed(
         return (total, aux) if has_aux else total
 
     def jacobians(owner: Any, args: Any, kwargs: Any) -> Any:
+        """Return the Jacobians by the shifts at zero, in the form for `argnums`."""
+
         def no_shifts(i: int) -> Any:
             leaves, treedef = jax.tree.flatten(args[i])
             pairs = zip(leaves, broadcast_axes(axes[i], args[i]), strict=True)

@@ -83,7 +83,7 @@ def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
         product = jax.vmap(partial(product_in(mode, call), call.primals))
         try:
             jax.eval_shape(product, jax.tree.map(_batch_of_one, vectors))
-        except NeedsValues:  # a branch on values is no reason against a mode
+        except NeedsValues:  # whether the branch that is taken has a derivative shows later
             modes.append(mode)
         except _NO_DERIVATIVE as error:
             errors.append(error)

@@ -158,7 +158,7 @@ def load_params(
 
 
 def _check_model(api: str, model: Any, instead: str) -> None:
-    """Raise if a model is not one module; `instead` begins what an ensemble is told."""
+    """Raise if a model is not one module; for an ensemble the error names the function to use `instead`."""
     if is_members(model):
         raise TypeError(f"{api}: model must be one module, but got an ensemble; {instead} those, or take one member.")
     check_module(api, model)

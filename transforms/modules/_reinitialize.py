@@ -174,6 +174,7 @@ def _drawn(
 
 
 def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return what an initializer draws; raise if it is not one, or if the shape or dtype is wrong."""
     try:
         found = initializer(key, shape, dtype)
     except TypeError as error:

@@ -117,6 +117,7 @@ def _run(
         return _run(jaxpr, consts, args, devices, visit, without_rule)
 
     def visit_all(eqn: JaxprEqn, values: list[list[Any]]) -> list[Any]:
+        """Return the results of an operation on every device."""
         name = eqn.primitive.name
         if name == "axis_index" and isinstance(eqn.params["axis_name"], str):
             return [[np.int32(at[eqn.params["axis_name"]]) for at in devices]]

@@ -1,6 +1,6 @@
 """Dependence: the numbers of its arguments that the results of a program depend on, followed through its operations.
 
-The program is that of a derivative, from tangents (or cotangents) to others. Beside each value goes its index sets.
+The program is that of a derivative, from tangents (or cotangents) to others. With each value go its index sets.
 Values that depend on constants only are computed by JAX itself, as zeros among them remove entries. The results of an
 operation without a rule are taken to depend on all of its operands: an entry too many costs time, one too few makes a
 wrong number.
@@ -106,6 +106,7 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     # Computed when a rule asks for the value, which for most constants is never.
     @cache
     def compute() -> list[Any]:
+        """Evaluate the operation as far as its operands are known, `UNKNOWN` where it may differ from run to run."""
         operands = [_operand(value) for value in values]
         some = any(operand is UNKNOWN or isinstance(operand, PartlyKnown) for operand in operands)
         if (some and not may_be_partly_known(eqn)) or not _always_the_same(eqn):

@@ -39,7 +39,7 @@ class Pattern(NamedTuple):
 
 
 class UnknownPattern(Exception):
-    """The pattern cannot be found; the message says why."""
+    """Raised where the pattern cannot be found, with the reason."""
 
 
 def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:

@@ -46,6 +46,7 @@ def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries:
     ]
 
     def raise_if(*off: Any) -> None:
+        """Raise with the name of the first number of the product that is wrong, and how many others are."""
         wrong = [(name, shape, np.flatnonzero(x)) for (name, shape), x in zip(names, off, strict=True) if np.any(x)]
         if wrong:
             name, shape, places = wrong[0]
