@@ -1,4 +1,4 @@
-"""Parts of a Hessian that is never formed: `hessian_diagonal`, `hessian_trace`, and `hutchinson_trace` by chance."""
+"""Parts of a Hessian that is never formed: `hessian_diagonal`, `hessian_trace`, and an estimate, `hutchinson_trace`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._core.arguments import Argnums, check_argnums, check_callable, check_coun
 from .._core.memory import check_budget, chunk_within
 from .._core.prng import check_key
 from .._core.weak_types import weak_like
-from .._jacobian.dense import by_array, map_slices
+from .._jacobian.dense import Basis, by_array, in_form, map_slices
 from .products import gradient_of, seed_of
 
 
@@ -27,7 +27,7 @@ def hessian_diagonal(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """Diagonal of the Hessian of a scalar function, exactly.
+    """Compute the diagonal of the Hessian of a scalar function, exactly.
 
     Args:
       fun: a function, a bound method or a module, of real arrays, that returns one real scalar.
@@ -46,8 +46,8 @@ def hessian_diagonal(
       ValueError: as for `jacfwd`.
 
     Cost:
-      A second derivative along a line for each number, in forward mode: two to three evaluations. Functions that it
-      does not take (`jax.custom_vjp`) cost a product with the Hessian for each.
+      A second derivative along a line for each number, in forward mode: two to three evaluations. Functions that
+      forward mode does not take (`jax.custom_vjp`) cost a product with the Hessian for each.
 
     Source:
       Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
@@ -58,14 +58,9 @@ def hessian_diagonal(
       >>> hessian_diagonal(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
       Array([ 6., 12.], dtype=float32)
     """
-
-    def in_form(call: Call, parts: list[jax.Array]) -> Any:
-        trees = jax.tree.unflatten(jax.tree.structure(call.primals), parts)
-        forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
-        return forms if isinstance(argnums, (tuple, list)) else forms[0]
-
     name = "hessian_diagonal"
-    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, partial(diagonal, name), in_form)
+    compute, result_of = partial(diagonal, name), partial(in_form, argnums)
+    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, compute, result_of)
 
 
 def hessian_trace(
@@ -76,7 +71,7 @@ def hessian_trace(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """Trace of the Hessian of a scalar function, exactly.
+    """Compute the trace of the Hessian of a scalar function, exactly.
 
     Args:
       fun: as for `hessian_diagonal`.
@@ -115,7 +110,7 @@ def hutchinson_trace(
     *,
     chunk_size: int | None = None,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Trace of the Hessian of a scalar function, estimated from products with random signs.
+    """Estimate the trace of the Hessian of a scalar function from products with random signs.
 
     Args:
       fun: as for `hessian_diagonal`.
@@ -129,8 +124,8 @@ def hutchinson_trace(
       freedom. Where the Hessian is diagonal both are exact, and the error 0.
 
     Raises:
-      TypeError: `samples` is no int; the key is none; else as for `hessian_diagonal`.
-      ValueError: `samples` is below 2; else as for `hessian_diagonal`.
+      TypeError: `samples` is not an int; the key is not a key; otherwise as for `hessian_diagonal`.
+      ValueError: `samples` is below 2; otherwise as for `hessian_diagonal`.
 
     Cost:
       A product with the Hessian for each sample, about twice a gradient.
@@ -154,9 +149,11 @@ def hutchinson_trace(
         check_key("hutchinson_trace", key, "the first argument")
         call = _prepared("hutchinson_trace", fun, positions, False, args, kwargs)
         inputs, treedef = jax.tree.flatten(call.primals)
+        # E[s^T H s] = trace(H) for independent signs s: the gradient is linearized once, each sample is one H s.
         _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
 
         def sample(i: Any) -> list[jax.Array]:
+            # A key for each sample's number, so that the estimate does not depend on the chunk size.
             keys = jax.random.split(jax.random.fold_in(key, i), max(1, len(inputs)))
             signs = [
                 jax.random.rademacher(k, jnp.shape(x), jnp.result_type(x)) for k, x in zip(keys, inputs, strict=True)
@@ -181,17 +178,17 @@ def of_scalar(
     compute: Callable[[Call, int | None], Any],
     result_of: Callable[[Call, Any], Any],
 ) -> Callable[..., Any]:
-    """A transform of a scalar function, which `api` names in errors.
+    """Return the transform of a scalar function that `compute` makes, in chunks and within a memory budget.
 
     Args:
-      api: the transform's name.
+      api: the transform's name in errors.
       fun: the function.
-      argnums: as for `hessian_diagonal`; likewise the next three.
-      has_aux: see there.
-      chunk_size: see there.
-      memory_budget: see there.
-      compute: from a call and how many directions to take at a time to arrays.
-      result_of: from the call and these to the result.
+      argnums: as for `hessian_diagonal`.
+      has_aux: as for `hessian_diagonal`.
+      chunk_size: as for `hessian_diagonal`.
+      memory_budget: as for `hessian_diagonal`.
+      compute: a function of a call and how many directions to take at a time, that returns arrays.
+      result_of: a function of the call and these arrays that returns the result.
     """
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
@@ -199,51 +196,52 @@ def of_scalar(
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        # One for the value and what comes beside it, one to be differentiated: a call keeps what its last trace gave.
-        whole, call = (_prepared(api, fun, positions, has_aux, args, kwargs) for _ in range(2))
-        value, rest = whole(*whole.primals)
-        seed_of(api, value)  # refuses what is no scalar
+        # One for the value and the auxiliary output, one to be differentiated: a call keeps those of its last trace.
+        plain, call = (_prepared(api, fun, positions, has_aux, args, kwargs) for _ in range(2))
+        value, rest = plain(*plain.primals)
+        seed_of(api, value)  # raises if it is not a scalar
         chunk = chunk_size
         if budget is not None:
             size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
             chunk = chunk_within(api, partial(compute, call), size, budget)
         result = result_of(call, compute(call, chunk))
-        aux = whole.finish(rest)
+        aux = plain.finish(rest)
         return (result, aux) if has_aux else result
 
-    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
         return of_scalar(api, fun, argnums, has_aux, chunk_size, memory_budget, compute, result_of)
 
-    return wrap_like(fun, api, of_arguments, again)
+    return wrap_like(fun, api, of_arguments, rebuild)
 
 
 def _prepared(
     api: str, fun: Callable[..., Any], positions: tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
 ) -> Call:
+    """Return the call, its primals checked to be real floating point."""
     call = Call(api, fun, positions, has_aux, args, kwargs)
     call.check_floating(complex_too=False)
     return call
 
 
 def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
-    """For each array of the input the second derivatives by its numbers."""
+    """Return for each array of the input the second derivatives by its numbers."""
     inputs, treedef = jax.tree.flatten(call.primals)
 
     def entries_of(entry: Callable[[list[Any]], jax.Array]) -> list[jax.Array]:
-        def entries(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
-            def of_unit(k: Any) -> list[Any]:
-                return [entry(basis(k))]
+        """Return the value of `entry` for each unit vector, in the shapes of the inputs."""
 
-            return map_slices(of_unit, size, 0, chunk_size)
+        def entries(basis: Basis, size: int) -> list[Any]:
+            return map_slices(lambda k: [entry(basis(k))], size, 0, chunk_size)
 
         found = by_array(inputs, entries, 0, chunk_size)
+        # In the dtype of the input: `fun` may compute in, and return, another one.
         return [
             weak_like(part.astype(jnp.result_type(x)).reshape(jnp.shape(x)), x)
             for (part,), x in zip(found, inputs, strict=True)
         ]
 
     def along(unit: list[Any]) -> jax.Array:
-        """The second derivative along a line: forward over forward mode, without what leads back to the inputs."""
+        """Return d^2/dt^2 fun(x + t unit): forward over forward mode, which keeps no residuals for a reverse pass."""
         direction = jax.tree.unflatten(treedef, unit)
 
         def slope(*primals: Any) -> Any:
@@ -251,24 +249,21 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
         return jax.jvp(slope, call.primals, direction)[1]
 
-    def by_products() -> list[jax.Array]:
-        push = jax.linearize(gradient_of(api, call), *call.primals, has_aux=True)[1]
-
-        def entry(unit: list[Any]) -> jax.Array:
-            products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, unit)))
-            return total([x * y for x, y in zip(unit, products, strict=True)])
-
-        return entries_of(entry)
-
     try:
         return entries_of(along)
-    except TypeError as refused:  # a jax.custom_vjp
+    except TypeError as refused:  # a jax.custom_vjp, which has reverse mode only
         try:
-            return by_products()
+            push = jax.linearize(gradient_of(api, call), *call.primals, has_aux=True)[1]
+
+            def by_product(unit: list[Any]) -> jax.Array:
+                products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, unit)))
+                return total([x * y for x, y in zip(unit, products, strict=True)])
+
+            return entries_of(by_product)
         except TypeError:
             raise refused from None
 
 
 def total(parts: list[jax.Array]) -> jax.Array:
-    """The sum of all numbers of some arrays."""
+    """Return the sum of all numbers of some arrays."""
     return weak_like(jnp.stack([part.sum() for part in parts]).sum(), *parts) if parts else jnp.zeros(())

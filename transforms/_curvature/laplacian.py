@@ -1,7 +1,7 @@
 """`laplacian`: the trace of a Hessian in one pass forward, which carries first derivatives and their curvature.
 
-Beside each value x of a program go its derivatives J along every direction, and its Laplacian L. For y = f(x), with a
-sum over the directions k,
+Each value x of a program carries its derivatives J along every direction, and its Laplacian L. For y = f(x), with a sum
+over the directions k,
 
     J_y = f'(x) J        L_y = f'(x) L + sum_k f''(x)[J_k, J_k].
 
@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .._calls.call import Call
 from .._core.arguments import Argnums
 from .._core.compat import NeedsValues
-from .._core.jaxpr import evaluate, interpret
+from .._core.jaxpr import called, evaluate, interpret
 from .._core.weak_types import weak_like
 from .._jacobian.dense import checkpoint
 from .hessian_trace import diagonal, of_scalar, total
@@ -30,7 +30,7 @@ from .hessian_trace import diagonal, of_scalar, total
 # A value, its derivatives along every direction (directions, ...), and its Laplacian; None twice for a constant.
 Triple = tuple[Any, Any, Any]
 
-# Linear, or linear between kinks, in all operands that move together. Any other operation is differentiated twice.
+# Linear, or piecewise linear, in all operands that depend on the input together; their second derivative is zero.
 _LINEAR = frozenset(
     """
     add add_any broadcast_in_dim concatenate conj convert_element_type copy cumsum dynamic_slice
@@ -38,8 +38,8 @@ _LINEAR = frozenset(
     reduce_precision reshape rev scatter-add select_n slice split squeeze stack sub transpose unstack
     """.split()  # noqa: SIM905 (a column of forty quoted names reads worse than words)
 )
+# f''(x, y)[(u, v), (u, v)] = 2 f(u, v), and f is linear where only one operand depends on the input.
 _BILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
-_INLINED = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
 def laplacian(
@@ -50,7 +50,7 @@ def laplacian(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """Laplacian of a scalar function, exactly: the trace of its Hessian, in one pass forward.
+    """Compute the Laplacian of a scalar function, the trace of its Hessian, exactly and in one forward pass.
 
     Args:
       fun: as for `hessian_trace`.
@@ -84,6 +84,7 @@ def laplacian(
 
 
 def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
+    """Return the Laplacian: by the program of the call if it can be traced, else as the sum of the diagonal."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(call.primals)]
     size = sum(map(jnp.size, leaves))
     try:
@@ -96,7 +97,7 @@ def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
 
         if chunk_size is None or chunk_size >= size:
             return along(jnp.arange(size))
-        # What is too much in the last chunk are directions of length zero.
+        # Directions beyond `size`, which fill the last chunk, match no number and so are zero vectors.
         chunks = jnp.arange(-(-size // chunk_size) * chunk_size).reshape(-1, chunk_size)
         return weak_like(lax.map(checkpoint(along), chunks).sum(), *leaves)
     except (TypeError, *NeedsValues):  # a jax.custom_vjp, or a branch on values
@@ -104,7 +105,7 @@ def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
 
 
 def _along(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[jax.Array], directions: jax.Array) -> jax.Array:
-    """The sum of the second derivatives along some directions, numbered through all arguments."""
+    """Return the sum of the second derivatives along the unit vectors of these numbers, counted through all leaves."""
     start, triples = 0, []
     for leaf in leaves:
         places = jnp.arange(start, start + leaf.size)
@@ -116,17 +117,18 @@ def _along(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[jax.Array], dir
 
 
 def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], triples: Sequence[Triple]) -> list[Triple]:
+    """Return the triples of a program's results."""
     return interpret(jaxpr, consts, triples, _visit, lambda value: (value, None, None))
 
 
 def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
-    """The results of one operation, with their derivatives and Laplacians."""
+    """Return the results of one operation, with their derivatives and Laplacians."""
     name = eqn.primitive.name
     values = [value for value, *_ in triples]
     moving = [i for i, (_, slopes, _) in enumerate(triples) if slopes is not None]
-    if name in _INLINED:
-        inner = eqn.params[_INLINED[name]]
-        return _propagate(inner.jaxpr, inner.consts, triples)
+    # Rules that a user wrote (`custom_jvp`) are not looked into: `jax.jvp` below applies them.
+    if name in ("jit", "closed_call"):
+        return _propagate(*called(eqn), triples)
     out = evaluate(eqn, *values)
     smooth = [j for j, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not moving or not smooth or name == "stop_gradient":
@@ -142,10 +144,10 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     points = tuple(values[i] for i in moving)
     slopes, laplacians = (tuple(triples[i][part] for i in moving) for part in (1, 2))
 
-    def first(directions: tuple[Any, ...]) -> list[Any]:
+    def first(directions: tuple[Any, ...]) -> list[Any]:  # f'(x) d
         return jax.jvp(of_moving, points, directions)[1]
 
-    def second(directions: tuple[Any, ...]) -> list[Any]:
+    def second(directions: tuple[Any, ...]) -> list[Any]:  # f''(x)[d, d]
         if name in _BILINEAR:
             return [2 * x for x in of_moving(*directions)]
         return jax.jvp(lambda *points: jax.jvp(of_moving, points, directions)[1], points, directions)[1]
@@ -160,5 +162,5 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
 
 
 def _is_linear(name: str, moving: list[int]) -> bool:
-    """Whether an operation is linear in those of its operands that move."""
+    """Return whether an operation is linear in those operands that depend on the input."""
     return name in _LINEAR or (name in _BILINEAR and len(moving) == 1) or (name == "div" and moving == [0])

@@ -12,19 +12,17 @@ from .._calls.call import Call
 from .._grad import scalar_seed
 from .._linear import all_of
 
-_MODES = ("auto", "fwd_rev", "rev_rev", "rev_fwd")
-
 
 def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: str = "auto", has_aux: bool = False) -> Any:
-    """Product of the Hessian of a scalar function with a vector.
+    """Compute the product of the Hessian of a scalar function with a vector.
 
     Args:
       fun: a function of positional arguments that returns one real scalar, a bound method or a module.
-      primals: a tuple with the arguments, or one that is none.
+      primals: a tuple with the arguments, or a single argument that is not a tuple.
       tangents: likewise, one for each of them, of its structure, shapes and dtypes.
-      mode: "fwd_rev" differentiates the gradient along the tangents, "rev_rev" takes the
-        gradient of its product with them, "rev_fwd" the gradient of the derivative along them; "auto" is
-        the first, which needs the least of both.
+      mode: "fwd_rev" differentiates the gradient along the tangents, "rev_rev" takes the gradient of its product with
+        them, "rev_fwd" the gradient of the derivative along them; "auto" is the first, which needs the least time and
+        memory.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(product, aux)`.
 
     Returns:
@@ -54,7 +52,7 @@ def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: str = "au
 def value_grad_and_hvp(
     fun: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool = False
 ) -> tuple[Any, ...]:
-    """`hvp` with the value and the gradient, from one pass.
+    """Compute the value, the gradient and the `hvp` in one pass.
 
     Args:
       fun: as for `hvp`.
@@ -84,10 +82,10 @@ def value_grad_and_hvp(
 
 
 def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool = False) -> Any:
-    """Product of a vector with the Hessian of a scalar function, in reverse mode over reverse mode.
+    """Compute the product of a vector with the Hessian of a scalar function, in reverse over reverse mode.
 
-    The Hessian is symmetric, so this is `hvp` with `mode="rev_rev"`: for functions whose gradient forward mode does
-    not take, such as one with a `jax.custom_vjp` rule that calls another.
+    The Hessian is symmetric, so this is `hvp` with `mode="rev_rev"`: for functions whose gradient cannot be
+    differentiated in forward mode, such as one with a `jax.custom_vjp` rule that calls another.
 
     Args:
       fun: as for `hvp`.
@@ -118,7 +116,7 @@ def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool
 
 
 def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    """Product of the Gauss-Newton matrix with a vector: `Jᵀ H J v`.
+    """Compute the product of the Gauss-Newton matrix with a vector: `Jᵀ H J v`.
 
     `J` is the Jacobian of `model` and `H` the Hessian of `loss` at its output. It is the Hessian of
     `loss(model(*primals))` without the curvature of the model, and positive semi-definite where the loss is convex.
@@ -126,7 +124,7 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     Args:
       model: a function of positional arguments, whose output is any pytree of floating point.
       loss: a function from that output to one real scalar.
-      primals: a tuple with the arguments of `model`, or one that is none.
+      primals: a tuple with the arguments of `model`, or a single argument that is not a tuple.
       tangents: likewise, one for each of them, of its structure, shapes and dtypes.
 
     Returns:
@@ -156,6 +154,7 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     # Out of `call` itself, so that the model runs once for both directions.
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     call.finish(rest)
+    # J^T is the transpose of the linearized model, so its residuals are kept once.
     pull = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
     (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (push(*tangents),), "auto", False)[2]
     (products,) = pull(curved)
@@ -166,12 +165,13 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
 def _value_grad_and_hvp(
     api: str, fun: Callable[..., Any], primals: Any, tangents: Any, mode: str, has_aux: bool
 ) -> tuple[Any, Any, Any, Any]:
+    """Return the value, the gradient, the product and the auxiliary output."""
     if mode not in _MODES:
         raise ValueError(f"{api}: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
     primals, tangents, bare = _as_tuples(primals, tangents)
     call = all_of(api, fun, primals, has_aux)
     call.check_floating()
-    value, gradients, products, rest = _MODE[mode](api, call, call.tangents(tangents))
+    value, gradients, products, rest = _MODES[mode](api, call, call.tangents(tangents))
     aux = call.finish(rest)
     forms = [tuple(call.gradient(i, x) for i, x in enumerate(values)) for values in (gradients, products)]
     gradients, products = (form[0] if bare else form for form in forms)
@@ -179,7 +179,7 @@ def _value_grad_and_hvp(
 
 
 def gradient_of(api: str, call: Call) -> Callable[..., Any]:
-    """From primals to `(gradients, (value, rest))`."""
+    """Return a function of primals that returns `(gradients, (value, rest))`."""
 
     def gradient(*primals: Any) -> Any:
         value, pull, rest = jax.vjp(call, *primals, has_aux=True)
@@ -189,6 +189,7 @@ def gradient_of(api: str, call: Call) -> Callable[..., Any]:
 
 
 def seed_of(api: str, value: Any) -> Any:
+    """Return the cotangent 1 of a scalar; raise if the value is not one real scalar."""
     return scalar_seed(
         f"{api}: fun",
         value,
@@ -211,13 +212,14 @@ def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> An
         value, tangent, rest = jax.jvp(call, primals, tangents, has_aux=True)
         return (value, tangent), rest
 
+    # One pull back serves twice: the gradient of the value, and of the derivative along the tangents, which is H v.
     (value, _), pull, rest = jax.vjp(derivative, *call.primals, has_aux=True)
     one = seed_of(api, value)
     zero = jnp.zeros_like(one)
     return value, pull((one, zero)), pull((zero, one)), rest
 
 
-_MODE = {
+_MODES = {
     "auto": _forward_over_reverse,
     "fwd_rev": _forward_over_reverse,
     "rev_rev": _reverse_over_reverse,
@@ -226,7 +228,7 @@ _MODE = {
 
 
 def _as_tuples(primals: Any, tangents: Any) -> tuple[Any, Any, bool]:
-    """Both as tuples, and whether the primals were one that is none."""
+    """Return both as tuples, and whether the primals were a single argument."""
     if type(primals) is tuple:  # a NamedTuple is one argument
         return primals, tangents, False
     return (primals,), (tangents,), True

@@ -1,4 +1,4 @@
-"""`batch_jacobian`: a Jacobian for each sample of a batch."""
+"""`batch_jacobian`: a Jacobian for each sample of a batch, by `vmap` or by sums over the batch."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from .._core.weak_types import weak_like
 from .._models.hashable import HashablePytree
 from .._models.split_model import bound_model, is_model
 from .._vmap import vmap, vmap_of
+from .dense import sizes_of
 from .jacobian import jacobian_of
 from .mode import output_shapes
 
@@ -45,7 +46,7 @@ def batch_jacobian(
     check: bool = False,
     holomorphic: bool = False,
 ) -> Callable[..., Any]:
-    """Jacobian of each sample of a batch, for a function that takes the whole batch.
+    """Compute the Jacobian of each sample of a batch, for a function that takes the whole batch.
 
     Args:
       fun: a function of a batch, whose outputs (and auxiliary outputs) have the samples along axis 0.
@@ -53,7 +54,7 @@ def batch_jacobian(
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(jacobians, aux)`.
       in_axes: where the samples are in each argument, as for `vmap`; None for what all samples share.
       rows: "vmap" gives `fun` one sample at a time, as a batch of one, and maps over them. "independent" gives it the
-        whole batch and sums: right only where no output of a sample depends on another sample, and then cheaper for
+        whole batch and sums: correct only where no output of a sample depends on another sample, and then cheaper for
         functions that cost more under `vmap`.
       mode: as for `jacobian`.
       chunk_size: for "vmap" how many samples to compute at a time; for "independent" how many columns or rows.
@@ -95,10 +96,14 @@ def batch_jacobian(
         raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
     check_count("batch_jacobian", "chunk_size", chunk_size, optional=True)
     check_budget("batch_jacobian", memory_budget, chunk_size)
+    limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+    kinds: Any = {"holomorphic": holomorphic}
+    # A bound model is an argument of the mapped function, so that its arrays are not closed over.
     owner, function = bound_model(fun)
     of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
+    # `of_one` is a new function for each transform; the choice of a mode is remembered by what it is made from.
     origin = fun, HashablePytree.of(in_axes)
-    by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, holomorphic=holomorphic, origin=origin)
+    by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, origin=origin, **kinds)
 
     def of_batch(*args: Any, **kwargs: Any) -> Any:
         axes = axes_per_argument("batch_jacobian", in_axes, args)
@@ -111,13 +116,12 @@ def batch_jacobian(
                 joins.append(join)
                 return arrays
 
-            limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
             arrays = vmap_of("batch_jacobian", of_sample, (None, None, *axes), **limits)(owner, kwargs, *args)
+            # A chunk, or the search for one, traces again: the last trace is that of the arrays.
             return joins[-1](arrays)
         call = Call("batch_jacobian", fun, positions, has_aux, args, kwargs, holomorphic=holomorphic)
         call.check_floating(complex_too=False)
-        selected = call.selected
-        for i in selected:
+        for i in call.selected:
             if None in broadcast_axes(axes[i], args[i]):
                 raise ValueError(
                     f"batch_jacobian: argument `{argument_name(fun, args, i)}` is shared by all samples "
@@ -125,46 +129,34 @@ def batch_jacobian(
                 )
         if check:
             _check_independent(call, axes, args, kwargs, size)
-        limits = {"chunk_size": chunk_size, "memory_budget": memory_budget, "holomorphic": holomorphic}
-        summed = _summed(function, argnums, selected, has_aux, axes, mode, size, limits)
+        summed = _summed(function, argnums, call.selected, has_aux, axes, mode, size, {**limits, **kinds})
         return summed(owner, args, kwargs)
 
-    def again(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return batch_jacobian(
-            fun,
-            argnums,
-            has_aux,
-            in_axes=in_axes,
-            rows=rows,
-            mode=mode,
-            chunk_size=chunk_size,
-            memory_budget=memory_budget,
-            check=check,
-            holomorphic=holomorphic,
-        )
+    def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
+        options: Any = {"in_axes": in_axes, "rows": rows, "mode": mode, "check": check, **limits, **kinds}
+        return batch_jacobian(fun, argnums, has_aux, **options)
 
-    return wrap_like(fun, "batch_jacobian", of_batch, again)
+    return wrap_like(fun, "batch_jacobian", of_batch, rebuild)
 
 
 def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Callable[..., Any]:
-    """`function` of one sample: of a batch that holds it alone."""
+    """Return `function` of one sample, which is given to it as a batch of one."""
 
     def of_one(*args: Any, owner: Any, kwargs: Any) -> Any:
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         out = function(owner, *_expand(args, axes), **kwargs)
         out, aux = pair_of("batch_jacobian", out) if has_aux else (out, None)
         _check_batch("output", out, 1)
+        # Scalars and other values of `aux` are shared by all samples, and are returned as they are.
         _check_batch("aux", jax.tree.map(lambda x: x if getattr(x, "shape", ()) else None, aux), 1)
-        return jax.tree.map(first, (out, aux) if has_aux else out)
-
-    def first(x: Any) -> Any:
-        return jnp.asarray(x)[0] if getattr(x, "shape", ()) else x  # auxiliary outputs may be strings
+        only = jax.tree.map(lambda x: jnp.asarray(x)[0] if getattr(x, "shape", ()) else x, (out, aux))
+        return only if has_aux else only[0]
 
     return of_one
 
 
 def _check_batch(name: str, out: Any, size: int) -> None:
-    """Refuse an output, called so in an error, that does not have the samples along axis 0."""
+    """Raise if an output, with this name in the error, does not have the samples along axis 0."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if jnp.shape(leaf)[:1] != (size,):
             raise ValueError(
@@ -175,8 +167,8 @@ def _check_batch(name: str, out: Any, size: int) -> None:
 
 
 def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
-    """`args` with an axis of size 1 where `axes` has one."""
-    leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)  # a copy of a model would take its changes along
+    """Return `args` with an axis of size 1 where `axes` has one."""
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)  # changes of a copied model would be lost
     expanded = []
     for leaf, axis in zip(leaves, broadcast_axes(axes, args, is_leaf=is_model), strict=True):
         expanded.append(leaf if axis is None else jnp.expand_dims(leaf, axis % (jnp.ndim(leaf) + 1)))
@@ -184,17 +176,19 @@ def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
 
 
 def _summed(
-    function: Callable[..., Any],
-    argnums: Argnums,
-    selected: tuple[int, ...],
-    has_aux: bool,
-    axes: tuple[Axes, ...],
-    mode: str,
-    size: int,
-    options: Any,
+    function: Any, argnums: Argnums, selected: Any, has_aux: bool, axes: Any, mode: str, size: int, options: Any
 ) -> Callable[..., Any]:
+    """Return a function of a batch that computes the Jacobians of all samples as one, by a sum over the samples.
+
+    With f_b the output of sample b, which depends on x_b alone, derivatives by shifts s of the samples are those by the
+    samples, and one pass over the batch gives them for all b:
+
+        d f_b(x_b + s) / ds = d f_b / d x_b             forward mode: a tangent for each number of one sample's input
+        d sum_c f_c(x_c + s_c) / d s_b = d f_b / d x_b  reverse mode: a cotangent for each number of its output
+    """
+
     def moved(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
-        """`function` of the arguments plus shifts, whose axis 0 is that of the samples."""
+        """Evaluate `function` at the arguments plus shifts, whose axis 0 is that of the samples."""
         sums = list(args)
         for i, shift in zip(selected, shifts, strict=True):
             leaves, treedef = jax.tree.flatten(args[i])
@@ -203,39 +197,36 @@ def _summed(
         return function(owner, *sums, **kwargs)
 
     def shifted(shifts: tuple[Any, ...], *call: Any) -> Any:
-        """With one shift for all samples."""
+        """Add one shift to all samples."""
         return moved(jax.tree.map(lambda s: jnp.expand_dims(s, 0), shifts), *call)
 
     def summed(shifts: tuple[Any, ...], *call: Any) -> Any:
-        """With a shift of each sample's own."""
+        """Add a shift of its own to each sample, and sum the outputs over the samples."""
         out = moved(shifts, *call)
         out, aux = out if has_aux else (out, None)
         total = jax.tree.map(lambda x: x.sum(axis=0), out)
         return (total, aux) if has_aux else total
 
     def jacobians(owner: Any, args: Any, kwargs: Any) -> Any:
-        samples = tuple(
-            jax.tree.unflatten(
-                jax.tree.structure(args[i]),
-                [
-                    jnp.zeros_like(jnp.moveaxis(leaf, axis, 0))
-                    for leaf, axis in zip(jax.tree.leaves(args[i]), broadcast_axes(axes[i], args[i]), strict=True)
-                ],
-            )
-            for i in selected
-        )
+        """Return the Jacobians by the shifts at zero, in the form for `argnums`."""
+
+        def no_shifts(i: int) -> Any:
+            leaves, treedef = jax.tree.flatten(args[i])
+            pairs = zip(leaves, broadcast_axes(axes[i], args[i]), strict=True)
+            return jax.tree.unflatten(treedef, [jnp.zeros_like(jnp.moveaxis(x, axis, 0)) for x, axis in pairs])
+
+        samples = tuple(map(no_shifts, selected))
         one = jax.tree.map(lambda x: weak_like(jnp.zeros(x.shape[1:], x.dtype), x), samples)
         call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
         out = output_shapes("batch_jacobian", call)
         _check_batch("output", out, size)
-        inputs, outputs = (
-            sum(math.prod(x.shape[skip:]) for x in jax.tree.leaves(tree)) for tree, skip in ((one, 0), (out, 1))
-        )
+        inputs, outputs = sum(sizes_of(one)), sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(out))
         forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
         evaluator, fun, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
         rows = jacobian_of("batch_jacobian", fun, 0, has_aux, evaluator, row_axis=1, **options)
         result = rows(shifts, owner, args, kwargs)
         result, aux = result if has_aux else (result, None)
+        # The shifts are one tuple, as if `argnums` were one.
         if not isinstance(argnums, (tuple, list)):
             result = jax.tree.map(lambda _, derivative: derivative[0], out, result)
         return (result, aux) if has_aux else result
@@ -243,35 +234,31 @@ def _summed(
     return jacobians
 
 
-def _check_independent(
-    call: Call,
-    axes: tuple[Axes, ...],
-    args: Any,
-    kwargs: Any,
-    size: int,
-) -> None:
-    """Refuse samples whose outputs change with another sample: the derivative by one alone must be zero elsewhere."""
+def _check_independent(call: Call, axes: tuple[Axes, ...], args: Any, kwargs: Any, size: int) -> None:
+    """Raise if the output of a sample changes with another one: along one sample, the others' derivatives are zero."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("batch_jacobian: check=True needs values, but the arguments are traced; check outside jit.")
     generator = np.random.default_rng(0)
     primals = call.primals
     out, push, _ = jax.linearize(call, *primals, has_aux=True)
     _check_batch("output", out, size)
+    # Along a random direction a dependence is missed only where its derivative happens to be orthogonal to it.
     directions = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), primals)
     leaf_axes = broadcast_axes(tuple(axes[i] for i in call.selected), primals)
 
     def influence(sample: jax.Array) -> jax.Array:
-        """Which samples the sample moves."""
-        places = iter(leaf_axes)
+        """Return for each sample whether its output changes with `sample`."""
+        sample_axes = iter(leaf_axes)
 
         def only(x: jax.Array) -> jax.Array:
             shape = [1] * x.ndim
-            shape[next(places)] = size
+            shape[next(sample_axes)] = size
             return jnp.where((jnp.arange(size) == sample).reshape(shape), x, 0)
 
         moved = jax.tree.leaves(push(*jax.tree.map(only, directions)))
         return jnp.stack([(x != 0).any(axis=tuple(range(1, x.ndim))) for x in moved]).any(axis=0)
 
+    # One sample at a time, so that the check needs no more memory than one derivative of the batch.
     found = np.asarray(vmap(influence, chunk_size=1)(jnp.arange(size)))
     pairs = np.argwhere(found & ~np.eye(size, dtype=bool))
     if len(pairs):

@@ -1,4 +1,4 @@
-"""The Jacobian as a dense one: by columns in forward mode, or by rows in reverse mode."""
+"""Dense Jacobians: unit vectors pushed forward give columns, pulled back they give rows; all at once, or in chunks."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._calls.call import Call, check_complex, check_output
-from .._core.arguments import describe, leaf_name
+from .._core.arguments import Argnums, describe, leaf_name
 from .._core.compat import Tracer, inside_a_transform
 from .._core.weak_types import weak_like
 from .._vmap import vmap
 
+# From a number to that unit vector, as arrays.
+Basis = Callable[[Any], list[Any]]
+
 
 def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
-    """The output, for each array of it its derivative by each array of the input, and the rest of the call."""
+    """Return the output, the derivative of each of its arrays by each input array, and the rest of the call."""
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     check_output(api, out)
     if call.holomorphic:
         check_complex(api, out)
     inputs, treedef = jax.tree.flatten(call.primals)
 
-    def columns(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+    def columns(basis: Basis, size: int) -> list[Any]:
         def column(k: Any) -> list[Any]:
             return jax.tree.leaves(push(*jax.tree.unflatten(treedef, basis(k))))
 
         return map_slices(column, size, -1, chunk_size)
 
-    parts = by_array(inputs, columns, -1, chunk_size)
-    return (
-        out,
-        [
-            [weak_like(part[j].reshape(*jnp.shape(y), *jnp.shape(x)), y) for part, x in zip(parts, inputs, strict=True)]
-            for j, y in enumerate(jax.tree.leaves(out))
-        ],
-        rest,
-    )
+    blocks: list[list[Any]] = [[] for _ in jax.tree.leaves(out)]
+    for x, part in zip(inputs, by_array(inputs, columns, -1, chunk_size), strict=True):
+        for row, y, array in zip(blocks, jax.tree.leaves(out), part, strict=True):
+            row.append(weak_like(array.reshape(*jnp.shape(y), *jnp.shape(x)), y))
+    return out, blocks, rest
 
 
 def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tuple[Any, list[list[Any]], Any]:
-    """As `by_columns`; the axes of the output come before axis `axis` of each argument."""
+    """Return what `by_columns` does, in reverse mode; the axes of the output come before axis `axis` of an argument."""
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     check_output(api, out)
     (check_complex if call.holomorphic else check_real)(api, out)
     outputs, treedef = jax.tree.flatten(out)
     inputs = jax.tree.leaves(call.primals)
-    moving = [i for i, x in enumerate(inputs) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    # The gradients of integers (`allow_int`) are of dtype float0, which cannot be mapped; their blocks are zeros.
+    inexact = [i for i, x in enumerate(inputs) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
-    def rows(basis: Callable[[Any], list[Any]], size: int) -> list[Any]:
+    def rows(basis: Basis, size: int) -> list[Any]:
         def row(k: Any) -> list[Any]:
             found = jax.tree.leaves(pull(jax.tree.unflatten(treedef, basis(k))))
-            return [found[i] for i in moving]
+            return [found[i] for i in inexact]
 
         return map_slices(row, size, axis, chunk_size)
 
@@ -67,7 +67,7 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
 
     blocks = []
     for y, part in zip(outputs, by_array(outputs, rows, axis, chunk_size), strict=True):
-        of_input = dict(zip(moving, part, strict=True))
+        of_input = dict(zip(inexact, part, strict=True))
         blocks.append([block(y, x, of_input.get(i)) for i, x in enumerate(inputs)])
     return out, blocks, rest
 
@@ -75,71 +75,77 @@ def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tupl
 DENSE = {"forward": by_columns, "reverse": by_rows}
 
 
-def by_array(
-    arrays: list[Any],
-    compute: Callable[[Callable[[Any], list[Any]], int], list[Any]],
-    axis: int,
-    chunk_size: int | None,
-) -> list[list[Any]]:
-    """For each of `arrays` what `compute` gives for the unit vectors of its space, which stand along `axis`.
+def in_form(argnums: Argnums, call: Call, arrays: list[Any]) -> Any:
+    """Arrange one value for each array of the primals as a gradient: a tuple for several `argnums`."""
+    trees = jax.tree.unflatten(jax.tree.structure(call.primals), arrays)
+    forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
+    return forms if isinstance(argnums, (tuple, list)) else forms[0]
 
-    All at once they are one map over the unit vectors of all arrays. In chunks there is one map for each array: cutting
-    the result of one would hold it twice.
+
+def by_array(
+    arrays: list[Any], compute: Callable[[Basis, int], list[Any]], axis: int, chunk_size: int | None
+) -> list[list[Any]]:
+    """Return for each of `arrays` the result of `compute` for the unit vectors of its space, stacked along `axis`.
+
+    Without chunks there is one map over the unit vectors of all arrays. In chunks there is one map for each array:
+    splitting the result of a single one would hold it twice.
     """
     sizes = sizes_of(arrays)
     if chunk_size is not None:
         return [compute(partial(_unit, arrays, (i,)), size) for i, size in enumerate(sizes)]
-    together = compute(partial(_unit, arrays, range(len(arrays))), sum(sizes))
-    cut = [jnp.split(result, np.cumsum(sizes)[:-1], axis) for result in together]
-    return [[pieces[i] for pieces in cut] for i in range(len(arrays))]
+    results = compute(partial(_unit, arrays, range(len(arrays))), sum(sizes))
+    parts = [jnp.split(result, np.cumsum(sizes)[:-1], axis) for result in results]
+    return [[part[i] for part in parts] for i in range(len(arrays))]
 
 
 def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
-    """Arrays like `arrays`, all zero but for a one at place `k` of those numbered by `which`, one behind another."""
+    """Return zeros like `arrays`, with a one at index `k` of those numbered by `which`, flattened and concatenated."""
     units, start = [], 0
     for i, array in enumerate(arrays):
         shape, dtype = jnp.shape(array), jnp.result_type(array)
-        if i not in which:
-            units.append(cut_as(jnp.zeros(shape, dtype), array))
-            continue
-        size = math.prod(shape)
-        units.append(cut_as((jnp.arange(start, start + size) == k).astype(dtype).reshape(shape), array))
-        start += size
+        unit = jnp.zeros(shape, dtype)
+        if i in which:
+            size = math.prod(shape)
+            # Compared with `k` where it is used, so that no identity matrix is stored.
+            unit = (jnp.arange(start, start + size) == k).astype(dtype).reshape(shape)
+            start += size
+        units.append(sharded_like(unit, array))
     return units
 
 
-def cut_as(x: Any, other: Any) -> Any:
-    """Return an array cut over the devices as another one is, where the mesh has explicit axes."""
+def sharded_like(x: Any, other: Any) -> Any:
+    """Return an array sharded as another one is, where the mesh has explicit axes."""
     sharding = jax.typeof(other).sharding
     return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
-def whole(x: Any) -> Any:
-    """Return an array that is cut over explicit axes of a mesh as one that is not."""
+def unsharded(x: Any) -> Any:
+    """Return an array that is sharded over explicit axes of a mesh as one that is not."""
     sharding = jax.typeof(x).sharding
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
 
 def mesh_of(tree: Any) -> AbstractContextManager[Any]:
-    """Set the mesh over whose explicit axes an array is cut, without which JAX compiles no program of it.
+    """Set the mesh over whose explicit axes an array is sharded, without which JAX compiles no program of it.
 
-    Inside of a transform, and where a mesh is set, this changes nothing.
+    Inside a transform, and where a mesh is set, this changes nothing.
     """
     for x in jax.tree.leaves(tree):
-        cut = isinstance(x, jax.Array) and not isinstance(x, Tracer) and any(jax.typeof(x).sharding.spec)
-        if cut and jax.sharding.get_abstract_mesh().empty and not inside_a_transform():
+        sharded = isinstance(x, jax.Array) and not isinstance(x, Tracer) and any(jax.typeof(x).sharding.spec)
+        if sharded and jax.sharding.get_abstract_mesh().empty and not inside_a_transform():
             return jax.set_mesh(x.sharding.mesh)
     return nullcontext()
 
 
-# What is differentiated in chunks keeps nothing of one for the next.
+# A derivative of what is computed in chunks computes each chunk again, instead of keeping the residuals of all of them.
+# In a loop XLA cannot undo that by merging common subexpressions, so nothing needs to prevent it (`prevent_cse`).
 checkpoint = partial(jax.checkpoint, prevent_cse=False)
 
 
 def map_slices(
     fun: Callable[[Any], list[Any]], slices: int | np.ndarray | jax.Array, axis: int, chunk_size: int | None
 ) -> list[Any]:
-    """`fun` of each row of `slices`, or of the numbers below it, along `axis` of its results."""
+    """Map `fun` over the rows of `slices`, or over `range(slices)`; the results are stacked along `axis`."""
     fun = fun if chunk_size is None else checkpoint(fun)
     size = slices if isinstance(slices, int) else len(slices)
     if size == 1:  # a gradient: mapping it costs a few operations in vain
@@ -147,11 +153,13 @@ def map_slices(
     over = jnp.arange(size) if isinstance(slices, int) else jnp.asarray(slices)
     if size:
         return vmap(fun, out_axes=axis, chunk_size=chunk_size)(over)
+    # `vmap` refuses an axis of size 0: the shapes are those of one slice, with an axis of none of them.
     leaves = jax.eval_shape(fun, jax.ShapeDtypeStruct(over.shape[1:], over.dtype))
     return [jnp.expand_dims(jnp.zeros(leaf.shape, leaf.dtype), axis).take(jnp.arange(0), axis) for leaf in leaves]
 
 
 def check_real(api: str, out: Any) -> None:
+    """Raise if an output is not real, which reverse mode needs."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
@@ -162,4 +170,5 @@ def check_real(api: str, out: Any) -> None:
 
 
 def sizes_of(tree: Any) -> list[int]:
+    """Return how many numbers each array of a pytree has."""
     return [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]

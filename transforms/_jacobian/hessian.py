@@ -23,19 +23,19 @@ def hessian(
     check: bool = False,
     holomorphic: bool = False,
 ) -> Jacobian:
-    """Hessian of `fun`.
+    """Compute the Hessian of `fun`, dense or sparse.
 
-    As `jax.hessian`, with what `jacfwd` here adds to `jax.jacfwd`.
+    As `jax.hessian`, with what `jacfwd` adds to `jax.jacfwd`.
 
     Args:
       fun: as for `jacrev`; its output may have any shape.
       argnums: as for `jacfwd`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(hessian, aux)`.
       mode: how the outer and the inner Jacobian are taken: "fwd_rev", "rev_rev", "fwd_fwd" or "rev_fwd". All are equal;
-        "auto" is the first, whose columns are derivatives of one gradient.
+        "auto" takes the first, whose columns are derivatives of one gradient.
       chunk_size: how many columns (rows, where the outer one is "rev") to compute at a time.
-      memory_budget: as for `jacfwd`, for both Jacobians together: the outer one in chunks, and where one column of it
-        is too much, the inner one in chunks for each.
+      memory_budget: as for `jacfwd`, for both Jacobians together: the outer one in chunks, and where one of its columns
+        needs too much, the inner one in chunks for each.
       sparsity: as for `jacobian`, where a pattern is one of the Hessian.
       check: as for `jacobian`.
       holomorphic: as for `jacfwd`, and as for `jax.hessian`; not together with `sparsity`.
@@ -54,9 +54,9 @@ def hessian(
 
     Cost:
       That of a gradient for each input number, and for each output number if there are several. A sparse one costs a
-      gradient's derivative for each colour; that of a scalar is symmetric, and an entry is read where it or its mirror
-      image stands alone. Functions with derivatives of their own (`jax.custom_jvp`) are coloured as any Jacobian, since
-      nothing says that these belong together.
+      gradient's derivative for each colour; that of a scalar is symmetric, and an entry is read from any product in
+      which it or its mirror image is not summed with others. Functions with derivative rules of their own
+      (`jax.custom_jvp`) are coloured as any Jacobian, since such rules need not give a symmetric matrix.
 
     Source:
       `jax.hessian`; `torch.func.hessian`; for sparse ones Gebremedhin, Tarafdar, Manne and Pothen 2007, "New acyclic
@@ -73,6 +73,7 @@ def hessian(
     """
     if mode not in _MODES:
         raise ValueError(f"hessian: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
+    # Forward over reverse: one gradient is linearized once, and no residuals of a second reverse pass are kept.
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}
     how: Any = {"inner": modes[inner], "sparsity": sparsity, "check": check, "holomorphic": holomorphic}

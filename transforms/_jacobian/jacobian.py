@@ -1,4 +1,4 @@
-"""Jacobians: by rows, by columns, and whichever is cheaper; in chunks where memory is short."""
+"""`jacfwd`, `jacrev` and `jacobian`: by columns, by rows, or whichever is cheaper; in chunks where memory is short."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .._core.arguments import Argnums, check_argnums, check_callable, check_coun
 from .._core.memory import check_budget, chunk_within
 from ._sparse.compressed import sparse_evaluator
 from ._sparse.pattern import check_sparsity, has_symmetric_hessian
-from .dense import mesh_of
+from .dense import in_form, mesh_of
 from .mode import Evaluator, ModeChoice, choose_mode, dense_evaluator, in_cheaper_mode
 
 
 class Jacobian(Protocol):
-    """What `jacobian` and `hessian` return."""
+    """The function that `jacobian` and `hessian` return."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The Jacobian at these arguments."""
+        """Compute the Jacobian at these arguments."""
 
     def explain(self, *args: Any, **kwargs: Any) -> ModeChoice:
-        """Which way is taken for these arguments, and why."""
+        """Return which mode is taken for these arguments, and why."""
 
 
 def jacfwd(
@@ -36,7 +36,7 @@ def jacfwd(
     memory_budget: int | str | None = None,
     holomorphic: bool = False,
 ) -> Callable[..., Any]:
-    """Jacobian of `fun` column by column, in forward mode.
+    """Compute the Jacobian of `fun` column by column, in forward mode.
 
     As `jax.jacfwd`, but modules are differentiated with respect to their parameters, arguments are checked by name, the
     auxiliary output may be anything, and `chunk_size` or `memory_budget` bound the memory.
@@ -47,11 +47,11 @@ def jacfwd(
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(jacobian, aux)`.
       chunk_size: how many columns to compute at a time; None computes all at once. They are written in place.
       memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in letters
-        of either case: the largest chunk with which the temporaries of the whole Jacobian, as the compiler counts them
-        beside arguments and results, are within it; inside of a `vmap`, a loop or a derivative those of one slice, turn
-        or evaluation, with a warning. `fun` must not branch on values for it.
+        of either case. The largest chunk is taken with which the temporaries of the whole Jacobian, as the compiler
+        counts them besides arguments and results, fit into it; inside a `vmap`, a loop or a derivative, those of one
+        slice, iteration or evaluation, with a warning. `fun` must not branch on values then.
       holomorphic: whether `fun` is a holomorphic function, as for `jax.jacfwd`: its arguments, its outputs and the
-        derivatives are complex. That it is one is not checked.
+        derivatives are complex. That it is holomorphic is not checked.
 
     Returns:
       A function of the same arguments that returns the Jacobian: the structure of the output, in place of each of its
@@ -65,7 +65,7 @@ def jacfwd(
         with `memory_budget`; a budget that nothing fits; a module whose parameters `fun` assigns.
 
     Warns:
-      UserWarning: a memory budget inside of `vmap`, a loop or a derivative, for which the program around needs more.
+      UserWarning: a memory budget inside a `vmap`, a loop or a derivative; the program around may need more memory.
 
     Cost:
       One linearization, and the work of one derivative for each input number.
@@ -93,9 +93,9 @@ def jacrev(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Jacobian of `fun` row by row, in reverse mode.
+    """Compute the Jacobian of `fun` row by row, in reverse mode.
 
-    As `jax.jacrev`, with what `jacfwd` here adds to it.
+    As `jax.jacrev`, with what `jacfwd` adds to `jax.jacfwd`.
 
     Args:
       fun: as for `jacfwd`, but with real outputs.
@@ -146,21 +146,21 @@ def jacobian(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Jacobian:
-    """Jacobian of `fun`, the cheaper way.
+    """Compute the Jacobian of `fun` in the cheaper mode, dense or sparse.
 
     Args:
       fun: as for `jacfwd`.
       argnums: as for `jacfwd`.
       has_aux: as for `jacfwd`.
-      mode: "forward" (as `jacfwd`), "reverse" (as `jacrev`), or "auto": from the numbers of inputs and outputs, and
-        where they are alike from the operations that XLA counts in both. Nothing is timed.
+      mode: "forward" (as `jacfwd`), "reverse" (as `jacrev`), or "auto": chosen by the numbers of inputs and outputs,
+        and where these are similar by the operations that XLA counts for both. Nothing is timed.
       chunk_size: how many columns or rows to compute at a time.
       memory_budget: as for `jacfwd`.
       sparsity: None for arrays. "auto" for a sparse result, whose entries are found in the program: those that can
-        differ from zero for any values of the arguments differentiated (a factor that is a known zero is taken to
-        annul infinities too). Or a pattern with all of these: a `BCOO`, such as an earlier result, a SciPy sparse array
-        or an array of booleans, over all outputs and inputs or, nested as the result, for each pair of arrays. Patterns
-        are coloured by `asdex` (extra `sparse`).
+        differ from zero for any values of the arguments differentiated (a known factor of zero is taken to make zero
+        of infinities too). Or a pattern that has all of these entries: a `BCOO`, such as an earlier result, a SciPy
+        sparse array or an array of booleans, over all outputs and inputs or, nested as the result, for each pair of
+        arrays. Patterns are coloured by `asdex` (extra `sparse`).
       check: whether a sparse result is compared with the product of the Jacobian and a random vector, to about the
         square root of the dtype's precision.
       holomorphic: as for `jacrev`; not together with `sparsity`.
@@ -168,8 +168,8 @@ def jacobian(
 
     Returns:
       As for `jacfwd`; with `sparsity`, a `jax.experimental.sparse.BCOO` in place of each array, its entries in order.
-      The returned function has a method `.explain(*args, **kwargs)`, which says what "auto" takes for these arguments
-      and why, as a `ModeChoice`.
+      The returned function has a method `.explain(*args, **kwargs)`, which returns the mode that "auto" takes for these
+      arguments, and why, as a `ModeChoice`.
 
     Raises:
       TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode; a pattern of another type or shape; with
@@ -177,22 +177,22 @@ def jacobian(
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[sparse]'`.
 
     Warns:
-      UserWarning: as for `jacfwd`; of a primitive that the message names nothing is known (a call of Python, one of
-        another library), so that what comes out of it is taken to depend on all that goes in; or `fun` branches on
-        values, and every entry is computed and kept.
+      UserWarning: as for `jacfwd`; a primitive has no rule for patterns (a call of Python, one of another library), so
+        that its results are taken to depend on all of its operands; or `fun` branches on values, and every entry is
+        computed and kept.
 
     Cost:
-      As the better one of `jacfwd` and `jacrev`. Where inputs and outputs are alike in number, both are lowered once
-      for each kind of arguments (structure, shapes, dtypes, values of integers and strings), and the mode is remembered
-      as long as the function lives. What it closes over, and other values, are taken not to bear on which mode is the
-      cheaper; where they make the remembered one impossible, it is decided anew. `.explain` always decides anew, as
-      does each call of an object that cannot be referred to weakly (by its `__slots__`).
+      That of the cheaper one of `jacfwd` and `jacrev`. Where the numbers of inputs and outputs are similar, both are
+      lowered once for each kind of arguments (structure, shapes, dtypes, values of integers and strings), and the mode
+      is remembered as long as the function lives. Closed-over values and other arguments are assumed not to change
+      which mode is cheaper; where they make the remembered mode impossible, it is decided again. `.explain` always
+      decides again, as does each call of an object without weak references (because of its `__slots__`).
 
-      A sparse one: one linearization and a product for each colour. Columns that meet in no row have the same colour,
-      or rows that meet in no column; with mode "auto" few full rows, or columns, are had in the other mode than the
-      rest. Where that seems no cheaper than the dense one by the operations and bytes that XLA counts, the entries are
-      taken from the dense one. The pattern is found, and coloured, once for each trace, outside `jit` for each call: in
-      0.1 s for 2,000 inputs, 0.5 s for 100,000.
+      A sparse one: one linearization and a product for each colour. Columns that share no row have the same colour,
+      or rows that share no column; with mode "auto" a few full rows, or columns, are computed in the other mode than
+      the rest. Where that seems no cheaper than the dense one by the operations and bytes that XLA counts, the entries
+      are taken from the dense one. The pattern is found and coloured once for each trace, and outside `jit` for each
+      call: in 0.1 s for 2,000 inputs, 0.5 s for 100,000.
 
     Source:
       `jax.jacfwd` and `jax.jacrev`; Griewank and Walther 2008, "Evaluating Derivatives"; for sparse ones Gebremedhin,
@@ -230,11 +230,11 @@ def jacobian_of(
     allow_int: bool = False,
     origin: tuple[Any, Any] | None = None,
 ) -> Any:
-    """`jacobian` for any transform, which `api` names in errors.
+    """Return the Jacobian transform that all public ones here share; `api` is its name in errors.
 
     In reverse mode the axes of the output come before axis `row_axis` of each argument. With `inner` it is the Jacobian
-    of the Jacobian that this mode gives. If `fun` is made anew for each call, `origin` is the function, and anything
-    else, that it is made of.
+    of the Jacobian in this mode. Where `fun` is a new wrapper in each call, `origin` is what it is made from, by which
+    the chosen mode is remembered: the user's function and a hashable value.
     """
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
@@ -250,9 +250,11 @@ def jacobian_of(
         )
     if allow_int and mode == "forward":
         raise ValueError(f'{api}: allow_int=True needs reverse mode; take mode="reverse" or "auto".')
+    # Complex arguments of real outputs have reverse mode only, with the convention of `jax.jacrev`.
     complex_too = mode != "forward" and inner is None and sparsity is None
 
     def prepare(args: Any, kwargs: Any, inner: str | None = inner, inner_chunk: int | None = None) -> Call:
+        """Return the call of `fun`, or of its `inner` Jacobian."""
         differentiated = fun
         if inner is not None:
             differentiated = jacobian_of(api, fun, argnums, has_aux, inner, inner_chunk, holomorphic=holomorphic)
@@ -261,55 +263,53 @@ def jacobian_of(
         return call
 
     def nest(call: Call, out: Any, blocks: list[list[Any]]) -> Any:
-        """What stands for each array of the output and each of the input, in the form of the result."""
-
-        def of_output(row: list[Any]) -> Any:
-            inputs = iter(row)
-            trees = [jax.tree.map(lambda _: next(inputs), primal) for primal in call.primals]
-            forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
-            return forms if isinstance(argnums, (tuple, list)) else forms[0]
-
-        return jax.tree.unflatten(jax.tree.structure(out), [of_output(row) for row in blocks])
+        """Arrange one block for each pair of an output and an input array in the structure of the result."""
+        return jax.tree.unflatten(jax.tree.structure(out), [in_form(argnums, call, row) for row in blocks])
 
     def sparse_of(call: Call, args: Any, kwargs: Any) -> tuple[Evaluator, ModeChoice]:
+        # Symmetry is a property of the innermost function: its derivative rules must belong together.
         symmetric = inner is not None and has_symmetric_hessian(prepare(args, kwargs, None))
         return sparse_evaluator(api, call, partial(nest, call), sparsity, check, mode, symmetric)
 
-    def computed(call: Call, evaluator: Evaluator, args: Any, kwargs: Any) -> tuple[Call, Any, list[list[Any]], Any]:
+    def compute(call: Call, evaluator: Evaluator, args: Any, kwargs: Any) -> tuple[Call, Any, list[list[Any]], Any]:
+        """Evaluate in chunks that fit into the budget: the call that was used, its output, the blocks and the rest."""
         chunk = chunk_size
         if budget is not None:
+            # One search serves both Jacobians of a Hessian: k = (slices of the outer one) * (slices of the inner one).
+            # The outer chunk shrinks first; below one outer slice the inner Jacobian is chunked too.
             inner_size = 1 if inner is None else dense_evaluator(api, prepare(args, kwargs, None), inner).slices()
 
-            def cut(k: int) -> tuple[Call, int]:
-                """The inner Jacobian whole for some slices of the outer one, or in chunks for one of them."""
-                return (whole, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
+            def chunked(k: int) -> tuple[Call, int]:
+                return (unchunked, k // inner_size) if k >= inner_size else (prepare(args, kwargs, inner, k), 1)
 
-            whole, size = call, evaluator.slices() * inner_size
-            call, chunk = cut(chunk_within(api, lambda k: evaluator.compute(api, *cut(k)), size, budget))
+            unchunked, size = call, evaluator.slices() * inner_size
+            call, chunk = chunked(chunk_within(api, lambda k: evaluator.compute(api, *chunked(k)), size, budget))
         return call, *evaluator.compute(api, call, chunk)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        whole = prepare(args, kwargs)
+        call = prepare(args, kwargs)
 
         def dense(mode: str) -> Any:
-            return computed(whole, dense_evaluator(api, whole, mode, row_axis), args, kwargs)
+            return compute(call, dense_evaluator(api, call, mode, row_axis), args, kwargs)
 
-        with mesh_of((args, kwargs)):
+        with mesh_of((args, kwargs)):  # arrays may be sharded over explicit axes of a mesh that is not set
             if sparsity is not None:
-                found = computed(whole, sparse_of(whole, args, kwargs)[0], args, kwargs)
+                found = compute(call, sparse_of(call, args, kwargs)[0], args, kwargs)
             else:
-                found = in_cheaper_mode(api, whole, dense, origin) if mode == "auto" else dense(mode)
+                found = in_cheaper_mode(api, call, dense, origin) if mode == "auto" else dense(mode)
+            # Of the call that was traced last, which with a budget may be another: only it knows what `fun` left.
             call, out, blocks, rest = found
             aux = call.finish(rest)
             result = nest(call, out, blocks)
         return (result, aux) if has_aux else result
 
-    def again(fun: Callable[..., Any]) -> Any:
+    def rebuild(fun: Callable[..., Any]) -> Any:
         options: Any = {"row_axis": row_axis, "inner": inner, "sparsity": sparsity, "check": check}
         options |= {"holomorphic": holomorphic, "allow_int": allow_int}
         return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
-    wrapped: Any = wrap_like(fun, api, of_arguments, again)
+    # `jacfwd`, `jacrev` and `batch_jacobian` return a plain function, which has nothing to explain.
+    wrapped: Any = wrap_like(fun, api, of_arguments, rebuild)
     if api in ("jacobian", "hessian"):
 
         def explain(*args: Any, **kwargs: Any) -> ModeChoice:

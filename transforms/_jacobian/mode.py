@@ -1,4 +1,4 @@
-"""Which way to take a Jacobian: forward or reverse mode."""
+"""The choice between forward and reverse mode, by sizes and by the operations that XLA counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._core.compat import NeedsValues
 from .._core.memory import lower_apart
 from .dense import DENSE, by_columns, by_rows, sizes_of
 
-# Where one side is so many times as large as the other, nothing else needs to be asked.
+# Where one side is so many times as large as the other, the sizes decide, and nothing is lowered.
 DECISIVE = 4
 # What JAX raises where a mode does not differentiate a function: forward mode does not pass through a custom_vjp
 # (TypeError), reverse mode through a while_loop or a callback (ValueError), neither through an operation without a rule
@@ -24,14 +24,14 @@ _NO_DERIVATIVE = (TypeError, ValueError, NotImplementedError)
 
 
 class ModeChoice(NamedTuple):
-    """Which way `jacobian` takes, and why.
+    """The mode that `jacobian` takes, and why.
 
     Attributes:
       mode: "forward" (a column for each input) or "reverse" (a row for each output); "both" for a sparse Jacobian with
         products of either kind.
       inputs: how many numbers are differentiated.
-      outputs: how many numbers come out.
-      flops: the floating-point operations of both ways as XLA counts them; None where the sizes decide, or for a way
+      outputs: how many numbers the output has.
+      flops: the floating-point operations of both modes as XLA counts them; None where the sizes decide, or for a mode
         that the function does not allow.
       why: a sentence.
       colors: how many products in forward and in reverse mode give a sparse Jacobian; None for a dense one.
@@ -45,45 +45,45 @@ class ModeChoice(NamedTuple):
     colors: tuple[int, int] | None = None
 
 
+# From a transform's name, a call, and how many slices to compute at a time to the output, the blocks (for each array of
+# the output one for each array of the input), and the rest of the call.
+Compute = Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
+
+
 class Evaluator(NamedTuple):
-    """How to compute a Jacobian.
+    """A way to compute a Jacobian.
 
     Attributes:
-      compute: from a transform's name, a call, and how many slices to compute at a time to the output, the blocks (for
-        each of its arrays one for each array of the input), and the rest of the call.
-      slices: asks how many columns, rows or products may be computed at a time.
+      compute: the function that computes it.
+      slices: a function that returns how many columns, rows or products can be computed at a time.
     """
 
-    compute: Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
+    compute: Compute
     slices: Callable[[], int]
 
 
 def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
-    """From primals, and tangents or cotangents, to the product of the Jacobian with these, or of these with it."""
+    """Return the product with the Jacobian: of primals and tangents, or in reverse mode of primals and cotangents."""
 
     def fun(*primals: Any) -> Any:
         return call(*primals)[0]
 
-    def push(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(fun, primals, tangents)[1]
-
-    def pull(primals: Any, cotangents: Any) -> Any:
-        return jax.vjp(fun, *primals)[1](cotangents)
-
-    return push if mode == "forward" else pull
+    if mode == "forward":
+        return lambda primals, tangents: jax.jvp(fun, primals, tangents)[1]
+    return lambda primals, cotangents: jax.vjp(fun, *primals)[1](cotangents)
 
 
 def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
-    """The modes that differentiate a call with this output."""
+    """Return the modes that differentiate a call with this output; raise the error of forward mode if none does."""
     if _is_complex(out):
         return ("forward",)
     modes, errors = [], []
     for mode, vectors in (("forward", call.primals), ("reverse", out)):
-        # Mapped, since only then a derivative that does not exist is missed before anything is computed.
+        # Under `vmap`, because some rules are missed only when the derivative is mapped, as the Jacobian will do.
         product = jax.vmap(partial(product_in(mode, call), call.primals))
         try:
             jax.eval_shape(product, jax.tree.map(_batch_of_one, vectors))
-        except NeedsValues:
+        except NeedsValues:  # whether the branch that is taken has a derivative shows later
             modes.append(mode)
         except _NO_DERIVATIVE as error:
             errors.append(error)
@@ -95,7 +95,7 @@ def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
 
 
 def choose_mode(api: str, call: Call, *, anew: bool = False) -> ModeChoice:
-    """The cheaper mode for a dense Jacobian, decided once for each function and kind of arguments, or anew."""
+    """Return the cheaper mode for a dense Jacobian, decided once for each function and kind of arguments, or `anew`."""
     choices = _choices(call, None)
     if anew or not choices:
         choices[:] = [_decide(api, call)]
@@ -103,40 +103,39 @@ def choose_mode(api: str, call: Call, *, anew: bool = False) -> ModeChoice:
 
 
 def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin: tuple[Any, Any] | None = None) -> Any:
-    """Return what `compute` gives for the cheaper mode, which is decided anew where one that is remembered fails.
+    """Return the result of `compute` in the cheaper mode, which is decided again where the remembered one fails.
 
-    Another value of what `fun` is given or closes over may have made it impossible: another branch is taken, the output
-    has become complex.
+    Another value that `fun` is given or closes over may have made it impossible: `fun` takes another branch, or its
+    output has become complex.
 
     Args:
-      api: what to call the transform in an error.
-      call: what is differentiated.
+      api: the transform's name in errors.
+      call: the call to differentiate.
       compute: a function of a mode.
       origin: as for `jacobian_of`.
     """
     choices = _choices(call, origin)
-    remembered = bool(choices)
-    if not remembered:
-        choices[:] = [_decide(api, call)]
-    mode = choices[0].mode
+    remembered = choices[:]
+    choices[:] = remembered or [_decide(api, call)]
     try:
-        return compute(mode)
+        return compute(choices[0].mode)
     except _NO_DERIVATIVE:
         if not remembered:
             raise
         choices[:] = [_decide(api, call)]
-        if choices[0].mode == mode:
+        if choices[0].mode == remembered[0].mode:
             raise
     return compute(choices[0].mode)
 
 
 def _choices(call: Call, origin: tuple[Any, Any] | None) -> list[ModeChoice]:
-    """Return the list that is remembered for such calls: of the choice that was made, or of none yet."""
+    """Return the list that is remembered for such calls: empty, or with the choice that was made."""
     fun, made = origin or (call.fun, None)
     return call.remembered(fun, ("mode", made), list)
 
 
 def _decide(api: str, call: Call) -> ModeChoice:
+    """Choose by dtypes if they leave one mode, then by sizes, then by XLA's operations; skip a mode that fails."""
     out = output_shapes(api, call)
     inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
     choice = partial(ModeChoice, inputs=inputs, outputs=outputs)
@@ -153,13 +152,15 @@ def _decide(api: str, call: Call) -> ModeChoice:
     errors: dict[str, Exception] = {}
     for mode in (first, other):
         try:
+            # The mode that the sizes favour is traced all the same, since it may not differentiate this function.
             if many >= DECISIVE * few and mode == first:
                 jax.eval_shape(partial(DENSE[mode], api, call, None))
                 return choice(mode, flops=None, why=f"there are {inputs} inputs and {outputs} outputs")
+            # Counted in the lowered program: nothing is compiled or run.
             analysis = lower_apart(partial(DENSE[mode], api, call, None)).cost_analysis() or {}
             flops[mode] = analysis.get("flops", 0.0)
         except NeedsValues:
-            try:  # whether the branch that these values take has this derivative
+            try:  # with values: does the branch that these take have this derivative?
                 product_in(mode, call)(call.primals, jax.tree.map(jnp.zeros_like, vectors[mode]))
             except _NO_DERIVATIVE as error:
                 errors[mode] = error
@@ -173,6 +174,7 @@ def _decide(api: str, call: Call) -> ModeChoice:
     if errors:
         (mode,), (refused,) = flops, errors
         return choice(mode, flops=None, why=f"{refused} mode cannot differentiate it: {errors[refused]}")
+    # A row of reverse mode is written in one piece, a column of forward mode in as many as there are outputs.
     if flops["reverse"] == flops["forward"]:
         return choice("reverse", flops=flops, why="XLA counts as many operations either way; rows lie in one piece")
     mode = min(flops, key=flops.__getitem__)
@@ -180,10 +182,11 @@ def _decide(api: str, call: Call) -> ModeChoice:
 
 
 def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array with a leading axis of size 1, sharded as the array is."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    cut, sharding = getattr(kind.sharding, "spec", ()), None
-    if any(cut):  # over explicit axes of a mesh
-        sharding = NamedSharding(kind.sharding.mesh, PartitionSpec(None, *cut))
+    spec, sharding = getattr(kind.sharding, "spec", ()), None
+    if any(spec):  # over explicit axes of a mesh, which are part of a type
+        sharding = NamedSharding(kind.sharding.mesh, PartitionSpec(None, *spec))
     return jax.ShapeDtypeStruct((1, *kind.shape), kind.dtype, sharding=sharding)
 
 
@@ -192,7 +195,7 @@ def _is_complex(out: Any) -> bool:
 
 
 def output_shapes(api: str, call: Call) -> Any:
-    """The output as shapes, or as it is where `fun` branches on values."""
+    """Return the output as shapes, or with values where `fun` branches on some."""
     try:
         out = jax.eval_shape(lambda: call(*call.primals)[0])
     except NeedsValues:
@@ -202,11 +205,11 @@ def output_shapes(api: str, call: Call) -> Any:
 
 
 def dense_evaluator(api: str, call: Call, mode: str, row_axis: int = 0) -> Evaluator:
-    """How to compute a dense Jacobian.
+    """Return the way to compute a dense Jacobian in one mode.
 
     Args:
-      api: what to call the transform in an error.
-      call: what is differentiated.
+      api: the transform's name in errors.
+      call: the call to differentiate.
       mode: "forward" or "reverse".
       row_axis: as for `by_rows`.
     """

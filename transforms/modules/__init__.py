@@ -1,4 +1,18 @@
-"""Flax modules: what trains, in which precision they compute, how they begin, and files of parameters."""
+"""Flax modules: what trains, in which precision they compute, how they begin, and files of parameters.
+
+A module (or an ensemble of them) comes in, a new one with variables of its own goes out; the given one never changes.
+
+- `_places.py`: every module and variable by its path, shared ones by each of their paths; copies of a module in which
+  some variables are replaced. All others use it.
+- `_filters.py`: which variables a filter of Flax, a name or a kind selects. `_kinds.py`: which rule of a dict by kinds
+  of modules holds for a module, and which module holds a variable.
+- `_parameters.py`: `named_parameters`, and the variables of kind `Frozen`.
+- `_freeze.py`: `freeze` and `unfreeze`, parameters taken out of training and put back.
+- `_precision.py`: `with_precision`, the dtype in which layers compute.
+- `_reinitialize.py`: `reinitialize`, parameters drawn again by kind of layer, from a key and their paths.
+- `_files.py`: `save_params` and `load_params`: names, renaming, and what does not fit; `_safetensors.py`: the format
+  on the disk, its checksum, and the errors of damaged files. A file is made atomic by `_runs/atomic_write.py`.
+"""
 
 from ._files import load_params, save_params
 from ._freeze import freeze, unfreeze

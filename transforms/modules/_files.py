@@ -1,4 +1,4 @@
-"""Parameters in files: `save_params` and `load_params`."""
+"""`save_params` and `load_params`: parameters in files, by their names; renamed, transformed, and what does not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .._models.stacking import outline
 from ._places import check_module, named_leaves, with_leaves
 from ._safetensors import DTYPES, read_array, reading, write
 
-# Random streams, and what a call leaves behind.
+# Not written: random streams, and values that a call leaves behind.
 _LEFT_OUT = (nnx.RngState, nnx.Cache, nnx.Intermediate)
 _SHOWN = 8
 
@@ -28,19 +28,19 @@ _SHOWN = 8
 def save_params(path: str | os.PathLike[str], model: Any) -> None:
     """Write the parameters of a module to a file in the format of safetensors.
 
-    All that a network needs to compute again is written, under the names that `named_parameters` gives: parameters,
-    frozen or not, BatchNorm statistics and other state. Not written are random streams, caches and intermediate values
-    (`nnx.RngState`, `nnx.Cache`, `nnx.Intermediate`), nor the configuration: the class and its arguments are yours. No
-    code is in such a file, and PyTorch and others read it. For ensembles there is `plurax.ensemble.save`.
+    Everything that a network needs to compute again is written, under the names that `named_parameters` gives:
+    parameters, frozen or not, BatchNorm statistics and other state. Not written are random streams, caches and
+    intermediate values (`nnx.RngState`, `nnx.Cache`, `nnx.Intermediate`), nor the class and its arguments. Such a file
+    contains no code, and PyTorch and others read it. For ensembles there is `plurax.ensemble.save`.
 
     Args:
-      path: of the file, in which `~` is your home. One that is there is replaced once the new one is whole and on the
+      path: of the file, in which `~` is your home. An existing file is replaced once the new one is complete and on the
         disk. Missing folders are made.
       model: an NNX module.
 
     Raises:
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[files]'`.
-      TypeError: `model` is no module; a variable holds something else than arrays with values.
+      TypeError: `model` is not a module; a variable holds something other than arrays with values.
       ValueError: two arrays have one name, one has a dtype that the format lacks (complex128, int4), or one is spread
         over several processes.
       OSError: the file cannot be written.
@@ -87,13 +87,13 @@ def load_params(
         `lambda name, x: x.T if x.ndim == 2 else x`. No array is converted without it.
 
     Returns:
-      A new module with variables of its own, on the devices on which those of `model` are kept. What no file holds,
+      A new module with variables of its own, on the devices on which those of `model` are kept. What files do not hold,
       such as random streams, is as in `model`.
 
     Raises:
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[files]'`.
       FileNotFoundError: there is no such file.
-      TypeError: `model` is no module, or an argument is of a wrong type.
+      TypeError: `model` is not a module, or an argument is of a wrong type.
       ValueError: the file is damaged (those of `save_params` have a checksum), or does not fit: all arrays that are
         missing, unknown, or of another shape or dtype are named; `rename` names an array that the file does not have,
         or gives two one name. Nothing is changed then.
@@ -102,7 +102,7 @@ def load_params(
       UserWarning: with `strict=False`, of what is missing or unknown.
 
     Cost:
-      Two passes over the file, one array in host memory at a time beside those that are loaded.
+      Two passes over the file, one array in host memory at a time besides those that are loaded.
 
     Source:
       `mindspore.load_param_into_net`; `torch.nn.Module.load_state_dict`.
@@ -131,16 +131,21 @@ def load_params(
     if transform is not None:
         check_callable("load_params", transform, "transform")
     expected = {name: outline(leaf) for name, leaf in _kept("load_params", model)}
-    _check_representable(expected)
+    # A module of `nnx.eval_shape` may ask for 64 bits, of which JAX would keep 32 without an error.
+    for name, (_, dtype) in expected.items():
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
     file = _path("load_params", path)
+    # Everything is read and compared before the copy is made, so that an error changes nothing.
     with reading("load_params", file) as opened:
         sources = _renamed(opened.keys(), rename, file)
         found = {name: read_array("load_params", opened, file, sources[name]) for name in expected if name in sources}
     if transform is not None:
         found = {name: _transformed(transform, name, x) for name, x in found.items()}
     missing = [f"`{name}`" for name in expected if name not in sources]
-    unknown = [_say(source, name) for name, source in sources.items() if name not in expected]
+    unknown = [_called_in_file(name, source) for name, source in sources.items() if name not in expected]
     wrong = [_difference(name, x, *expected[name]) for name, x in found.items() if outline(x) != expected[name]]
+    # Even with strict=False a file that has nothing of the module is an error: its names need `rename`.
     needed = strict or (missing and not found)
     if wrong or (needed and (missing or unknown)):
         names = (missing, unknown) if needed else ([], [])
@@ -153,12 +158,14 @@ def load_params(
 
 
 def _check_model(api: str, model: Any, instead: str) -> None:
+    """Raise if a model is not one module; for an ensemble the error names the function to use `instead`."""
     if is_members(model):
         raise TypeError(f"{api}: model must be one module, but got an ensemble; {instead} those, or take one member.")
     check_module(api, model)
 
 
 def _path(api: str, path: Any) -> Path:
+    """Return the absolute path of a file; raise if it is a directory."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{api}: path must be that of a file, but got {describe(path)}.")
     found = Path(path).expanduser().resolve()
@@ -168,15 +175,17 @@ def _path(api: str, path: Any) -> Path:
 
 
 def _kept(api: str, model: Any) -> list[tuple[str, Any]]:
-    """What of a module is in a file, by name."""
+    """Return the names and arrays of a module that belong in a file."""
     leaves = named_leaves(api, model, lambda x: not isinstance(x, _LEFT_OUT))
     for name, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (int, float, complex)):
             raise TypeError(f"{api}: `{name}` holds {describe(leaf)}, which is no array; make it a plain attribute.")
+    # A key outside of a random stream is left out as well: it has no dtype that the format knows.
     return [(name, leaf) for name, leaf in leaves.items() if not is_key(leaf)]
 
 
 def _to_host(name: str, leaf: Any) -> np.ndarray:
+    """Return an array in host memory; raise if it has no values here, or a dtype that the format lacks."""
     if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
         raise TypeError(f"save_params: `{name}` is {describe(leaf)} without values; call it outside of jax.jit.")
     if not getattr(leaf, "is_fully_addressable", True):
@@ -193,21 +202,15 @@ def _to_host(name: str, leaf: Any) -> np.ndarray:
     return np.asarray(leaf, dtype)
 
 
-def _check_representable(expected: Mapping[str, tuple[Any, Any]]) -> None:
-    for name, (_, dtype) in expected.items():
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
-
-
 def _renamed(names: Iterable[str], rename: Any, file: Path) -> dict[str, str]:
-    """By name in the module the name in the file."""
+    """Return by name in the module the name in the file, without arrays that are left out."""
+    # Sorted, so that of two names that would be one the same is named in the error each time.
     names = sorted(names)
     if isinstance(rename, Mapping):
         gone = [f"`{name}`" for name in rename if name not in names]
         if gone:
-            raise ValueError(
-                f"load_params: rename names what {file} does not have: {_some(gone)}; it has {_names(names)}."
-            )
+            has = _some([f"`{name}`" for name in names]) or "nothing"
+            raise ValueError(f"load_params: rename names what {file} does not have: {_some(gone)}; it has {has}.")
         new_name = {name: name for name in names} | dict(rename)
         renamed = [(name, new_name[name]) for name in names]
     elif rename is None or callable(rename):
@@ -234,15 +237,17 @@ def _transformed(transform: Callable[[str, np.ndarray], Any], name: str, x: np.n
 
 
 def _misfit(file: Path, kind: str, missing: list[str], unknown: list[str], wrong: list[str]) -> str:
+    """Return the error for a file that does not fit a module, with the options that may help."""
     facts = [f"it lacks {_some(missing)}"] if missing else []
     facts += [f"the module has no {_some(unknown)}"] if unknown else []
-    facts += [f"{_some(wrong)}"] if wrong else []
-    cures = ["rename= for other names", "strict=False to load what both have"] if missing or unknown else []
-    cures = [*cures[:1], *(["transform= for other shapes and dtypes"] if wrong else []), *cures[1:]]
+    facts += [_some(wrong)] if wrong else []
+    cures = ["rename= for other names"] if missing or unknown else []
+    cures += ["transform= for other shapes and dtypes"] if wrong else []
+    cures += ["strict=False to load what both have"] if missing or unknown else []
     return f"load_params: {file} does not fit the {kind}: {'; '.join(facts)}; pass {', or '.join(cures)}."
 
 
-def _say(source: str, name: str) -> str:
+def _called_in_file(name: str, source: str) -> str:
     return f"`{name}`" if source == name else f"`{name}` (`{source}` of the file)"
 
 
@@ -253,9 +258,6 @@ def _difference(name: str, x: Any, shape: Any, dtype: Any) -> str:
 
 
 def _some(items: list[str]) -> str:
+    """Return the first items as text, and how many more there are."""
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(items[:_SHOWN]) + more
-
-
-def _names(names: list[str]) -> str:
-    return _some([f"`{name}`" for name in names]) or "nothing"

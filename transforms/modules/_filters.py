@@ -1,4 +1,4 @@
-"""What a filter of variables takes."""
+"""Filters of variables: Flax's, in which names and kinds of modules mean something too."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from .._core.arguments import describe
 from .._models.split_model import dotted
 from ._places import Path
 
-# Of a path, the modules around it, and the variable there.
+# A function of a path, the modules around it, and the variable there.
 Matches = Callable[[Path, list[Any], Any], bool]
 
 
 def matching(api: str, filter: Any) -> Matches:
-    """Which variables a filter takes: one of Flax's, in which names and kinds of modules mean something too.
+    """Return a predicate for the variables that a filter takes.
 
-    Flax reads a string as a tag, and a type as a kind of variable. It turns them into objects of its own inside of
-    `nnx.Not` and the like, so these are taken apart here.
+    Flax reads a string as a tag, and a type as a kind of variable. It converts them to objects of its own inside
+    `nnx.Not` and others, so these are unpacked here.
     """
     if isinstance(filter, (str, nnx.WithTag)):
         name = filter if isinstance(filter, str) else filter.tag
+        # With a dot after both, "layers.1" takes "layers.1.kernel", but not "layers.10.kernel".
         return lambda path, _, x: f"{dotted(path)}.".startswith(f"{name}.") or getattr(x, "tag", None) == name
     if isinstance(filter, (type, nnx.OfType)):
         kind = filter if isinstance(filter, type) else filter.type

@@ -1,4 +1,4 @@
-"""Parameters that do not train: `freeze` and `unfreeze`."""
+"""`freeze` and `unfreeze`: parameters that do not train."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from ._places import apply_to_module, enclosing, places, replaced
 def freeze(model: Any, filter: Any) -> Any:
     """Take some parameters of a module out of training.
 
-    As MindSpore's `requires_grad=False`, but no work is done for them: in the copy that is returned they are of the
-    kind `Frozen` and no longer `nnx.Param`, so that nothing differentiates or updates them, `nnx.grad`, optimisers with
-    `wrt=nnx.Param`, the transforms and the trainers of this library alike. Gradients flow through them to what trains.
+    As MindSpore's `requires_grad=False`, but no work is done for them: in the returned copy they are variables of kind
+    `Frozen` and no longer `nnx.Param`, so that nothing differentiates or updates them: neither `nnx.grad`, optimisers
+    with `wrt=nnx.Param`, nor the transforms and trainers of this library. Gradients flow through them to what trains.
 
-    `jax.lax.stop_gradient`, written into the model, is the other way. It cuts a value: all that was computed before it
-    gets a gradient of zero. But the parameters there remain parameters, so weight decay and momentum still move them,
-    and optimisers keep state for them. It is right where a value is to count as constant in one place while its
-    parameters train in another: a target, a baseline, a straight-through estimate. Freezing is right for parameters
-    that are not to change at all, wherever they stand: those of a pretrained encoder, or of a head behind what trains.
+    `jax.lax.stop_gradient`, written into the model, is the alternative. It cuts a value: everything computed before it
+    gets a gradient of zero. But the parameters there remain parameters, so weight decay and momentum still change them,
+    and optimisers keep state for them. Use it where a value is constant in one place while its parameters train in
+    another: a target, a baseline, a straight-through estimate. Freeze parameters that must not change at all, wherever
+    they are: those of a pretrained encoder, or of a head after the layers that train.
 
     Args:
       model: an NNX module, or an ensemble of them.
       filter: which parameters. A string is a dotted name or the beginning of one, `"encoder"` or `"layers.0.kernel"`
-        (or a tag, all that a string is to Flax, which could not name what has none). A type is a kind of variable
-        (`nnx.LoRAParam`), or a kind of module for all that is in such (`nnx.BatchNorm`). A function takes a path, such
-        as `("layers", 0, "kernel")`, and the variable. A list or tuple takes what one of its filters takes;
-        `nnx.Not`, `nnx.All`, `nnx.Any`, `nnx.PathContains`, True and `...` are as in Flax. A parameter that stands in
-        several places is taken where one of them is.
+        (or a tag, as in Flax). A type is a kind of variable (`nnx.LoRAParam`), or a kind of module for all that it
+        contains (`nnx.BatchNorm`). A function takes a path, such as `("layers", 0, "kernel")`, and the variable, and
+        returns a bool. A list or tuple takes what one of its filters takes; `nnx.Not`, `nnx.All`, `nnx.Any`,
+        `nnx.PathContains`, True and `...` are as in Flax. A parameter with several paths is taken if one of them is.
 
     Returns:
-      A new module (or ensemble) with variables of its own, the arrays shared. What was frozen before stays so.
-      BatchNorm statistics are no parameters: unless a norm is in evaluation mode, they go on moving.
+      A new module (or ensemble) with variables of its own, the arrays shared. What was frozen before stays frozen.
+      BatchNorm statistics are not parameters: unless a norm is in evaluation mode, they are still updated.
 
     Raises:
-      TypeError: `model` is no module, or `filter` no filter.
-      ValueError: the filter takes no parameter; it takes one of a kind with methods of its own, or one that an
+      TypeError: `model` is not a module, or `filter` is not a filter.
+      ValueError: the filter takes no parameter; it takes one whose kind has methods of its own, or one that an
         `nnx.WeightNorm`, `nnx.SpectralNorm` or `nnx.bridge.ToNNX` around it looks for as an `nnx.Param`.
 
     Cost:
@@ -68,6 +67,7 @@ def freeze(model: Any, filter: Any) -> Any:
     def change(module: Any) -> Any:
         nodes = places(module)
         parameters = {path: x for path, x in nodes.items() if is_parameter(x)}
+        # A function among the filters sees a frozen parameter as it was before.
         chosen = {path for path, x in parameters.items() if matches(path, enclosing(nodes, path), thawed(x))}
         if not chosen:
             names = ", ".join(f"`{dotted(path)}`" for path in list(parameters)[:5])
@@ -77,6 +77,7 @@ def freeze(model: Any, filter: Any) -> Any:
             )
         for path in chosen:
             _check_freezable(dotted(path), nodes[path], enclosing(nodes, path))
+        # By identity: a shared parameter is frozen at all of its paths.
         of_chosen = {id(nodes[path]) for path in chosen}
         return replaced(module, lambda _, x: frozen(x) if id(x) in of_chosen else x)
 
@@ -94,7 +95,7 @@ def unfreeze(model: Any) -> Any:
       arrays shared. To let only some of them train, freeze the others again.
 
     Raises:
-      TypeError: `model` is no module.
+      TypeError: `model` is not a module.
 
     Examples:
       >>> from flax import nnx
@@ -107,6 +108,7 @@ def unfreeze(model: Any) -> Any:
 
 
 def _check_freezable(name: str, parameter: Any, modules: list[Any]) -> None:
+    """Raise if something asks for this parameter as an `nnx.Param`, or if its kind has methods that would be lost."""
     for module in modules:
         if isinstance(module, SEEKERS):
             raise ValueError(

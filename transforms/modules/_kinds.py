@@ -1,4 +1,4 @@
-"""Rules by kind of module: which of them is for a module, and which module holds a variable."""
+"""Rules by kind of module: which of them holds for a module, and which module holds a variable."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flax import nnx
 from .._core.arguments import describe
 from ._places import Path
 
-# In each call they look for the `nnx.Param`s within them: to normalise them in their place, or to hand them to Linen.
+# In each call these look for the `nnx.Param`s within them: to normalise them in place, or to pass them to Linen.
 NORMS_OF_WEIGHTS = (nnx.WeightNorm, nnx.SpectralNorm)
 SEEKERS = (*NORMS_OF_WEIGHTS, nnx.bridge.ToNNX)
 _CONTAINERS = (nnx.List, nnx.Dict)
 
 
 def check_rules(api: str, name: str, rules: Any, value: str) -> None:
-    """Refuse rules that are no dict from kinds of modules."""
+    """Raise if rules are not a dict from kinds of modules."""
     if not isinstance(rules, Mapping):
         raise TypeError(f"{api}: {name} must be a dict from kinds of modules to {value}, but got {describe(rules)}.")
     for kind in rules:
@@ -26,11 +26,11 @@ def check_rules(api: str, name: str, rules: Any, value: str) -> None:
 
 
 def rule_for(module: Any, rules: Mapping[type, Any]) -> type | None:
-    """The kind among those of the rules to which a module is nearest; None where it is of none."""
+    """Return the first kind in the module's method resolution order that has a rule; None if there is none."""
     return next((kind for kind in type(module).__mro__ if kind in rules), None)
 
 
 def holder(nodes: Mapping[Path, Any], path: Path) -> tuple[int, Any]:
-    """The module that holds what is at a path, itself or in its lists and dicts, and the length of its own path."""
+    """Return the module that holds the variable at a path, also in its lists and dicts, after its own path's length."""
     around = [(i, nodes[path[:i]]) for i in range(len(path)) if path[:i] in nodes]
     return next((found for found in reversed(around) if not isinstance(found[1], _CONTAINERS)), around[0])

@@ -1,4 +1,4 @@
-"""What is a parameter, frozen or not, and what it is called: `named_parameters`."""
+"""`named_parameters`: parameters by their names, and the kind of frozen ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from flax import nnx
 from .._models.split_model import is_members
 from ._places import check_module, copied, named_leaves
 
+# The metadata of a frozen parameter that has its kind from before.
 _KIND = "frozen_from"
 
 
 class Frozen(nnx.Variable[Any]):
     """A parameter that `freeze` has taken out of training.
 
-    It is no `nnx.Param`, so that nothing that asks for those finds it. `nnx.state(model, Frozen)` has all of a model.
+    It is not an `nnx.Param`, so that nothing that asks for these finds it. `nnx.state(model, Frozen)` selects all.
 
     Examples:
       >>> from flax import nnx
@@ -28,12 +29,12 @@ class Frozen(nnx.Variable[Any]):
 
 
 def is_parameter(x: Any) -> bool:
-    """Whether a variable is a parameter, frozen or not."""
+    """Return whether a variable is a parameter, frozen or not."""
     return isinstance(x, (nnx.Param, Frozen))
 
 
 def frozen(parameter: Any) -> Any:
-    """A parameter that does not train, with what it was in its metadata."""
+    """Return a frozen copy of a parameter, with its kind in the metadata."""
     copy = copied(parameter)
     if isinstance(parameter, Frozen):
         return copy
@@ -41,7 +42,7 @@ def frozen(parameter: Any) -> Any:
 
 
 def thawed(x: Any) -> Any:
-    """A frozen parameter as it was before; anything else as it is."""
+    """Return a frozen parameter as it was before; anything else as it is."""
     if not isinstance(x, Frozen):
         return x
     copy = copied(x)
@@ -50,18 +51,18 @@ def thawed(x: Any) -> Any:
 
 
 def named_parameters(model: Any) -> dict[str, jax.Array]:
-    """The parameters of a module by their dotted names, as MindSpore's `parameters_dict`.
+    """Return the parameters of a module by their dotted names, as MindSpore's `parameters_dict`.
 
     Args:
       model: an NNX module. Of an ensemble the arrays of all members are stacked along axis 0.
 
     Returns:
       For each `nnx.Param` its array, frozen ones included: `{"net.kernel": array, "layers.0.bias": array}`. A parameter
-      that stands in several places has the name of the first; one that holds a pytree has an entry for each array.
-      BatchNorm statistics and random streams are no parameters.
+      with several paths is called by the first; one that holds a pytree has an entry for each array.
+      BatchNorm statistics and random streams are not parameters.
 
     Raises:
-      TypeError: `model` is no module.
+      TypeError: `model` is not a module.
       ValueError: two arrays have one name, since a key of an `nnx.Dict` has a dot in it.
 
     Source:

@@ -1,4 +1,4 @@
-"""The variables and modules of a model by their places, and copies of it in which some variables are others."""
+"""The variables and modules of a model by their paths, and copies of it in which some variables are replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Path = tuple[Any, ...]
 
 
 def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
-    """`change(model)` for a module; for an ensemble the ensemble of that, of all members at once."""
+    """Return `change(model)`; for an ensemble the changed ensemble, of all members at once."""
     if is_members(model):
         return model.__plurax_stack__(apply_to_module(api, model.__plurax_member__(), change))
     check_module(api, model)
@@ -26,7 +26,7 @@ def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def check_module(api: str, model: Any) -> None:
-    """Refuse what is no NNX module."""
+    """Raise if a model is not an NNX module, or has variables of Flax's experimental kinds."""
     if not is_module(model):
         raise TypeError(
             f"{api}: model must be a Flax NNX module, but got {describe(model)}; put several modules into an nnx.Dict, "
@@ -41,7 +41,7 @@ def check_module(api: str, model: Any) -> None:
 
 
 def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """What the wanted variables of a module hold, by dotted names; a shared variable has that of its first place."""
+    """Return the arrays of the wanted variables of a module by dotted names; a shared one by that of its first path."""
     found: dict[str, Any] = {}
     for path, x in nnx.to_flat_state(nnx.state(model)):
         for name, leaf in _leaves(path, x) if wanted(x) else ():
@@ -52,7 +52,7 @@ def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[st
 
 
 def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of a module that holds some other values, on the devices on which the present ones are kept."""
+    """Return a copy of a module with some other values, on the devices on which the present ones are kept."""
 
     def new(path: Path, x: Any) -> Any:
         leaves = _leaves(path, x)
@@ -66,8 +66,9 @@ def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
 
 
 def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
-    """A copy of a module in which each variable is what `new` gives for it; a shared one stays shared."""
+    """Return a copy of a module in which each variable is what `new` returns for it; a shared one stays shared."""
 
+    # `nnx.map` calls this once for a shared variable, with its first path.
     def replace(path: Path, x: Any) -> Any:
         found = new(path, x)
         return copied(found) if found is x else found
@@ -76,19 +77,20 @@ def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
 
 
 def copied(x: Any) -> Any:
-    """A variable, or an array that is in none, that shares nothing which could be changed in its place."""
+    """Return a copy of a variable, or of an array outside of one, that shares nothing which can be changed in place."""
+    # Arrays of JAX are immutable, and so are shared; those of NumPy are not.
     value = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, _content(x))
     return x.copy(value) if isinstance(x, nnx.Variable) else value
 
 
 def places(model: Any) -> dict[Path, Any]:
-    """Every module and every variable, by each of its paths; the first of them stands before the others."""
+    """Return every module and variable by each of its paths, the first path before the others."""
     groups = [_outer(paths) for paths in nnx.find_duplicates(model, only=lambda _, x: _is_node(x))]
     return {path: x for first, x in nnx.iter_graph(model) if _is_node(x) for path in _aliases(first, groups)}
 
 
 def enclosing(nodes: Mapping[Path, Any], path: Path) -> list[Any]:
-    """The modules around what is at a path, the outermost first."""
+    """Return the modules around the one or the variable at a path, the outermost first."""
     return [nodes[path[:i]] for i in range(len(path)) if path[:i] in nodes]
 
 
@@ -97,14 +99,14 @@ def _is_node(x: Any) -> bool:
 
 
 def _outer(paths: list[Path]) -> list[Path]:
-    """Those that do not lead through another: a child may know its parent."""
+    """Return the paths that do not lead through another, as those by way of a child's reference to its parent do."""
     return [path for path in paths if not any(path != other == path[: len(other)] for other in paths)]
 
 
 def _aliases(first: Path, groups: list[list[Path]]) -> list[Path]:
-    """All paths of what is at `first`, where the paths of each group lead to one object."""
+    """Return all paths of the object at `first`, where the paths of each group lead to one object."""
     found = [first]
-    for path in found:
+    for path in found:  # which grows: a shared module in a shared module has the paths of both combined
         for group in groups:
             for rest in [path[len(part) :] for part in group if path[: len(part)] == part]:
                 found += [(*other, *rest) for other in group if (*other, *rest) not in found]
@@ -116,11 +118,11 @@ def _content(x: Any) -> Any:
 
 
 def _leaves(path: Path, x: Any) -> list[tuple[str, Any]]:
-    inner = jax.tree.leaves_with_path(_content(x))
-    return [(dotted((*path, *p)), leaf) for p, leaf in inner]
+    return [(dotted((*path, *inner)), leaf) for inner, leaf in jax.tree.leaves_with_path(_content(x))]
 
 
 def _placed(value: Any, like: Any) -> jax.Array:
+    # An uncommitted array stays so: JAX may move it to the device of what it meets.
     if isinstance(like, jax.Array) and not isinstance(like, Tracer) and like.committed:
         return jax.device_put(value, like.sharding)
     return value if isinstance(value, jax.Array) else jnp.array(value)

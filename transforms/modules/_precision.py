@@ -1,4 +1,4 @@
-"""In which dtype the layers of a module compute: `with_precision`."""
+"""`with_precision`: the dtype in which the layers of a module compute."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def with_precision(
 ) -> Any:
     """Let the layers of a module compute in another dtype.
 
-    As building every layer with `dtype=`, MindSpore's `to_float`: inputs and parameters are converted in each call. The
-    parameters themselves stay what they are, so that an optimiser goes on adding small steps to float32, and gradients
-    are float32. Losses are outside of the module; take `logits.astype(jnp.float32)` there, since sums over classes and
-    examples lose most.
+    As building every layer with `dtype=`, or MindSpore's `to_float`: inputs and parameters are converted in each call.
+    The parameters themselves keep their dtype, so that an optimiser still adds small steps to float32, and gradients
+    are float32. Losses are outside the module; take `logits.astype(jnp.float32)` there, since sums over classes and
+    examples lose most precision.
 
     Args:
       model: an NNX module, or an ensemble of them.
       dtype: of floating point, such as `jnp.bfloat16` or its name.
-      keep: kinds of modules that compute in another dtype, and all that is in them. Of several kinds that a module is,
+      keep: kinds of modules that compute in another dtype, with all layers in them. Of several kinds that a module is,
         the nearest counts, and of several modules around a layer the innermost. A BatchNorm keeps its running
-        statistics in float32 in any case, but one in half precision rounds its inputs before it takes them, and these
-        where it normalizes by them. None leaves a module as it is (but not what is in it): it is for one that holds
+        statistics in float32 in any case, but one in half precision rounds its inputs before it computes them, and the
+        statistics when it normalizes. None leaves a module as it is (but not the layers in it): for one that holds
         parameters and casts them on its own. Giving `keep` replaces the default.
 
     Returns:
-      A new module (or ensemble) with variables of its own, the arrays shared. What it takes and gives is as if it had
+      A new module (or ensemble) with variables of its own, the arrays shared. Its inputs and outputs are as if it had
       been built so: an `nnx.RNN` of an `nnx.SimpleCell` needs `initial_carry` in that dtype.
 
     Raises:
-      TypeError: `model` is no module, a dtype is not of floating point, or `keep` no dict from kinds of modules.
-      ValueError: a module holds parameters, but has no attribute `dtype` by which to say how to compute with them, or
+      TypeError: `model` is not a module, a dtype is not of floating point, or `keep` is not a dict by kinds of modules.
+      ValueError: a module holds parameters, but has no attribute `dtype` that sets how it computes with them, or
         complex ones; a shared module would have to compute in two dtypes; float64 without `jax_enable_x64`.
 
     Source:
@@ -67,15 +67,16 @@ def with_precision(
         for path, x in nodes.items():
             if is_parameter(x):
                 _check_computed(dotted(path), x, holder(nodes, path)[1], kept)
-        told: dict[int, Any] = {}
+        # Flax's layers read `dtype` in each call. A shared module is one object, which can have only one.
+        first: dict[int, Any] = {}
         for path, node in nodes.items():
             if not _takes_dtype(node) or _is_left(node, kept):
                 continue
             wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
-            if jnp.dtype(told.setdefault(id(node), wanted)) != jnp.dtype(wanted):
+            if jnp.dtype(first.setdefault(id(node), wanted)) != jnp.dtype(wanted):
                 raise ValueError(
                     f"with_precision: `{dotted(path)}` stands in several places, for which keep asks for "
-                    f"{jnp.dtype(told[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
+                    f"{jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
                 )
             node.dtype = wanted
         return copy
@@ -84,24 +85,21 @@ def with_precision(
 
 
 def _checked(dtype: Any, name: str) -> Any:
-    """A dtype of floating point as it was given, or what its name stands for."""
-    try:
-        found = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+    """Return a dtype as it was given, or the one of this name; raise if it is not of floating point."""
+    if dtype is None or not _is_floating(dtype):
         raise TypeError(
             f"with_precision: {name} must be of floating point, such as jnp.bfloat16, but got {describe(dtype)}."
         )
+    found = jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise ValueError(f"with_precision: {name} is {found}, which needs jax_enable_x64; enable it.")
     return found if isinstance(dtype, str) else dtype
 
 
 def _takes_dtype(module: Any) -> bool:
-    """Whether the attribute `dtype` of a module says how it computes."""
+    """Return whether the attribute `dtype` of a module sets how it computes."""
     if not isinstance(module, nnx.Pytree) or isinstance(module, SEEKERS):
-        return False  # a norm of weights would convert the parameters of its layer to that dtype, for good
+        return False  # a norm of weights would convert the parameters of its layer to that dtype permanently
     dtype = getattr(module, "dtype", "")
     return (dtype is None or _is_floating(dtype)) and not isinstance(getattr(type(module), "dtype", None), property)
 
@@ -119,17 +117,18 @@ def _is_left(module: Any, kept: Mapping[type, Any]) -> bool:
 
 
 def _wanted(modules: list[Any], dtype: Any, kept: Mapping[type, Any]) -> Any:
-    """The dtype that the innermost of some modules asks for, of those that ask for one."""
+    """Return the dtype for the innermost of some modules: of the last one with a rule, else `dtype`."""
     asked = [kept[kind] for module in modules if (kind := rule_for(module, kept)) is not None]
     return [dtype, *(x for x in asked if x is not None)][-1]
 
 
 def _check_computed(name: str, parameter: Any, module: Any, kept: Mapping[type, Any]) -> None:
+    """Raise if nothing sets the dtype in which a module computes with a parameter, which would then be promoted."""
     dtypes = [jnp.result_type(x) for x in jax.tree.leaves(parameter.get_raw_value())]
     if _is_left(module, kept) or not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         return
     if isinstance(module, NORMS_OF_WEIGHTS):
-        return  # what it makes of its own is a parameter of its layer, which tells how to compute with it
+        return  # the parameters that it adds are used by its layer, whose `dtype` holds for them too
     kind = type(module).__name__
     why = f"{kind} has no attribute `dtype` by which to tell it"
     if _takes_dtype(module):

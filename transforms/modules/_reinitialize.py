@@ -1,4 +1,4 @@
-"""Parameters drawn anew by kind of layer: `reinitialize`."""
+"""`reinitialize`: parameters drawn again by kind of layer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ._places import Path, check_module, named_leaves, places, with_leaves
 
 Initializer = Callable[..., Any]
 _WEIGHTS = ("kernel", "embedding")
-# Of a class whose attribute `layer` is one block with an axis of layers in front of each array.
+# Marks a class whose attribute `layer` is one block, each array of which has a leading axis of layers.
 _STACK = "__plurax_layers__"
 
 
 def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Initializer]], key: jax.Array) -> Any:
-    """Draw parameters of a module anew, by kind of layer.
+    """Draw parameters of a module again, by kind of layer.
 
     Args:
       model: an NNX module.
@@ -35,26 +35,25 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         parameters by name, such as `{"scale": nnx.initializers.ones, "bias": nnx.initializers.zeros}`. The layer is the
         one that holds the parameter itself: `nnx.LinearGeneral` for those of an `nnx.MultiHeadAttention`, `nnx.Linear`
         for those of the cells of an `nnx.RNN`.
-      key: what is drawn for a parameter depends on it and on the parameter's path, and on nothing else.
+      key: the values of a parameter depend on it and on the parameter's path, and on nothing else.
 
     Returns:
-      A new module with variables of its own. Parameters of which no rule speaks are as they were, and so are frozen
-      ones and other state, such as BatchNorm statistics. A parameter that stands in several places is of the first.
+      A new module with variables of its own. Parameters without a rule are as they were, and so are frozen ones and
+      other state, such as BatchNorm statistics. A parameter with several paths is drawn for the first.
 
     Raises:
-      TypeError: `model` is no module, `rules` no such dict, `key` no key; an initializer returns no array (as one of
-        Flax's that still has to be called).
+      TypeError: `model` is not a module, `rules` not such a dict, `key` not a key; an initializer does not return an
+        array (as one of Flax's that still has to be called).
       ValueError: a rule meets no layer, or no parameter of that name; an initializer gives another shape or dtype; the
-        axes by which an `nnx.vmap` made several layers of one do not stand in front.
+        axes by which an `nnx.vmap` made several layers of one are not the leading ones.
 
     Cost:
-      One call of an initializer for each parameter, and for each layer of those that are stacked in one.
+      One call of an initializer for each parameter, and for each layer of stacked ones.
 
     Source:
       He et al. 2015, "Delving Deep into Rectifiers"; MindSpore's `cells_and_names` with `set_data`. Fans are those that
-      Flax would use: of the flattened kernel for `nnx.LinearGeneral`. Where `nnx.vmap` made several layers of a class
-      of your own in one, nothing tells their axis from others: take an initializer with `batch_axis=0`, or its fans
-      count it.
+      Flax would use: of the flattened kernel for `nnx.LinearGeneral`. Where `nnx.vmap` stacked layers of a class of
+      your own, their axis cannot be told from others: use an initializer with `batch_axis=0`, or its fans count it.
 
     Examples:
       >>> import jax
@@ -75,11 +74,12 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
     check_module("reinitialize", model)
     wanted = _checked_rules(rules)
     check_key("reinitialize", key)
-    named_leaves("reinitialize", model, is_parameter)  # refuses two of one name
+    named_leaves("reinitialize", model, is_parameter)  # raises if two have one name
     nodes = places(model)
     drawn: dict[str, jax.Array] = {}
     layers: set[str] = set()
-    held: dict[type, dict[str, bool]] = {}  # for each kind the parameters of its layers, and whether one of them trains
+    held: dict[type, dict[str, bool]] = {}  # by kind: the parameters of its layers, and whether one trains
+    # Reversed, so that of the paths to a shared parameter the first one is kept.
     first = {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}
     for path, x in first.values():
         length, layer = holder(nodes, path)
@@ -87,7 +87,8 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         kind, name, trains = rule_for(layer, wanted), dotted(path[length:]), isinstance(x, nnx.Param)
         if kind is None:
             continue
-        held.setdefault(kind, {})[name] = trains or held.get(kind, {}).get(name, False)
+        of_kind = held.setdefault(kind, {})
+        of_kind[name] = trains or of_kind.get(name, False)
         if trains and name in wanted[kind]:
             at = [i for i in range(len(path)) if path[i] == "layer" and hasattr(type(nodes.get(path[:i])), _STACK)]
             value = x.get_raw_value()
@@ -104,7 +105,7 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
 
 
 def _checked_rules(rules: Any) -> dict[type, dict[str, Initializer]]:
-    """For each kind its initializers by name; a bare one is for both names that weights have."""
+    """Return for each kind its initializers by name; a bare one is for both names that weights have."""
     check_rules("reinitialize", "rules", rules, "initializers")
     found = {
         kind: dict(rule) if isinstance(rule, Mapping) else dict.fromkeys(_WEIGHTS, rule) for kind, rule in rules.items()
@@ -120,7 +121,7 @@ def _checked_rules(rules: Any) -> dict[type, dict[str, Initializer]]:
 
 
 def _check_met(kind: type, rule: Any, held: Mapping[str, bool]) -> None:
-    """Refuse a name that no layer has; of a bare rule, both names that weights have."""
+    """Raise if no layer has a parameter that a rule names; for a bare rule, if none has a kernel or an embedding."""
     lacking = [name for name in (rule if isinstance(rule, Mapping) else _WEIGHTS) if not held.get(name)]
     if not lacking or (not isinstance(rule, Mapping) and len(lacking) < len(_WEIGHTS)):
         return
@@ -132,7 +133,7 @@ def _check_met(kind: type, rule: Any, held: Mapping[str, bool]) -> None:
 
 
 def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -> int:
-    """How many axes in front of a parameter count layers: those of the stacks around it, or of an `nnx.vmap`."""
+    """Return how many leading axes of a parameter count layers: those of the stacks around it, or of an `nnx.vmap`."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"reinitialize: `{path}` holds {describe(value)}, but only one array can be drawn.")
     expected = _shape_of_weights(layer) if name in _WEIGHTS else None
@@ -148,7 +149,7 @@ def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -
 
 
 def _shape_of_weights(layer: Any) -> tuple[int, ...] | None:
-    """That of one of Flax's layers: with more axes it stands for several."""
+    """Return the shape of one layer's weights, None for a class that is not Flax's; with more axes they are stacked."""
     if isinstance(layer, nnx.Linear):
         return layer.in_features, layer.out_features
     if isinstance(layer, nnx.Embed):
@@ -161,18 +162,19 @@ def _shape_of_weights(layer: Any) -> tuple[int, ...] | None:
 def _drawn(
     initializer: Initializer, value: Any, axes: int, layer: Any, path: Path, name: str, key: jax.Array
 ) -> jax.Array:
-    """New values like `value`, whose first axes count layers."""
+    """Return new values like `value`, the first `axes` of which count layers."""
     shape = _shape_for(layer, name, value.shape[axes:])
     words = np.frombuffer(hashlib.blake2b(dotted(path).encode(), digest_size=8).digest(), "<u4")
     for word in words:  # 64 bits, so that no two of a million paths have one key
         key = jax.random.fold_in(key, word)
     keys = [jax.random.fold_in(key, i) for i in range(math.prod(value.shape[:axes]))] if axes else [key]
-    # Not under vmap: an initializer may be any function, and draw otherwise there.
+    # Not under `vmap`: an initializer may be any function, and draw other numbers there.
     drawn = [_called(initializer, dotted(path), key, shape, value.dtype) for key in keys]
     return jnp.stack(drawn).reshape(value.shape) if drawn else value
 
 
 def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return what an initializer draws; raise if it is not one, or if the shape or dtype is wrong."""
     try:
         found = initializer(key, shape, dtype)
     except TypeError as error:
@@ -194,7 +196,7 @@ def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[in
 
 
 def _shape_for(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What Flax asks an initializer for: `nnx.LinearGeneral` flattens, so that fans are those of a matrix."""
+    """Return the shape that Flax asks an initializer for: `nnx.LinearGeneral` flattens, so that fans are a matrix's."""
     if not isinstance(layer, nnx.LinearGeneral) or name not in ("kernel", "bias"):
         return shape
     outputs = len(layer.out_features)

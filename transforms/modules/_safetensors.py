@@ -1,7 +1,7 @@
-"""Files of named arrays in the format of safetensors, whole or not there, with a checksum that tells damage.
+"""Files of named arrays in the format of safetensors, complete or absent, with a checksum that detects damage.
 
 The library checks that a file is well formed, but not that its numbers are those that were written. So the metadata of
-ours has a checksum of all bytes of the file, for which its own digits count as zeros.
+our files has a checksum of all bytes of the file, computed with zeros in place of its own digits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DTYPES = {
 
 
 def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a file, which is replaced in one step once the new one is whole and on the disk."""
+    """Write arrays to a file, which is replaced in one step once the new one is complete and on the disk."""
     save = _library(api).numpy.save
-    # The library writes an array's memory as it lies.
+    # In C order, since the library writes an array's memory without looking at its strides.
     data = memoryview(save({name: np.asarray(x, order="C") for name, x in arrays.items()}, _METADATA))
     match = _CHECKSUM.search(data)
     assert match is not None
@@ -41,7 +41,7 @@ def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextmanager
 def reading(api: str, path: Path) -> Iterator[Any]:
-    """An open file of the library's; one that is damaged is refused."""
+    """Open a file as the library does; raise if it is damaged, or of a later version."""
     library = _library(api)
     try:
         raw = path.open("rb")
@@ -54,7 +54,7 @@ def reading(api: str, path: Path) -> Iterator[Any]:
             raise _damaged(api, path, f"it is no whole file of safetensors ({error})") from error
         with file:
             metadata = file.metadata() or {}
-            if any("plurax" in name for name in metadata):
+            if any("plurax" in name for name in metadata):  # files of other libraries have no checksum
                 if metadata.keys() != _METADATA.keys() or not _is_as_saved(raw):
                     raise _damaged(api, path, "its bytes are not those that were saved")
                 if metadata["plurax.format"] != _METADATA["plurax.format"]:
@@ -63,7 +63,7 @@ def reading(api: str, path: Path) -> Iterator[Any]:
 
 
 def read_array(api: str, file: Any, path: Path, name: str) -> np.ndarray:
-    """One array of an open file."""
+    """Return one array of an open file; raise if NumPy lacks its dtype."""
     kind = file.get_slice(name).get_dtype()
     if kind not in DTYPES:
         raise ValueError(f"{api}: `{name}` of {path} has the dtype {kind}, which cannot be read; convert it there.")
@@ -71,7 +71,7 @@ def read_array(api: str, file: Any, path: Path, name: str) -> np.ndarray:
 
 
 def _library(api: str) -> Any:
-    """Safetensors, an extra."""
+    """Return the library safetensors, which is an extra."""
     try:
         import safetensors.numpy
     except ModuleNotFoundError as error:
@@ -80,7 +80,8 @@ def _library(api: str) -> Any:
 
 
 def _is_as_saved(file: BinaryIO) -> bool:
-    """Whether the checksum of a file is that of its bytes, with zeros for its digits."""
+    """Return whether the checksum of a file is that of its bytes, with zeros in place of its digits."""
+    # A file is 8 bytes with the size of its header, the header (JSON, with the metadata), and the arrays.
     match = _CHECKSUM.search(file.read(int.from_bytes(file.read(8), "little")))
     if match is None:
         return False

@@ -1,4 +1,8 @@
-"""From the pattern of a matrix to the few products with it that give all of its entries."""
+"""Colorings: from the pattern of a matrix to a few products with it that give all of its entries.
+
+Columns that share no row can be summed: each entry of the product with their sum belongs to one of them. Likewise rows
+that share no column, in reverse mode.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ import numpy as np
 
 from .pattern import Pattern, asdex, pattern_at
 
-# What a product in reverse mode costs, in products in forward mode: measured between 1 and 2.
+# The cost of a product in reverse mode, in products in forward mode: measured between 1 and 2.
 _REVERSE = 1.5
-# So many numbers of entries are tried as the bound between the two modes, by rows and by columns.
+# So many bounds are tried between rows of many entries and of few, and so many between such columns.
 _BOUNDS = 8
 
 
 class Coloring(NamedTuple):
-    """Which columns and rows are summed in which products, and where in these the entries of a pattern are.
+    """The products in which columns and rows are summed, and where in these the entries of a pattern are.
 
     Attributes:
       columns: for each column the product in forward mode that it is part of; -1 for none.
@@ -34,30 +38,25 @@ class Coloring(NamedTuple):
     product: np.ndarray
     place: np.ndarray
 
-    @property
-    def cost(self) -> float:
-        """How much work the products are, in products in forward mode."""
-        return cost(*self.counts)
-
 
 def cost(forward: int, reverse: int) -> float:
-    """How much work some products in forward and in reverse mode are, in products in forward mode."""
+    """Return the cost of some products in forward and in reverse mode, in products in forward mode."""
     return forward + _REVERSE * reverse
 
 
 def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
-    """The cheapest products that are found, in these modes: "forward", "reverse".
+    """Return the cheapest coloring that is found, in these modes: "forward", "reverse".
 
-    With both modes, rows of many entries may be had in reverse mode and what is left in forward mode, or columns of
-    many entries in forward mode and what is left in reverse mode: an arrow of any size takes three products.
+    With both modes, rows of many entries may be computed in reverse mode and the rest in forward mode, or columns of
+    many entries in forward mode and the rest in reverse mode: an arrow of any size takes three products.
     """
     best: Coloring | None = None
     for least, forward in sorted(_splits(pattern, modes), key=lambda split: split[0]):
-        if best is not None and least >= best.cost:
+        if best is not None and least >= cost(*best.counts):  # sorted by this bound: no later split can be cheaper
             break
         columns, count = _colors(api, pattern.rows[forward], pattern.cols[forward], pattern.shape)
         rows, number = _colors(api, pattern.cols[~forward], pattern.rows[~forward], pattern.shape[::-1])
-        if best is None or cost(count, number) < best.cost:
+        if best is None or cost(count, number) < cost(*best.counts):
             product = np.where(forward, columns[pattern.cols], rows[pattern.rows])
             place = np.where(forward, pattern.rows, pattern.cols)
             best = Coloring(columns, rows, (count, number), forward, product, place)
@@ -66,20 +65,21 @@ def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
 
 
 def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
-    """Products in one mode with a symmetric matrix, of which each entry may be read, or its mirror image.
+    """Return products in one mode with a symmetric matrix, of which each entry is read, or its mirror image.
 
     The mirror images of all entries are taken for entries too, whether they are in the pattern or not.
     """
     size = pattern.shape[0]
     both = np.concatenate([pattern.rows, pattern.cols]), np.concatenate([pattern.cols, pattern.rows])
-    whole = pattern_at(*both, pattern.shape)
+    mirrored = pattern_at(*both, pattern.shape)
     colors, count = np.zeros(size, np.int64), 0
-    if len(whole.rows):
-        found = asdex(api).color_symmetric(_for_asdex(api, *whole), postprocess=True)
+    if len(mirrored.rows):
+        found = asdex(api).color_symmetric(_for_asdex(api, *mirrored), postprocess=True)
         colors, count = np.asarray(found[0], np.int64), int(found[1])
-    # How many entries of a row are summed into a place of a product: only one alone can be read there.
-    summed = colors[whole.cols] >= 0
-    places = whole.rows * count + colors[whole.cols]
+    # Entry (i, j) is read in row i of the product of j's colour if no other entry of row i has that colour; if one has,
+    # (j, i) is read in row j of the product of i's colour, which a star coloring makes sure is possible.
+    summed = colors[mirrored.cols] >= 0
+    places = mirrored.rows * count + colors[mirrored.cols]
     alone = np.bincount(places[summed], minlength=size * count) == 1
     direct = colors[pattern.cols] >= 0
     direct[direct] = alone[(pattern.rows * count + colors[pattern.cols])[direct]]
@@ -92,10 +92,10 @@ def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
 
 
 def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, np.ndarray]]:
-    """Which entries to have in forward mode, and the least that it can cost.
+    """Yield divisions of the entries between the modes: the least that each can cost, and which are in forward mode.
 
-    All entries of a row are had in one mode, or all entries of a column: so no product sums entries of the other mode
-    into a place that is read.
+    All entries of a row are in one mode, or all entries of a column: so no product sums entries of the other mode into
+    a place that is read.
     """
     in_row = np.bincount(pattern.rows, minlength=pattern.shape[0])
     in_column = np.bincount(pattern.cols, minlength=pattern.shape[1])
@@ -104,19 +104,19 @@ def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, n
         choices += [in_row[pattern.rows] < bound for bound in _bounds(in_row)]
         choices += [in_column[pattern.cols] >= bound for bound in _bounds(in_column)]
     for forward in choices:
-        # A place of a product tells one entry: there are as many products as entries in the fullest row, or column.
+        # Each row of a product gives one entry: it takes at least as many products as the fullest row, or column, has.
         fullest = [np.bincount(x, minlength=1).max() for x in (pattern.rows[forward], pattern.cols[~forward])]
         yield cost(*fullest), forward
 
 
 def _bounds(entries: np.ndarray) -> np.ndarray:
-    """Numbers of entries that part rows, or columns, in two."""
+    """Return numbers of entries that divide rows, or columns, into those with fewer and those with more."""
     levels = np.flatnonzero(np.bincount(entries, minlength=1))[1:]
     return levels[np.unique(np.linspace(0, len(levels) - 1, _BOUNDS).astype(int))] if len(levels) else levels
 
 
 def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """For each column of a pattern a colour that no other one of the same row has, -1 for empty ones; how many."""
+    """Return for each column a colour that no other column of the same row has, -1 for empty ones; how many colours."""
     colors = np.full(shape[1], -1, np.int64)
     used = np.flatnonzero(np.bincount(cols, minlength=shape[1]))
     if len(used) and np.bincount(rows).max() == len(used):  # a full row: every column conflicts with every other
@@ -127,5 +127,6 @@ def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]
 
 
 def _for_asdex(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> Any:
+    """Return a pattern of asdex, its entries row by row."""
     order = np.lexsort((cols, rows))
     return asdex(api).SparsityPattern.from_coo(rows[order].astype(np.int32), cols[order].astype(np.int32), shape)

@@ -1,4 +1,4 @@
-"""Operations without a rule of their own: a program that does the same, or the axes along which JAX maps them."""
+"""Operations without a rule of their own: a program that does the same, or the batch axes that JAX's `vmap` proves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ..._core.jaxpr import CALLS, aval, called
 from .index_sets import mixed
 
-# Of these each number of a result does depend on all of its matrix, or of all that is transformed.
-_WHOLE = frozenset(
+# Factorisations and transforms: each number of a result does depend on its whole matrix, or line.
+_MIXES_ITS_MATRIX = frozenset(
     """
     cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
     symmetric_product tridiagonal
@@ -23,20 +23,20 @@ _WHOLE = frozenset(
 
 
 def sets_by_batches(eqn: JaxprEqn, values: list[Any]) -> tuple[list[Any], bool]:
-    """Let each number depend on all of its matrix, or line, where that is what the operation does, else on everything.
+    """Return sets over all of a matrix, or line, for operations that mix exactly these, else over all operands.
 
-    Of other operations JAX's rule for `vmap` does not say how large a slice must be.
+    Of other operations the rule for `vmap` does not prove how large a slice must be.
 
     Returns:
-      The sets; whether it is known that no entry is too many.
+      The sets; whether it is known that they have no entry too many.
     """
-    whole = eqn.primitive.name in _WHOLE
-    axes = range(_mapped_axes(eqn) if whole else 0)
-    return mixed(eqn, values, [axes] * len(eqn.invars), [axes] * len(eqn.outvars)), whole
+    tight = eqn.primitive.name in _MIXES_ITS_MATRIX
+    axes = range(_mapped_axes(eqn) if tight else 0)
+    return mixed(eqn, values, [axes] * len(eqn.invars), [axes] * len(eqn.outvars)), tight
 
 
 def _mapped_axes(eqn: JaxprEqn) -> int:
-    """Count the leading axes that an operation is mapped over, as JAX's own rule proves.
+    """Return how many leading axes an operation is mapped over, as JAX's own rule proves.
 
     If mapping the operation on the slices gives this very operation, each slice of its results is made of the same
     slices of its operands.
@@ -50,17 +50,19 @@ def _mapped_axes(eqn: JaxprEqn) -> int:
 
 
 def _is_mapped(eqn: JaxprEqn, count: int) -> bool:
+    """Return whether `vmap` over the first `count` axes of the operation on one slice gives this very operation."""
+
     def bind(*slices: Any) -> Any:
         return eqn.primitive.bind(*slices, **eqn.primitive.get_bind_params(eqn.params))
 
     mapped = reduce(lambda fun, _: jax.vmap(fun), range(count), bind)
     slices = [jax.ShapeDtypeStruct(aval(x).shape[count:], aval(x).dtype) for x in eqn.invars]
     try:
-        # The rule does not look at the slices; that they are too small for the operation is seen when it is lowered.
+        # The rule for `vmap` does not look at the slices: only lowering shows that they are too small.
         one = jax.tree.leaves(jax.jit(bind).lower(*slices).out_info)
         if [x.shape for x in one] != [aval(x).shape[count:] for x in eqn.outvars]:
             return False
-        other = _only(jax.make_jaxpr(mapped)(*map(_struct, eqn.invars)).jaxpr)
+        other = _single_eqn(jax.make_jaxpr(mapped)(*map(_struct, eqn.invars)).jaxpr)
         if other is None or other.primitive is not eqn.primitive or other.params != eqn.params:
             return False
         return all(aval(x).shape == aval(y).shape for x, y in zip(eqn.outvars, other.outvars, strict=True))
@@ -68,14 +70,14 @@ def _is_mapped(eqn: JaxprEqn, count: int) -> bool:
         return False
 
 
-def _only(jaxpr: Jaxpr) -> JaxprEqn | None:
-    """Return the operation that is all of a program, if it takes and gives what the program does."""
+def _single_eqn(jaxpr: Jaxpr) -> JaxprEqn | None:
+    """Return the only operation of a program, if there is one, and it has the program's arguments and results."""
     if len(jaxpr.eqns) != 1:
         return None
     (eqn,) = jaxpr.eqns
     if list(eqn.invars) != list(jaxpr.invars) or list(eqn.outvars) != list(jaxpr.outvars):
         return None
-    return _only(called(eqn)[0]) if eqn.primitive.name in CALLS else eqn
+    return _single_eqn(called(eqn)[0]) if eqn.primitive.name in CALLS else eqn
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -83,17 +85,18 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def program_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Trace a program that computes what an operation does; None if there is none."""
+    """Return a program of other operations that computes the same as an operation; None if there is none."""
     name = eqn.primitive.name
-    if eqn.effects or name in _WHOLE:
+    if eqn.effects or name in _MIXES_ITS_MATRIX:
         return None
+    # Some primitives are implemented in terms of others, which have rules.
     compute = _PROGRAMS.get(name, eqn.primitive.impl)
     try:
         closed = jax.make_jaxpr(lambda *args: compute(*args, **eqn.params))(*map(_struct, eqn.invars))
     except Exception:  # it wants arrays
         return None
     same = [aval(x).shape for x in closed.jaxpr.outvars] == [aval(x).shape for x in eqn.outvars]
-    only = _only(closed.jaxpr)
+    only = _single_eqn(closed.jaxpr)
     return closed if same and (only is None or only.primitive is not eqn.primitive) else None
 
 
@@ -101,7 +104,7 @@ def program_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _bcoo_product(data: Any, indices: Any, other: Any, *, dimension_numbers: Any, lhs_spinfo: Any, **_: Any) -> Any:
-    """Multiply number by number: each of the data by what it meets, added where that belongs."""
+    """Multiply each number of the data by the numbers of `other` that it meets, and add the terms where they belong."""
     shape = lhs_spinfo.shape
     batched, last = indices.ndim - 2, indices.ndim - 1
     sparse = range(batched, batched + indices.shape[-1])
@@ -122,8 +125,7 @@ def _bcoo_product(data: Any, indices: Any, other: Any, *, dimension_numbers: Any
     met = [coordinates[d] for d in (*batch, *contracted)]
     found = rows.at[tuple(met)].get(mode="fill", fill_value=0) if met else rows[None]
     terms = data.reshape(-1, *(1,) * len(free)) * found
-    kept = [d for d in range(len(shape)) if d not in (*batch, *contracted)]
-    to = [*batch, *kept]
+    to = [*batch, *(d for d in range(len(shape)) if d not in (*batch, *contracted))]
     if not to:
         return terms.sum(0)
     out = jnp.zeros((*(shape[d] for d in to), *(other.shape[d] for d in free)), terms.dtype)

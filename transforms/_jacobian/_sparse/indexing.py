@@ -1,4 +1,4 @@
-"""Operations with indices, which may be known, known in part, or not known: gathers, scatters, slices and updates."""
+"""Operations with indices, which may be known, partly known or unknown: gathers, scatters, slices and updates."""
 
 from __future__ import annotations
 
@@ -12,18 +12,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..._core.jaxpr import ELEMENTWISE, aval, evaluate
-from .index_sets import (
-    Partly,
-    cells_of,
-    grouped,
-    is_set,
-    matrix_at,
-    partly_known,
-    picked,
-    united,
-)
+from .index_sets import PartlyKnown, cells_of, grouped, is_set, matrix_at, partly_known, take, united
 
-# Operations by which each number is one of an operand's, at a place that depends on no operand.
+# Operations each result of which is a number of an operand, at an index that depends on no operand.
 PLACED = frozenset(
     """
     reshape squeeze expand_dims transpose broadcast_in_dim slice rev concatenate split pad stack unstack tile
@@ -31,21 +22,23 @@ PLACED = frozenset(
 )
 
 
-def keeps_apart(eqn: JaxprEqn) -> bool:
-    """Tell whether each number of a result is an index, made of single numbers of operands, at places that are known.
+def may_be_partly_known(eqn: JaxprEqn) -> bool:
+    """Return whether some numbers of a result may be known although not all operands are.
 
-    A choice is as good: it is known where all that can be chosen is the same, as where JAX maps a branch. So is a sort
-    by keys that are known, which moves the other operands to places that are.
+    These are operations on integers and booleans, as in computing indices, each result of which depends on single
+    numbers of operands. So is a choice: it is known where all that can be chosen is the same, as where JAX maps a
+    branch. And a sort by known keys, which moves the other operands to known places.
     """
     name = eqn.primitive.name
-    whole = all(jnp.issubdtype(aval(x).dtype, np.integer) or aval(x).dtype == bool for x in eqn.outvars)
-    return name in ("select_n", "sort") or (whole and (name in PLACED or name in ELEMENTWISE))
+    integers = all(jnp.issubdtype(aval(x).dtype, np.integer) or aval(x).dtype == bool for x in eqn.outvars)
+    return name in ("select_n", "sort") or (integers and (name in PLACED or name in ELEMENTWISE))
 
 
-def partly_computed(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Compute what such an operation gives, as far as it is known."""
+def evaluated_partly(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """Return the results of such an operation as far as they are known."""
     parts = [partly_known(value, x) for value, x in zip(values, eqn.invars, strict=True)]
     numbers = evaluate(eqn, *(jnp.asarray(part.numbers) for part in parts))
+    # Which numbers are known goes the way of the numbers themselves.
     if eqn.primitive.name in PLACED:
         sure = evaluate(eqn, *(jnp.asarray(part.sure, np.int32) for part in parts))
     elif eqn.primitive.name == "sort":
@@ -61,23 +54,23 @@ def partly_computed(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
             first, *others = (part.numbers for part in parts[1:])
             all_sure[0] = all_sure[0] | np.logical_and.reduce([first == other for other in others])
         sure = [np.logical_and.reduce(all_sure)]
-    found = [Partly(np.asarray(x), np.asarray(y, bool)) for x, y in zip(numbers, sure, strict=True)]
+    found = [PartlyKnown(np.asarray(x), np.asarray(y, bool)) for x, y in zip(numbers, sure, strict=True)]
     return [part.numbers if part.sure.all() else part for part in found]
 
 
 def gathered(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Pick numbers at places: along an axis of which the index is not known any of them, but for whole slices of it."""
+    """Return the sets of a gather: along an axis whose index is unknown, the union over all of that axis."""
     if is_set(values[1]):
         return None
     shape, params = aval(eqn.invars[0]).shape, eqn.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     where, cells = _cells(partly_known(values[1], eqn.invars[1]), numbers.start_index_map, sizes, shape)
     found = _gather(cells, where, numbers, sizes, params["mode"])
-    return picked(grouped(values[0], cells.ravel(), cells.size), found)
+    return take(grouped(values[0], cells.ravel(), cells.size), found)
 
 
 def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Keep what is there, and add all that is put there: along an axis of which the index is not known, anywhere."""
+    """Return the sets of a scatter: those there, and those of the updates; along an axis of unknown index anywhere."""
     operand, indices, updates = values
     if is_set(indices):
         return None
@@ -88,7 +81,10 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
     sizes = [1 if i in single else next(windows) for i in range(len(shape))]
     axes = numbers.scatter_dims_to_operand_dims
     where, cells = _cells(partly_known(indices, eqn.invars[1]), axes, sizes, shape)
-    last = len(np.unique(cells)) == cells.size and eqn.primitive.name == "scatter" and params["update_jaxpr"] is None
+    # With known indices a plain `scatter` replaces what was there; all others combine it with the updates.
+    replaces = (
+        len(np.unique(cells)) == cells.size and eqn.primitive.name == "scatter" and params["update_jaxpr"] is None
+    )
     # From each number of the updates to where it is put: the gather of which this is the transpose.
     transposed = lax.GatherDimensionNumbers(
         offset_dims=numbers.update_window_dims,
@@ -97,22 +93,23 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
         operand_batching_dims=numbers.operand_batching_dims,
         start_indices_batching_dims=numbers.scatter_indices_batching_dims,
     )
-    if last and is_set(operand):
-        # Indices that were promised to be within bounds, and are not, put nothing anywhere.
+    if replaces and is_set(operand):
+        # Indices that were promised to be in bounds, and are not, replace nothing.
         clip = params["mode"] == lax.GatherScatterMode.CLIP
         operand = _replaced(operand, _gather(cells, where, transposed, sizes, params["mode"] if clip else "fill"))
     return _put(operand, updates, _gather(cells, where, transposed, sizes, params["mode"]), cells)
 
 
 def sliced(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Return the sets of a slice: along an axis whose start is unknown, the union over all of that axis."""
     if any(map(is_set, values[1:])):
         return None
     starts, cells = _starts(eqn, values, 1, eqn.params["slice_sizes"])
-    return picked(grouped(values[0], cells.ravel(), cells.size), _slice(cells, starts, eqn.params["slice_sizes"]))
+    return take(grouped(values[0], cells.ravel(), cells.size), _slice(cells, starts, eqn.params["slice_sizes"]))
 
 
 def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Put a slice into an array; where it is not known, what is there remains."""
+    """Return the sets of an update by a slice; with an unknown start, those that were there remain."""
     if any(map(is_set, values[2:])):
         return None
     operand, update = values[:2]
@@ -123,43 +120,50 @@ def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
     return _put(operand, update, places, cells)
 
 
-def _cells(where: Partly, axes: Any, sizes: Any, shape: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices with zeros for those that are not known, and cells, alike along axes that these may pick from."""
+def _cells(where: PartlyKnown, axes: Any, sizes: Any, shape: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return indices with zeros for unknown ones, and for each number of the array its cell.
+
+    The numbers along an axis with an unknown index share a cell: any of them may be read or written. An axis that a
+    slice takes whole is exempt, since that can only start at 0.
+    """
     loose = {d for i, d in enumerate(axes) if sizes[d] < shape[d] and not where.sure[..., i].all()}
     cells = cells_of(shape, [d for d in range(len(shape)) if d not in loose])
     return np.where(where.sure, where.numbers, 0), cells
 
 
 def _starts(eqn: JaxprEqn, values: list[Any], first: int, sizes: Any) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return what `_cells` does for start indices that are operands of their own, from operand `first` on."""
     parts = [partly_known(value, x) for value, x in zip(values[first:], eqn.invars[first:], strict=True)]
     shape = aval(eqn.invars[0]).shape
     if not parts:
         return [], cells_of(shape, [])
-    where = Partly(*(np.stack(x) for x in zip(*parts, strict=True)))
+    where = PartlyKnown(*(np.stack(x) for x in zip(*parts, strict=True)))
     starts, cells = _cells(where, range(len(shape)), sizes, shape)
     return list(starts), cells
 
 
 def _gather(cells: np.ndarray, where: np.ndarray, numbers: Any, sizes: Any, mode: Any) -> np.ndarray:
+    """Return the cells that JAX's own gather reads at these indices, -1 where it reads a fill value."""
     with jax.ensure_compile_time_eval():
         moved = jnp.asarray(cells, np.int32), jnp.asarray(where)
         return np.asarray(lax.gather(*moved, numbers, tuple(sizes), mode=mode, fill_value=-1))
 
 
 def _slice(cells: np.ndarray, starts: list[np.ndarray], sizes: Any) -> np.ndarray:
-    """Move starts into bounds, as the operation does; `lax.dynamic_slice` takes those below zero from the end."""
+    """Return a slice of cells, its start clamped as by the primitive; `lax.dynamic_slice` would wrap negative ones."""
     firsts = [min(max(int(start), 0), n - size) for start, n, size in zip(starts, cells.shape, sizes, strict=True)]
     return cells[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
 
 
 def _replaced(operand: Any, places: np.ndarray) -> Any:
-    """Keep what is there, but at these places."""
+    """Return an array's sets without those at these flat indices."""
     kept = np.arange(operand.shape[0])
     kept[places[places >= 0]] = -1
-    return picked(operand, kept)
+    return take(operand, kept)
 
 
 def _put(operand: Any, updates: Any, to: np.ndarray, cells: np.ndarray) -> Any:
+    """Return an array's sets united with those of the updates, each in all of the cell that it is put into."""
     if not is_set(updates):
         return operand
     to = to.ravel()

@@ -1,4 +1,4 @@
-"""Which entries of a Jacobian may differ from zero: given by the caller, or found in the program."""
+"""Patterns: the entries of a Jacobian that may differ from zero, given by the caller, or found in the program."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ Entries = list[list[jax.Array]]
 class Pattern(NamedTuple):
     """The entries of a matrix that may differ from zero: row by row, each of them once.
 
-    A row stands for a number of the output, a column for one of the input. The numbers of several arrays follow one
-    another.
+    Rows are numbers of the output, columns those of the input; several arrays are flattened and concatenated.
 
     Attributes:
       rows: the row of each entry.
@@ -40,11 +39,12 @@ class Pattern(NamedTuple):
 
 
 class UnknownPattern(Exception):
-    """The pattern cannot be found; the message says why."""
+    """Raised where the pattern cannot be found, with the reason."""
 
 
 def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:
-    """The pattern with entries at these places, which may come in any order, and more than once."""
+    """Return the pattern with entries at these places, which may come in any order, and more than once."""
+    # In 64 bits: the product of both sizes may be beyond 32. Entries that are sorted already are the usual case.
     flat = np.asarray(rows, np.int64) * shape[1] + np.asarray(cols, np.int64)
     if not (flat[1:] > flat[:-1]).all():
         flat = np.sort(flat)
@@ -53,7 +53,7 @@ def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:
 
 
 def full_pattern(shape: tuple[int, int]) -> Pattern:
-    """The pattern with every entry."""
+    """Return the pattern with every entry."""
     rows, cols = np.indices(shape).reshape(2, -1)
     return Pattern(rows, cols, shape)
 
@@ -61,8 +61,9 @@ def full_pattern(shape: tuple[int, int]) -> Pattern:
 def blocks_of(
     pattern: Pattern, outputs: list[Any], inputs: list[Any]
 ) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
-    """For each array of the output and each of the input: their numbers, which entries are theirs, and where."""
+    """Yield for each pair of an output array and an input array: both indices, which entries are theirs, and where."""
     row, col = starts_of(outputs), starts_of(inputs)
+    # Rows are sorted, so the entries of an output array are contiguous; those of an input array are not.
     borders = np.searchsorted(pattern.rows, row)
     for j in range(len(outputs)):
         within = np.arange(borders[j], borders[j + 1])
@@ -73,17 +74,17 @@ def blocks_of(
 
 
 def starts_of(arrays: list[Any]) -> np.ndarray:
-    """Where the numbers of each array start among those of all, and where they end."""
+    """Return where each array starts in the concatenation of all, and where the last one ends."""
     return np.cumsum([0, *sizes_of(arrays)])
 
 
 def strides_of(shape: Sequence[int]) -> np.ndarray:
-    """How many numbers of an array of this shape lie between neighbours along each axis."""
+    """Return how many numbers of an array of this shape are between neighbours along each axis."""
     return np.cumprod([1, *shape[:0:-1]], dtype=np.int64)[::-1][: len(shape)]
 
 
 def check_sparsity(api: str, sparsity: Any, check: Any) -> None:
-    """Refuse what is no pattern for any call, and a check of none."""
+    """Raise if `sparsity` cannot be a pattern for any call, or if there is none to check."""
     if not isinstance(check, bool):
         raise TypeError(f"{api}: check must be True or False, but got {describe(check)}.")
     if sparsity is None:
@@ -99,6 +100,7 @@ def check_sparsity(api: str, sparsity: Any, check: Any) -> None:
 
 
 def _check_pattern(api: str, given: Any) -> None:
+    """Raise if one matrix of a pattern is of another type, has dense axes, or is traced."""
     if _is_bcoo(given):
         if given.n_batch or given.n_dense:
             raise ValueError(
@@ -117,6 +119,7 @@ def _check_pattern(api: str, given: Any) -> None:
         )
 
 
+# By name, so that neither library is imported for a pattern of another type.
 def _is_bcoo(x: Any) -> bool:
     return type(x).__name__ == "BCOO" and hasattr(x, "n_batch")
 
@@ -126,7 +129,7 @@ def _is_scipy(x: Any) -> bool:
 
 
 def asdex(api: str) -> Any:
-    """The library that colours patterns."""
+    """Return the library that colours patterns, imported when it is needed."""
     try:
         import asdex
     except ModuleNotFoundError as error:
@@ -142,13 +145,13 @@ def asdex(api: str) -> Any:
 
 
 def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs: list[Any]) -> Pattern:
-    """The pattern that a caller gave, in whichever form.
+    """Return the pattern that a caller gave, in any of its forms.
 
     Args:
-      api: what to call the transform in an error.
+      api: the transform's name in errors.
       sparsity: one matrix for all outputs and inputs, or one for each pair of their arrays, nested as the result.
       nest: the structure of the result.
-      outputs: the arrays of the output, or arrays' shapes.
+      outputs: the arrays of the output, or their shapes.
       inputs: those of the input.
     """
     starts = [starts_of(arrays).tolist() for arrays in (outputs, inputs)]
@@ -176,42 +179,41 @@ def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs
 def _entries(
     api: str, given: Any, size: tuple[int, int], shape: tuple[int, ...] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of the entries of one matrix, which may also have the axes of both arrays, `shape`."""
+    """Return rows and columns of the entries of one matrix, which may also have the axes of both arrays, `shape`."""
     if tuple(given.shape) not in (size, shape):
         also = "" if shape in (None, size) else f" or {shape}"
         raise ValueError(f"{api}: the sparsity pattern must have shape {size}{also}, but it has {tuple(given.shape)}.")
     if _is_bcoo(given):
         places = np.asarray(given.indices, np.int64)
         inside = (places >= 0) & (places < np.array(given.shape))
-        places = places[inside.all(1)]  # beyond them a BCOO keeps what it does not use
+        places = places[inside.all(1)]  # a BCOO marks unused entries by indices out of bounds
         flat = places @ strides_of(given.shape)
     elif _is_scipy(given):
         flat = np.stack(given.tocoo().coords, 1).astype(np.int64) @ strides_of(given.shape)
     else:
         flat = np.flatnonzero(np.asarray(given))
-    rows, cols = np.divmod(flat, max(1, size[1]))
-    return rows, cols
+    return np.divmod(flat, max(1, size[1]))
 
 
 def found_pattern(api: str, call: Call, mode: str) -> Pattern:
-    """The pattern of a call, for any values of what it is differentiated for.
+    """Return the pattern of a call, which holds for any values of its primals.
 
-    It is that of the derivative as a program, by which entries come out and go in, so rules for derivatives that a user
-    wrote count as they are. What the call takes beside counts with its values where it has any, and traced as unknown.
+    It is found in the program of the derivative, not in that of the function, so derivative rules that a user wrote
+    count as they are. Other arguments of the call count with their values, and as unknown where they are traced.
 
     Args:
-      api: what to call the transform in an error.
+      api: the transform's name in errors.
       call: the call.
-      mode: "forward" or "reverse": of which mode to look at the derivative.
+      mode: "forward" or "reverse": the mode of the derivative that is traced.
 
     Raises:
-      UnknownPattern: the program cannot be traced, or seen through.
+      UnknownPattern: the program cannot be traced, or has an operation that no rule can follow.
 
     Warns:
-      UserWarning: what comes out of some primitive is taken to depend on all that goes in.
+      UserWarning: results of some primitive are taken to depend on all of its operands.
     """
     from .detect import dependence
-    from .index_sets import UNKNOWN, is_set, unit_sets
+    from .index_sets import UNKNOWN, matrix_at, rows_of, stacked, unit_sets
 
     forward = mode == "forward"
     try:
@@ -221,31 +223,30 @@ def found_pattern(api: str, call: Call, mode: str) -> Pattern:
         closed = jax.make_jaxpr(product_in(mode, call))(call.primals, vectors)
     except NeedsValues:
         raise UnknownPattern("fun branches on values") from None
-    primals, moved = jax.tree.leaves(call.primals), jax.tree.leaves(vectors)
-    sets, columns = unit_sets([math.prod(jnp.shape(x)) for x in moved])
+    primals = jax.tree.leaves(call.primals)
+    sets, columns = unit_sets(sizes_of(vectors))
     try:
-        found, blind = dependence(closed.jaxpr, closed.consts, [UNKNOWN] * len(primals) + sets)
-    except Exception as error:  # an operation of a form that is not known: every entry is right too
+        found, without_rule = dependence(closed.jaxpr, closed.consts, [UNKNOWN] * len(primals) + sets)
+    except Exception as error:  # an operation in an unknown form: every entry is a correct pattern too
         raise UnknownPattern(f"looking for it failed with {error!r}") from error
-    if blind:
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(blind))
+    if without_rule:
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(without_rule))
         warnings.warn(
             f"{api}: the sparsity pattern may have more entries than it needs: what comes out of {names} is taken to "
             "depend on all that goes in. Give the pattern as sparsity=, or leave sparsity out for a dense array.",
             stacklevel=5,
         )
-    starts = np.cumsum([0, *(math.prod(x.aval.shape) for x in closed.jaxpr.outvars)])
-    parts = [x.tocoo() if is_set(x) else None for x in found]
-    rows = [start + part.row for start, part in zip(starts, parts, strict=False) if part is not None]
-    cols = [part.col for part in parts if part is not None]
-    empty = [np.zeros(0, np.int64)]
-    row, col = np.concatenate(empty + rows), np.concatenate(empty + cols)
-    shape = int(starts[-1]), columns
-    return pattern_at(row, col, shape) if forward else pattern_at(col, row, shape[::-1])
+    none = matrix_at([], [], (0, columns))  # in reverse mode there may be no results
+    matrix = stacked(
+        [none, *(rows_of(x, value, columns) for x, value in zip(closed.jaxpr.outvars, found, strict=True))]
+    )
+    # The derivative maps `vectors`, along the columns, to its results: in reverse mode this is the transposed Jacobian.
+    entries = (matrix if forward else matrix.T).tocoo()
+    return pattern_at(entries.row, entries.col, entries.shape)
 
 
 def has_symmetric_hessian(call: Call) -> bool:
-    """Whether the Hessian of a call is symmetric; where a user wrote derivatives, these need not belong together."""
+    """Return whether the Hessian of a call is surely symmetric: derivative rules of a user need not be consistent."""
 
     def own_rules(jaxpr: Any) -> bool:
         names = [eqn.primitive.name for eqn in jaxpr.eqns]

@@ -1,4 +1,4 @@
-"""What of its operands each number of an operation's result depends on: a rule for each kind of operation."""
+"""Rules by kind of operation: the numbers of its operands that each number of a result depends on."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..._core.jaxpr import ELEMENTWISE, IDENTITIES, aval, evaluate
-from .index_sets import PAIRS, grouped, is_set, known, matrix_at, mixed, picked, places_of, stacked, united
+from .index_sets import PAIRS, grouped, is_set, known, matrix_at, mixed, places_of, stacked, take, united
 from .indexing import PLACED, gathered, scattered, sliced, updated
 from .windows import convolved, scattered_from_windows, windowed
 
 
 def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """The sets of an operation's results, None if it has no rule for operands of this kind.
+    """Return the sets of an operation's results, None if it has no rule for operands of this kind.
 
     Args:
       eqn: the operation.
-      values: for each of its operands sets, for one of them at least, or what is known of it.
+      values: for each of its operands its sets (for one of them at least), or its value as far as it is known.
     """
     name = eqn.primitive.name
     if name in IDENTITIES:
@@ -43,15 +43,15 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Does to the places of the operands' numbers what the operation does to the numbers."""
+    """Return the sets of an operation that moves numbers, which is done to the flat indices of these instead."""
     name, params = eqn.primitive.name, eqn.params
-    ends = np.cumsum([0, *(value.shape[0] if is_set(value) else 0 for value in values)])
-    places: list[Any] = [
-        places_of(x) + ends[i] if is_set(value) else None
-        for i, (x, value) in enumerate(zip(eqn.invars, values, strict=True))
-    ]
-    none = [np.full(aval(x).shape, -1) if place is None else place for x, place in zip(eqn.invars, places, strict=True)]
-    first = none[0]
+    # Indices into `table`, which has the sets of one operand after another; -1 for numbers of an operand without sets.
+    # NumPy moves them, since JAX would compile each operation for each shape.
+    places, start = [], 0
+    for x, value in zip(eqn.invars, values, strict=True):
+        places.append(places_of(x) + start if is_set(value) else np.full(aval(x).shape, -1))
+        start += value.shape[0] if is_set(value) else 0
+    first = places[0]
     if name == "reshape":
         out = [first if params["dimensions"] is None else first.transpose(params["dimensions"])]
     elif name in ("expand_dims", "squeeze"):
@@ -68,25 +68,26 @@ def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     elif name == "rev":
         out = [np.flip(first, params["dimensions"])]
     elif name == "concatenate":
-        out = [np.concatenate(none, params["dimension"])]
+        out = [np.concatenate(places, params["dimension"])]
     elif name == "split":
         out = np.split(first, np.cumsum(params["sizes"])[:-1], params["axis"])
     elif name == "pad":
-        out = [_padded(first, none[1], eqn)]
+        out = [_padded(first, places[1], eqn)]
     elif name == "select_n":
         which = known(values[0])
-        if which is None:
+        if which is None:  # any operand may be chosen
             return [united([_spread(value, x, eqn) for value, x in zip(values[1:], eqn.invars[1:], strict=True)])]
         shape = aval(eqn.outvars[0]).shape
-        out = [np.choose(np.broadcast_to(which, shape).astype(int), none[1:])]
+        out = [np.choose(np.broadcast_to(which, shape).astype(int), places[1:])]
     else:  # stack, unstack, tile
         with jax.ensure_compile_time_eval():
-            out = [np.asarray(x) for x in evaluate(eqn, *(jnp.asarray(x, np.int32) for x in none))]
+            out = [np.asarray(x) for x in evaluate(eqn, *(jnp.asarray(x, np.int32) for x in places))]
     table = stacked([value for value in values if is_set(value)])
-    return [picked(table, x) for x in out]
+    return [take(table, x) for x in out]
 
 
 def _padded(places: np.ndarray, value: np.ndarray, eqn: JaxprEqn) -> np.ndarray:
+    """Return indices padded as `lax.pad` does it: with spaces between them, and cut where the padding is negative."""
     out = np.full(aval(eqn.outvars[0]).shape, value)
     to, take = [], []
     for size, end, (low, _, interior) in zip(places.shape, out.shape, eqn.params["padding_config"], strict=True):
@@ -105,23 +106,24 @@ _MOVES = PLACED | {"select_n"}
 
 
 def _spread(value: Any, x: Any, eqn: JaxprEqn) -> Any:
-    """The sets of an operand for each number of the result, to whose shape it is broadcast."""
+    """Return the sets of an operand, broadcast to the shape of the result; other values as they are."""
     shape = aval(eqn.outvars[0]).shape
     return value if not is_set(value) or aval(x).shape == shape else value[np.broadcast_to(places_of(x), shape).ravel()]
 
 
 def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Return the union of the operands' sets number by number, none where a factor is a known zero."""
     found = united([_spread(value, x, eqn) for value, x in zip(values, eqn.invars, strict=True)])
     if eqn.primitive.name == "mul" and sum(map(is_set, values)) == 1:
         factor = known(values[1 if is_set(values[0]) else 0])
         if factor is not None and not factor.all():
             places = np.arange(found.shape[0])
-            return picked(found, np.where(np.broadcast_to(factor, aval(eqn.outvars[0]).shape).ravel() != 0, places, -1))
+            return take(found, np.where(np.broadcast_to(factor, aval(eqn.outvars[0]).shape).ravel() != 0, places, -1))
     return found
 
 
 def _bits(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Bits as another dtype; of another width, numbers are cut or put together along a last axis."""
+    """Return the sets of a bit cast: to another width, a last axis of numbers is merged into one, or one is split."""
     axes = range(min(aval(eqn.invars[0]).ndim, aval(eqn.outvars[0]).ndim))
     return mixed(eqn, values, [axes], [axes])[0]
 
@@ -130,7 +132,7 @@ def _bits(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _mixed_along(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Everything along some axes of the first operand, which the results have too or which they lack."""
+    """Return sets over some axes of the first operand, which the results have too (a sort) or lack (a sum)."""
     name, ndim = eqn.primitive.name, aval(eqn.invars[0]).ndim
     summed = eqn.params[_SUMS.get(name) or _LINES[name]]
     summed = {axis % ndim for axis in (summed if name in _SUMS else (summed,))}
@@ -144,11 +146,11 @@ def _cumulated(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def cumulated(value: Any, shape: tuple[int, ...], axis: int, reverse: bool) -> Any:
-    """Along an axis all up to each number, or all from it on."""
+    """Return the union of all sets up to each number along an axis, or of all from it on."""
     places = np.arange(math.prod(shape)).reshape(shape)
     lines = np.moveaxis(places, axis, -1).reshape(-1, places.shape[axis])
     count, length = lines.shape
-    if count * length * (length + 1) // 2 > PAIRS:
+    if count * length * (length + 1) // 2 > PAIRS:  # then every number of the line counts
         line = np.empty(places.size, int)
         line[lines] = np.arange(count)[:, None]
         return grouped(value, line, count)[line]
@@ -163,11 +165,11 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _product_of(eqn: JaxprEqn, values: list[Any], side: int) -> Any:
-    """One side of a matrix product: over all that is summed over, but for what meets a known zero."""
+    """Return the sets from one side of a matrix product: over the contracted axes, without terms with a known zero."""
     (contract, batch) = eqn.params["dimension_numbers"]
 
     def ordered(array: np.ndarray, k: int) -> np.ndarray:
-        """With three axes: batch, free, contracted."""
+        """Return an array of operand `k` with three axes: batch, free, contracted."""
         free = [i for i in range(array.ndim) if i not in (*contract[k], *batch[k])]
         sizes = [math.prod(array.shape[i] for i in axes) for axes in (batch[k], free, contract[k])]
         return array.transpose(*batch[k], *free, *contract[k]).reshape(sizes)
@@ -184,6 +186,7 @@ def _product_of(eqn: JaxprEqn, values: list[Any], side: int) -> Any:
             to = out[b, :, j] if side == 0 else out[b, j, :]
             size = (out.size, places.size)
             return matrix_at(to, places[b, :, k], size) @ values[side]
+    # Without zeros all results with the same batch and free index have the same set: it is formed once and repeated.
     groups = np.empty(places.size, int)
     numbers = np.arange(batches * count).reshape(batches, count)
     groups[places.ravel()] = np.broadcast_to(numbers[..., None], places.shape).ravel()
@@ -192,7 +195,7 @@ def _product_of(eqn: JaxprEqn, values: list[Any], side: int) -> Any:
 
 
 def _ragged_product(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """A product whose rows are in groups, each with a matrix of its own; which group a row is in is not asked."""
+    """Return the sets of a product whose rows are in groups, each with its own matrix; any group may hold a row."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contract, batch = numbers.dot_dimension_numbers
     groups: tuple[Any, Any] = ((), numbers.rhs_group_dimensions)
@@ -201,7 +204,7 @@ def _ragged_product(eqn: JaxprEqn, values: list[Any]) -> Any:
         [i for i in range(aval(x).ndim) if i not in (*contract[k], *batch[k], *groups[k])]
         for k, x in enumerate(eqn.invars[:2])
     ]
-    first = len(out) - len(batch[0]) - len(free[0]) - len(free[1])  # behind the groups, if there is one result for each
+    first = len(out) - len(batch[0]) - len(free[0]) - len(free[1])  # after the axis of groups, if the result has one
     shared = out[first : first + len(batch[0])]
     axes = (out[first + len(shared) : len(out) - len(free[1])], out[len(out) - len(free[1]) :])
     found = []
@@ -214,18 +217,19 @@ def _ragged_product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _triangular_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Each number of a solution is made of those of its right-hand side up to it, or from it on, and of the matrix."""
+    """Return the sets of a solution: all of the matrix, and the right-hand side up to each number, or from it on."""
     params, shape = eqn.params, aval(eqn.invars[1]).shape
     found = mixed(eqn, [values[0], None], [range(len(shape) - 2)] * 2, [range(len(shape) - 2)])
     if is_set(values[1]):
         axis = len(shape) - (2 if params["left_side"] else 1)
+        # Forward substitution for a lower matrix; transposing it, or solving x a = b, turns the order around.
         forward = params["lower"] ^ bool(params["transpose_a"]) ^ (not params["left_side"])
         found.append(cumulated(values[1], shape, axis, not forward))
     return united(found)
 
 
 def _tridiagonal_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Each number of a solution is made of its right-hand side, which is a column, and of the matrix."""
+    """Return the sets of a solution: all of its right-hand side, which is a column, and of the matrix."""
     ndim = aval(eqn.outvars[0]).ndim
     batch = range(ndim - 2)
     columns = [*batch, ndim - 1]
@@ -233,12 +237,12 @@ def _tridiagonal_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
     return united([*matrix, *mixed(eqn, [None] * 3 + values[3:], [columns] * 4, [columns])])
 
 
-# Of these, which bear the axis, or the axes, along which they go as a parameter, each number depends on all along them;
-# the first have the axes in their results too.
+# Operations whose results depend on all numbers along an axis, or axes, and the parameter that names these: of `_LINES`
+# the results have the axis too, of `_SUMS` they lack it.
 _LINES = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
 _SUMS = {
     **dict.fromkeys(["reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "argmax", "argmin"], "axes"),
-    **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),  # of whole numbers, bit by bit
+    **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),  # of integers, bit by bit
     "reduce": "dimensions",
 }
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Any]] = {

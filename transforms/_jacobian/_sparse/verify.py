@@ -1,4 +1,4 @@
-"""A sparse Jacobian held against a product with a random vector, which shows what its pattern lacks."""
+"""`check=True`: a sparse Jacobian compared with a product with a random vector, which shows what its pattern lacks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..._core.compat import Tracer
 from ..mode import product_in
 from .pattern import Entries, Pattern, blocks_of
 
-# So many products are taken in two parts as well, and so many times the difference that this makes may pass.
+# So many times the vector is split in two, and so many times the largest difference that this makes is tolerated.
 _PARTS, _ROUNDING = 4, 50
 
 
-def probe(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: Entries) -> None:
-    """Refuse entries whose product with a random vector is not that of the Jacobian: a pattern that lacks some."""
+def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: Entries) -> None:
+    """Raise if the product of the entries with a random vector is not that of the Jacobian: the pattern lacks some."""
     random = np.random.default_rng(0)
 
     def vector(x: Any) -> np.ndarray:
@@ -28,7 +28,8 @@ def probe(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: 
 
     forward = mode == "forward"
     given = jax.tree.map(vector, call.primals if forward else out)
-    # A product taken in two parts is the same but for rounding.
+    # J v = J p + J (v - p) but for rounding: how far both sides differ is an estimate of the rounding of each number,
+    # which no bound by sizes gives where large terms cancel inside the function.
     parts = [given]
     for _ in range(_PARTS):
         part = jax.tree.map(lambda x: x * random.integers(0, 2, x.shape).astype(x.dtype), given)
@@ -44,7 +45,8 @@ def probe(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: 
         (leaf_name(name, path), jnp.shape(x)) for name, tree in named for path, x in jax.tree.leaves_with_path(tree)
     ]
 
-    def refuse(*off: Any) -> None:
+    def raise_if(*off: Any) -> None:
+        """Raise with the name of the first number of the product that is wrong, and how many others are."""
         wrong = [(name, shape, np.flatnonzero(x)) for (name, shape), x in zip(names, off, strict=True) if np.any(x)]
         if wrong:
             name, shape, places = wrong[0]
@@ -56,10 +58,10 @@ def probe(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: 
                 "vector that the function gives; add every entry that can differ from zero, or leave sparsity out."
             )
 
-    if any(isinstance(x, Tracer) for x in off):
-        jax.debug.callback(refuse, *off)
+    if any(isinstance(x, Tracer) for x in off):  # inside `jit` or `vmap` the values are there when it runs
+        jax.debug.callback(raise_if, *off)
     else:
-        refuse(*off)
+        raise_if(*off)
 
 
 # One program where values are known, instead of one for each operation.
@@ -71,7 +73,7 @@ def _differences(
     entries: Entries,
     places: list[tuple[jax.Array, jax.Array]],
 ) -> list[jax.Array]:
-    """For each array of the product, of which the first is the whole and two each its parts, which numbers are off."""
+    """Return for each array of the product which numbers are wrong; `products` are J v, J p, J (v - p), J p', ...."""
     expected = [x[0] for x in products]
     noise = [jnp.abs(x[1::2] + x[2::2] - x[0]).max(0) for x in products]
     sums = [jnp.zeros(x.size, jnp.promote_types(x.dtype, np.float32)) for x in expected]
@@ -88,7 +90,8 @@ def _differences(
         eps = float(jnp.finfo(right.dtype).eps)
         largest = jnp.where(jnp.isfinite(right), jnp.abs(right), 0).max(initial=0)
         usual = jnp.where(jnp.isfinite(rounding), rounding, 0).mean() if rounding.size else 0
-        rounding = jnp.maximum(rounding, usual)  # a row may have had luck
+        rounding = jnp.maximum(rounding, usual)  # that of a single number may be 0 by chance
+        # |found - right| <= sqrt(eps) (sum_k |J_k v_k| + |right|) + 10 eps max|right| + 50 rounding. NaN fails it.
         bound = eps**0.5 * (size + jnp.abs(right)) + 10 * eps * largest + _ROUNDING * rounding
         off.append(jnp.isfinite(right) & ~(jnp.abs(found - right) <= bound))
     return off

@@ -1,4 +1,4 @@
-"""Windows that slide over an array: what convolutions and pooling go over."""
+"""Windows that slide over an array: the rules for convolutions and pooling."""
 
 from __future__ import annotations
 
@@ -14,42 +14,34 @@ from .index_sets import PAIRS, is_set, known, matrix_at, mixed, places_of, unite
 
 
 def convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """A convolution: what goes over, and for each channel that comes out the kernel that is its own."""
+    """Return the sets of a convolution: of the input under its windows, and of each output channel's own kernel."""
     numbers = eqn.params["dimension_numbers"]
     kernel = mixed(eqn, [None, values[1]], [None, numbers[1][:1]], [numbers[2][1:2]])
-    return united([*kernel, _gone_over(eqn, values) if is_set(values[0]) else None])
+    return united([*kernel, _of_input(eqn, values) if is_set(values[0]) else None])
 
 
-def _gone_over(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Over the kernel's places and what goes into its channels, but for what meets a known zero."""
+def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Return the sets from a convolution's input: of its windows in all channels, without known zeros of a kernel."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     places, out = (
         places_of(x).transpose(spec) for x, spec in zip((eqn.invars[0], eqn.outvars[0]), numbers[::2], strict=True)
     )
     kernel = [aval(eqn.invars[1]).shape[i] for i in numbers[1]]
-    axes = [
-        _along(size, window, stride, padding, base, dilation)
-        for size, window, stride, padding, base, dilation in zip(
-            places.shape[2:],
-            kernel[2:],
-            params["window_strides"],
-            params["padding"],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
-    ]
-    to, source, within = _together(axes, (out.shape[2:], places.shape[2:], tuple(kernel[2:])))
+    options = [params[key] for key in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
+    axes = list(map(_windows_along, places.shape[2:], kernel[2:], *options))
+    # All pairs of a window and a number in it, over all spatial axes: the output, the input and the weight of each.
+    to, source, within = _over_all_axes(axes, (out.shape[2:], places.shape[2:], tuple(kernel[2:])))
     outputs, channels, batch, area = kernel[0], kernel[1], out.shape[0], math.prod(out.shape[2:])
     weights = known(values[1])
     groups = max(params["feature_group_count"], params["batch_group_count"])
     mask = None
+    # With zeros in the kernel each output channel has sets of its own; without, all channels of a group share theirs.
     if weights is not None and not weights.all() and outputs * channels * batch * len(to) <= PAIRS:
         mask, groups = weights.transpose(numbers[1]).reshape(outputs, channels, -1) != 0, outputs
-    # The outputs of a group go over the same numbers.
     places = places.reshape(*places.shape[:2], -1)
     rows, cols = [], []
     for group in range(groups):
+        # The slice of input channels, or of the batch, that the group's first output channel reads.
         first = group * outputs // groups
         part = first * params["feature_group_count"] // outputs
         batches = np.arange(batch) + batch * (first * params["batch_group_count"] // outputs)
@@ -66,18 +58,21 @@ def _gone_over(eqn: JaxprEqn, values: list[Any]) -> Any:
     return (sums @ values[0])[order]
 
 
-def _along(size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int) -> tuple[Any, ...]:
-    """Along one axis for each window, and each of its places that meets a number, the three; how many windows."""
+def _windows_along(
+    size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int
+) -> tuple[Any, ...]:
+    """Return along one axis all pairs of a window and a number in it: window, number, position; how many windows."""
     reach = (window - 1) * dilation + 1
     count = max(0, (((size - 1) * base + 1 if size else 0) + sum(padding) - reach) // stride + 1)
+    # Position p of window w is at w * stride - padding + p * dilation, and number i of the input at i * base.
     at = np.arange(count)[:, None] * stride - padding[0] + np.arange(window) * dilation
     inside = (at >= 0) & (at <= (size - 1) * base) & (at % base == 0)
     to, within = np.nonzero(inside)
     return to, at[inside] // base, within, count
 
 
-def _together(axes: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """The same for all axes: places in arrays of these shapes."""
+def _over_all_axes(axes: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return the same pairs for all axes together, as flat indices into arrays of these shapes."""
     found = []
     for which, shape in enumerate(shapes):
         grid = np.meshgrid(*(axis[which] for axis in axes), indexing="ij")
@@ -86,17 +81,17 @@ def _together(axes: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, ...]]
 
 
 def _windows(shape: tuple[int, ...], params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Pairs of a window and a number in it, and how many windows there are."""
+    """Return pairs of a window and a number in it, as flat indices, and the number of windows."""
     ones, size = [1] * len(shape), params["window_dimensions"]
     dilations = [params.get(key) or ones for key in ("base_dilation", "window_dilation")]
-    axes = list(map(_along, shape, size, params["window_strides"], params["padding"], *dilations))
+    axes = list(map(_windows_along, shape, size, params["window_strides"], params["padding"], *dilations))
     counts = tuple(axis[3] for axis in axes)
-    window, number = _together(axes, (counts, shape))
+    window, number = _over_all_axes(axes, (counts, shape))
     return window, number, math.prod(counts)
 
 
 def windowed(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Sums over windows, or one number out of each; which one may depend on operands that nothing is asked about."""
+    """Return the sets of a sum over windows, or of one number from each; other operands may choose which."""
     if any(map(is_set, values[1:])):
         return None
     shape = aval(eqn.invars[0]).shape
@@ -105,6 +100,7 @@ def windowed(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def scattered_from_windows(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Return the sets of the transpose of a maximum over windows: each number gets those of its windows."""
     if not is_set(values[0]) or is_set(values[1]):
         return None
     shape = aval(eqn.invars[1]).shape
