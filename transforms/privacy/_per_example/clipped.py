@@ -16,7 +16,8 @@ from .gradient_forms import wide
 from .loss import PerExample, on_any_mesh, per_example
 from .method_choice import MethodChoice, check_method, choose
 from .methods import Backward, first_that_traces, routes
-from .norms import ExampleGradients, Use, held_uses
+from .norms import ExampleGradients
+from .report import Report, Use, held_uses
 
 
 class Aux(NamedTuple):
@@ -31,26 +32,6 @@ class Aux(NamedTuple):
     values: Any
     grad_norms: Any
     aux: Any
-
-
-class Report(NamedTuple):
-    """What `clipped_grad(...).explain` says.
-
-    Attributes:
-      method: "vmap", "ghost" or "book_keeping".
-      examples: how many are computed at a time.
-      why: why this method.
-      uses: each place where a parameter meets data, how its gradients are taken there, and why.
-    """
-
-    method: str
-    examples: int
-    why: str
-    uses: list[Use]
-
-    def __str__(self) -> str:
-        lines = [f"{use.parameter}: {use.rule}, at {use.operation} ({use.where}): {use.why}" for use in self.uses]
-        return "\n".join([f"method: {self.method}, {self.examples} examples at a time: {self.why}", *lines])
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) 
 
 def _bytes(use: Any) -> float:
     operations, numbers = norm_cost(use)
-    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * aval(use.eqn.invars[use.operand]).dtype.itemsize
+    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * use.aval.dtype.itemsize
 
 
 def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def _by_derivative(
         )
 
     def in_each_iteration(use: ParameterUse, operand: jax.Array) -> jax.Array:
-        shape = aval(use.eqn.invars[use.operand]).shape
+        shape = use.aval.shape
         sizes = [loop.length if loop.number in use.value.stacked else 1 for loop in use.loops]
         return jnp.broadcast_to(operand.reshape(*sizes, *shape), (*(loop.length for loop in use.loops), *shape))
 
@@ -88,7 +88,7 @@ def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangent
     mine, other = (lhs_contract, lhs_batch), (rhs_contract, rhs_batch)
     if use.operand == 1:
         mine, other = other, mine
-    shape = aval(use.eqn.invars[use.operand]).shape
+    shape = use.aval.shape
     (value,) = (x for x in values if x is not None)
     (cotangent,) = cotangents
     if jnp.dtype(value.dtype).itemsize == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
@@ -128,7 +128,7 @@ def _convolution(
     if params["batch_group_count"] != 1:
         return None
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    shape = aval(use.eqn.invars[1]).shape
+    shape = use.aval.shape
     places = [shape[axis] for axis in numbers.rhs_spec[2:]]
     outputs, inputs = shape[numbers.rhs_spec[0]] // groups, shape[numbers.rhs_spec[1]]
     value, cotangent = _loops_in_order(use, values[0]), _loops_in_order(use, cotangents[0])
@@ -187,7 +187,7 @@ def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> RowSparse | None:
     """`gather` of whole rows of a table, such as of an embedding."""
-    params, shape = use.eqn.params, aval(use.eqn.invars[0]).shape
+    params, shape = use.eqn.params, use.aval.shape
     numbers = params["dimension_numbers"]
     rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.operand_batching_dims) == ((0,), (0,), ())
     if not rows or params["slice_sizes"] != (1, *shape[1:]):
@@ -217,7 +217,7 @@ def _elementwise(use: ParameterUse, operand: jax.Array, values: list[Any], cotan
     elif use.eqn.primitive.name == "sub" and use.operand == 1:
         gradient = -gradient
     gradient = _loops_in_order(use, gradient)
-    shape = aval(use.eqn.invars[use.operand]).shape
+    shape = use.aval.shape
     shape = (*[1] * (gradient.ndim - 3 - len(shape)), *shape)
     axes = [axis + 3 for axis, size in enumerate(shape) if size == 1]
     return Dense(gradient.sum((2, *axes)).reshape(len(gradient), *operand.shape))
@@ -228,7 +228,7 @@ def norm_cost(use: ParameterUse) -> tuple[float, int]:
 
     What an ordinary gradient costs too does not count.
     """
-    name, operand = use.eqn.primitive.name, aval(use.eqn.invars[use.operand])
+    name, operand = use.eqn.primitive.name, use.aval
     shared = math.prod(loop.length for loop in use.loops if loop.number not in use.value.stacked)
     stack = math.prod(loop.length for loop in use.loops if loop.number in use.value.stacked)
     if not operand.size or not has_rule(use) or name in _ELEMENTWISE:
