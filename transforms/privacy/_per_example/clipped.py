@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +22,12 @@ from .report import Report, Use, held_uses
 
 
 class Aux(NamedTuple):
-    """What `clipped_grad` returns beside the sum, each with the examples along axis 0; None where it was not asked for.
+    """The other results of `clipped_grad`, each with the examples along axis 0; None where it was not asked for.
 
     Attributes:
       values: the loss of each example.
       grad_norms: the norm of each example's gradient before clipping.
-      aux: what the loss returns beside its value.
+      aux: what the loss returns in addition to its value.
     """
 
     values: Any
@@ -36,12 +37,12 @@ class Aux(NamedTuple):
 
 @dataclass(frozen=True)
 class ClippedGrad:
-    """What `clipped_grad` returns.
+    """The function that `clipped_grad` returns.
 
     Attributes:
       fun: the function that is called.
       l2_norm_bound: the norm that one example's part of the sum has at most.
-      has_aux: whether something is returned beside the sum.
+      has_aux: whether something is returned in addition to the sum.
       report: the function behind `explain`.
     """
 
@@ -51,15 +52,15 @@ class ClippedGrad:
     report: Callable[..., Report]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The sum of the clipped gradients, and an `Aux` where one was asked for."""
+        """Return the sum of the clipped gradients, and an `Aux` where one was asked for."""
         return self.fun(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """What is done for these arguments: the method, and each use of each parameter. Nothing is computed."""
+        """Report what is done for these arguments: the method, and each use of each parameter. Nothing is computed."""
         return self.report(*args, **kwargs)
 
     def sensitivity(self, neighboring_relation: Any = None) -> float:
-        """How far the sums of two neighbouring batches are apart at most.
+        """Return the largest distance between the sums of two neighbouring batches.
 
         Args:
           neighboring_relation: a `dp_accounting.NeighboringRelation`; None for REPLACE_SPECIAL, where an example is
@@ -79,7 +80,7 @@ class ClippedGrad:
             neighboring_relation = NeighboringRelation.REPLACE_SPECIAL
         if neighboring_relation in (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
             return self.l2_norm_bound
-        if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+        if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one example leaves, and another comes in
             return 2 * self.l2_norm_bound
         raise ValueError(f"clipped_grad: {neighboring_relation!r} is no neighbouring relation that it knows.")
 
@@ -104,7 +105,7 @@ def clipped_grad(
     spmd_axis_name: str | None = None,
     method: str = "auto",
 ) -> ClippedGrad:
-    """Sum over a batch of each sample's gradient, clipped to a norm.
+    """Sum over a batch each sample's gradient, clipped to a norm.
 
     As `jax_privacy.clipped_grad`, at about the price of an ordinary gradient. One thing differs: a sample whose
     gradient has a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
@@ -186,12 +187,7 @@ def clipped_grad(
         )
     bare = not isinstance(argnums, (tuple, list))
 
-    def transformed(of: PerExample) -> Callable[[list[Any]], Any] | None:
-        if pre_clipping_transform is None:
-            return None
-        return lambda leaves: pre_clipping_transform(of.gradients(leaves, bare))
-
-    def chosen(of: PerExample) -> list[MethodChoice]:
+    def routes_for(of: PerExample) -> list[MethodChoice]:
         most = _group_size(microbatch_size, of.size)
         if pre_clipping_transform is not None:
             return routes(of, MethodChoice("vmap", most, "pre_clipping_transform needs each gradient"))
@@ -202,8 +198,9 @@ def clipped_grad(
         return routes(of, MethodChoice(method, most, f'it was asked for by method="{method}"'))
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
-        """The sum, divided, and what there is of each example: its loss, its norm and what the loss returns beside."""
-        transform = transformed(of)
+        """Return the sum, divided, and for each example its loss, its norm and what the loss returns in addition."""
+        user = pre_clipping_transform
+        transform = None if user is None else lambda leaves: user(of.gradients(leaves, bare))
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
             backward = Backward(of, examples, choice.method, spmd_axis_name, transform)
@@ -225,10 +222,11 @@ def clipped_grad(
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
         of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        _, (total, each) = first_that_traces("clipped_grad", chosen(of), lambda choice: compute(of, padding, choice))
-        values, norms, aux = each
+        _, (total, (values, norms, aux)) = first_that_traces(
+            "clipped_grad", routes_for(of), partial(compute, of, padding)
+        )
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
-        if not (has_aux or return_values or return_grad_norms):
+        if not has_more:
             return result
         return result, Aux(
             values if return_values else None,
@@ -239,35 +237,31 @@ def clipped_grad(
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
         of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        program = of.program
-        choice, _ = first_that_traces(
-            "clipped_grad",
-            chosen(of),
-            lambda choice: jax.eval_shape(lambda padding: compute(of, padding, choice), padding),
-        )
+        program = of.program  # traced here, where it may be used again, and not inside of `eval_shape`
+
+        def shapes(choice: MethodChoice) -> Any:
+            return jax.eval_shape(lambda padding: compute(of, padding, choice), padding)
+
+        choice, _ = first_that_traces("clipped_grad", routes_for(of), shapes)
         uses: list[Use] = []
-
-        def traced(examples: list[Any]) -> None:
-            uses.extend(ExampleGradients(program, examples).uses())
-
         if choice.method == "vmap":
             uses = held_uses(program, f"each example's gradient is held, {choice.examples} at a time")
         else:
-            jax.eval_shape(traced, of.examples)
+            jax.eval_shape(lambda examples: uses.extend(ExampleGradients(program, examples).uses()), of.examples)
         names = of.names()
         return Report(*choice, [use._replace(parameter=names[use.parameter]) for use in uses])
 
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
-    beside = has_aux or return_values or return_grad_norms
+    has_more = has_aux or return_values or return_grad_norms
     like = argnums if pre_clipping_transform is None else None
-    on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if beside else out, like)
+    on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if has_more else out, like)
     explained = on_any_mesh("clipped_grad", fun, batch_argnums, explain)
-    return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, beside, explained)
+    return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, has_more, explained)
 
 
 def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:
-    """What each example's gradient is multiplied by."""
-    bound = jnp.maximum(l2_clip_norm, 0.0)
+    """Return what each example's gradient is multiplied by: min(1, C / norm), and that divided by C for a unit norm."""
+    bound = jnp.maximum(l2_clip_norm, 0.0)  # a traced one may be negative
     weights = jnp.minimum(1.0, bound / norms)
     if rescale_to_unit_norm:
         weights = jnp.where(bound > 0, weights / bound, 1 / norms)
@@ -282,14 +276,14 @@ def _in_groups(
     microbatch_size: int,
     start: Any,
 ) -> tuple[Any, Any]:
-    """`compute` of all examples, or of some at a time: the sum of its first result, the second one put together.
+    """Compute all examples, or some at a time: sum the first result of `compute` and concatenate its second.
 
     Args:
       compute: from some examples and whether each is padding to two pytrees.
       examples: those of the batch, along axis 0.
       padding: likewise.
       microbatch_size: how many at a time.
-      start: zeros, as many as there are in the first result.
+      start: zeros like the first result.
     """
     size = len(padding)
     if microbatch_size == size:
@@ -311,7 +305,7 @@ def _in_groups(
 
 
 def _group_size(microbatch_size: int | None, size: int) -> int:
-    """How many examples may be computed at a time."""
+    """Return how many examples may be computed at a time."""
     if microbatch_size is None or microbatch_size >= size:
         return size
     if size % microbatch_size:
@@ -323,6 +317,7 @@ def _group_size(microbatch_size: int | None, size: int) -> int:
 
 
 def _padding(given: Any, size: int) -> jax.Array:
+    """Return whether each example is padding."""
     if given is None:
         return jnp.zeros(size, bool)
     given = jnp.asarray(given)

@@ -27,7 +27,7 @@ def per_sample_grad(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """Gradient of a loss at each sample of a batch.
+    """Take the gradient of a loss at each sample of a batch.
 
     Args:
       fun: a loss of parameters and of a batch that returns a real scalar; a function, a bound method or a module.
@@ -98,7 +98,7 @@ def per_sample_norm(
     keep_batch_dim: bool = True,
     method: str = "auto",
 ) -> Callable[..., jax.Array]:
-    """Norm of a loss's gradient at each sample of a batch.
+    """Take the norm of a loss's gradient at each sample of a batch.
 
     Args:
       fun: as for `per_sample_grad`.
