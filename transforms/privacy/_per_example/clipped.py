@@ -76,9 +76,7 @@ class ClippedGrad:
             raise ModuleNotFoundError(
                 "clipped_grad: sensitivity needs dp-accounting; install it with pip install 'plurax[privacy]'."
             ) from None
-        if neighboring_relation is None:
-            neighboring_relation = NeighboringRelation.REPLACE_SPECIAL
-        if neighboring_relation in (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
+        if neighboring_relation in (None, NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
             return self.l2_norm_bound
         if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one example leaves, and another comes in
             return 2 * self.l2_norm_bound
@@ -188,7 +186,12 @@ def clipped_grad(
     bare = not isinstance(argnums, (tuple, list))
 
     def routes_for(of: PerExample) -> list[MethodChoice]:
-        most = _group_size(microbatch_size, of.size)
+        most = of.size if microbatch_size is None else min(microbatch_size, of.size)
+        if most and of.size % most:
+            raise ValueError(
+                f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {of.size}; pad the "
+                "batch, and pass is_padding_example."
+            )
         if pre_clipping_transform is not None:
             return routes(of, MethodChoice("vmap", most, "pre_clipping_transform needs each gradient"))
         if of.size == 0:
@@ -302,18 +305,6 @@ def _in_groups(
     start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
     total, each = lax.scan(step, start, groups)
     return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
-
-
-def _group_size(microbatch_size: int | None, size: int) -> int:
-    """Return how many examples may be computed at a time."""
-    if microbatch_size is None or microbatch_size >= size:
-        return size
-    if size % microbatch_size:
-        raise ValueError(
-            f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {size}; pad the batch, and "
-            "pass is_padding_example."
-        )
-    return microbatch_size
 
 
 def _padding(given: Any, size: int) -> jax.Array:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ..._convolutions.as_products import has_convolution
 from ..._core.compat import one_of
@@ -53,14 +53,21 @@ class ExampleProgram:
 
         self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
         self.treedef = jax.tree.structure(shapes)
-        self.has_refs = _has_refs(self.closed.jaxpr)
+        self.has_refs = any(map(holds_refs, _with_inner(self.closed.jaxpr.eqns)))
         self.plan = find_uses(self.closed, len(self.parameters))
         self.uses = self.plan.uses
-        self.draws_inside = next((use.eqn.primitive.name for use in self.uses if _draws_as_mapped(use.eqn)), "")
+        drawing = (use.eqn for use in self.uses if any(map(_draws_as_mapped, _with_inner([use.eqn]))))
+        self.draws_inside = next((eqn.primitive.name for eqn in drawing), "")
 
     def exchanged_over(self, axes: Iterable[str]) -> str:
         """Return the name of an operation over the devices of some of these axes; empty if there is none."""
-        return _exchanged_over(self.closed.jaxpr, frozenset(axes))
+        over = frozenset(axes)
+
+        def exchanges(eqn: JaxprEqn) -> bool:
+            named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
+            return eqn.primitive.name not in _ALONE and not over.isdisjoint(jax.tree.leaves(named))
+
+        return next((eqn.primitive.name for eqn in _with_inner(self.closed.jaxpr.eqns) if exchanges(eqn)), "")
 
     def mapped_wrongly(self) -> bool:
         """Return whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
@@ -78,28 +85,17 @@ class ExampleProgram:
         return next((eqn.primitive.name for eqn in found), "")
 
 
-def _has_refs(jaxpr: Jaxpr) -> bool:
-    """Return whether a program has a mutable array."""
-    return any(holds_refs(eqn) or any(map(_has_refs, bodies(eqn))) for eqn in jaxpr.eqns)
+def _with_inner(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Yield operations, each followed by those in its bodies."""
+    for eqn in eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from _with_inner(body.eqns)
 
 
 def _draws_as_mapped(eqn: JaxprEqn) -> bool:
     """Return whether an operation draws random numbers that change with the `jax.vmap` around it."""
     name, keys = eqn.primitive.name, [str(aval(x).dtype) for x in (*eqn.invars, *eqn.outvars)]
     drawn = name in ("rng_bit_generator", "rng_uniform") or name.startswith("random_")
-    if drawn and all(key != "key<fry>" for key in keys):  # threefry draws the same, mapped or not
-        return True
-    return any(_draws_as_mapped(inner) for body in bodies(eqn) for inner in body.eqns)
-
-
-def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
-    """Return the name of the first operation that names one of `axes`; empty if there is none."""
-    for eqn in jaxpr.eqns:
-        named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
-        if eqn.primitive.name not in _ALONE and not axes.isdisjoint(jax.tree.leaves(named)):
-            return eqn.primitive.name
-        for body in bodies(eqn):
-            found = _exchanged_over(body, axes)
-            if found:
-                return found
-    return ""
+    # Of JAX's own generators, threefry draws the same, mapped or not.
+    return drawn and all(key != "key<fry>" for key in keys)

@@ -9,7 +9,7 @@ examples, and a factor for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +69,8 @@ class OuterProduct(NamedTuple):
             squares = (jnp.square(left).sum(3) * jnp.square(right).sum(3)).sum((1, 2))
         elif 2 * positions**2 <= p * d:  # ‖AᵀG‖² = ⟨AAᵀ, GGᵀ⟩, whose diagonals are those of the positions
             left, right = _gram(left, left), _gram(right, right)
-            return Norms((left * right).sum((1, 2, 3)), _sum_of_products(*map(_diagonal, (left, right))))
+            squares = (left * right).sum((1, 2, 3))
+            return Norms(squares, _sum_of_products(*(jnp.diagonal(x, axis1=2, axis2=3) for x in (left, right))))
         else:  # two products between positions hold 2T² numbers, and the gradient p d
             squares = jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
         return Norms(squares, self.terms())
@@ -105,7 +106,7 @@ class OuterProduct(NamedTuple):
             return self.restore(_product(right, left, dtype).swapaxes(1, 2))
         return self.restore(_product(left, right, dtype))
 
-    def direct(self) -> jax.Array:
+    def each(self) -> jax.Array:
         """Return the gradient of each example: shape (batch, *operand)."""
         return jax.vmap(self.restore)(jnp.einsum("bstp,bstd->bspd", self.left, self.right))
 
@@ -138,7 +139,8 @@ class RowSparse(NamedTuple):
         # Cotangents of the same row add up, so ‖Σₜ gₜ‖² = Σₜᵤ ⟨gₜ, gᵤ⟩ over positions of one row.
         same = self.rows[..., :, None] == self.rows[..., None, :]
         products = _gram(right, right)
-        return Norms(jnp.where(same, products, 0).sum((1, 2, 3)), _diagonal(products).sum((1, 2)))
+        squares = jnp.where(same, products, 0).sum((1, 2, 3))
+        return Norms(squares, jnp.diagonal(products, axis1=2, axis2=3).sum((1, 2)))
 
     def terms(self) -> jax.Array:
         """Sum the squared norms of the rows taken: shape (batch,)."""
@@ -174,7 +176,7 @@ class RowSparse(NamedTuple):
         table = jnp.zeros((right.shape[1], self.height, right.shape[3]), right.dtype)
         return self.restore(table.at[stack, rows].add(right))
 
-    def direct(self) -> jax.Array:
+    def each(self) -> jax.Array:
         """Return the gradient of each example: shape (batch, *operand)."""
         return jax.vmap(lambda rows, right: self._table(rows[None], right[None]))(self.rows, self.right)
 
@@ -222,7 +224,7 @@ class Dense(NamedTuple):
             return gradients[0] * weights[0]
         return jnp.tensordot(weights, gradients, 1)
 
-    def direct(self) -> jax.Array:
+    def each(self) -> jax.Array:
         """Return the gradient of each example: shape (batch, *operand)."""
         return self.gradients
 
@@ -284,19 +286,19 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
         aligned = [_aligned(factor, first.axes) for factor in factors.values()]
         if any(factor is None for factor in aligned):
             return None
-        result[n] = first._replace(
-            left=jnp.concatenate([factor.left for factor in aligned if factor], axis=2),
-            right=jnp.concatenate([factor.right for factor in aligned if factor], axis=2),
-        )
+        result[n] = _concatenated([factor for factor in aligned if factor], "left", "right")
     if tables:
-        n, table = next(iter(tables.items()))
-        rows = jnp.concatenate([table.rows for table in tables.values()], axis=2)
-        result[n] = table._replace(rows=rows, right=jnp.concatenate([table.right for table in tables.values()], axis=2))
+        result[next(iter(tables))] = _concatenated([*tables.values()], "rows", "right")
     if factors and tables:  # `RowSparse.cross` wants the rows on one side, and all other axes in order on the other
         stack, *sides = first.axes or ((), ())
         if stack or set(sides) != {(0,), tuple(range(1, sum(map(len, sides))))}:
             return None
     return result
+
+
+def _concatenated(forms: Sequence[Any], *names: str) -> Any:
+    """Return forms of one kind as one, over the positions of all."""
+    return forms[0]._replace(**{name: jnp.concatenate([getattr(x, name) for x in forms], axis=2) for name in names})
 
 
 def _aligned(factors: OuterProduct, axes: Any) -> OuterProduct | None:
@@ -333,11 +335,6 @@ def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
     flat = (z.reshape(-1, *z.shape[2:]) for z in (x, y))
     found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat))
     return found.reshape(*x.shape[:2], *found.shape[1:])
-
-
-def _diagonal(x: jax.Array) -> jax.Array:
-    """Return the inner product of each position with itself: shape (batch, stack, positions)."""
-    return jnp.diagonal(x, axis1=2, axis2=3)
 
 
 def _sum_of_products(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -156,13 +156,12 @@ class PerExample:
         self.parameters = [varying(x, axes) for x in self.parameters]
         self.examples = [varying(x, axes) for x in self.examples]
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        if manual and self.size:
-            exchanged = self.program.exchanged_over(manual)
-            if exchanged:
-                raise ValueError(
-                    f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around, "
-                    "so that it is not the loss of one example; do that outside of it."
-                )
+        exchanged = self.program.exchanged_over(manual) if manual and self.size else ""
+        if exchanged:
+            raise ValueError(
+                f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around, so "
+                "that it is not the loss of one example; do that outside of it."
+            )
 
     def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the loss of one example, and the arrays among what else `fun` returns."""
@@ -174,9 +173,8 @@ class PerExample:
         value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
         scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
         numbers = (bool, int, float, complex, np.ndarray, np.generic)
-        arrays, self._join = separate_arrays(
-            jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
-        )
+        aux = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
+        arrays, self._join = separate_arrays(aux)
         return value, arrays
 
     @cached_property

@@ -27,13 +27,11 @@ def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:
     one = MethodChoice("vmap", min(choice.examples, 1), "one example at a time")
     if choice[:2] == one[:2]:
         return [choice]
-    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-        inside = of.program.wrong_inside()
-        if inside:
-            why = (
-                f"among several devices, XLA computes the mapped derivative of a convolution inside of {inside} wrongly"
-            )
-            return [one._replace(why=f"{one.why}: {why}")]
+    divided = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    inside = of.program.wrong_inside() if divided else ""
+    if inside:
+        wrong = f"among several devices, XLA computes the mapped derivative of a convolution inside of {inside} wrongly"
+        return [one._replace(why=f"{one.why}: {wrong}")]
     return [choice, one]
 
 
@@ -130,7 +128,7 @@ class Backward:
         def hidden(x: jax.Array) -> jax.Array:
             return jnp.where(unchanged.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
-        return [x if is_key(x) else hidden(x) for x in self._examples]
+        return [x if is_key(x) else hidden(x) for x in self._examples]  # keys have no zeros
 
 
 def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str | None = None) -> Any:

@@ -123,7 +123,7 @@ class ExampleGradients:
         elif len(forms) == 1:
             ((n, form),) = forms.items()
             if isinstance(form, OuterProduct) and not form.smaller():
-                forms = {n: Dense(form.direct())}
+                forms = {n: Dense(form.each())}
         self._forms = {n: form for n, form in self._forms.items() if n not in group} | forms
 
     @cached_property
@@ -251,7 +251,7 @@ class ExampleGradients:
         """
         chain, leaves = self._chain(self._leaves(n), frozenset([n]))
         operand, pull = jax.vjp(lambda leaves: chain(leaves)[n], leaves)
-        cotangents = widened(self._forms[n].direct().reshape(self.values.shape))
+        cotangents = widened(self._forms[n].each().reshape(self.values.shape))
         sizes = jnp.abs(cotangents)
         counted = jnp.isfinite(sizes) & (sizes > 0)
         least = jnp.where(counted, sizes, jnp.inf).min(initial=jnp.inf)
@@ -268,8 +268,8 @@ class ExampleGradients:
         # Factor times direction is cotangent / at * gradients. The factor, cotangent * size / at, is computed in that
         # one of two orders in which nothing overflows or vanishes.
         ratio = size / at
-        direct = jnp.isfinite(ratio) & (ratio >= jnp.finfo(ratio.dtype).tiny)
-        factors = jnp.where(direct, cotangents * jnp.where(direct, ratio, 1), cotangents / at * size)
+        normal = jnp.isfinite(ratio) & (ratio >= jnp.finfo(ratio.dtype).tiny)
+        factors = jnp.where(normal, cotangents * jnp.where(normal, ratio, 1), cotangents / at * size)
         return ScaledConstant(factors, {i: x / size for i, x in zip(sorted(self._leaves(n)), gradients, strict=True)})
 
     def _chain(self, parameters: Iterable[int], wanted: frozenset[int]) -> tuple[Callable[..., Any], list[jax.Array]]:
@@ -321,7 +321,7 @@ class ExampleGradients:
         chain, leaves = self._chain(parameters, frozenset(forms))
         pull = jax.vmap(jax.vjp(chain, leaves)[1], spmd_axis_name=self._spmd)
         # A product may be of another dtype than its operand, whose dtype `pull` wants.
-        (gradients,) = pull({n: form.direct().astype(self._uses[n].aval.dtype) for n, form in forms.items()})
+        (gradients,) = pull({n: form.each().astype(self._uses[n].aval.dtype) for n, form in forms.items()})
         return dict(zip(sorted(parameters), gradients, strict=True))
 
     def each(self) -> list[jax.Array]:

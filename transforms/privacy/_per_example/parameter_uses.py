@@ -45,6 +45,11 @@ class Parameters(NamedTuple):
     stacked: frozenset[int]
     linear: bool
 
+    def slice_in(self, loop: Loop) -> Parameters:
+        """Return the slice of it that an iteration of a loop gets."""
+        layout = None if self.layout is None else (*self.layout, ("slice", loop.number))
+        return self._replace(layout=layout, stacked=self.stacked | {loop.number})
+
 
 class Loop(NamedTuple):
     """A `lax.scan` around a use.
@@ -102,10 +107,7 @@ class UsePlan(NamedTuple):
 
     def numbers(self) -> list[int]:
         """List the uses in it, inner programs included."""
-        found: list[int] = []
-        for step in self.steps:
-            found += step.numbers() if isinstance(step, UsePlan) else step or []
-        return found
+        return [n for step in self.steps for n in (step.numbers() if isinstance(step, UsePlan) else step or [])]
 
     def firsts(self) -> list[int]:
         """List the first use of each operation that has any, inner programs included."""
@@ -119,12 +121,12 @@ _REARRANGING = frozenset(["copy", "neg", "reshape", "rev", "sharding_constraint"
 
 def find_uses(closed: ClosedJaxpr, parameters: int) -> UsePlan:
     """Find the uses of a program whose first `parameters` arguments are the parameters, and all others the data."""
-    args: list[Any] = []
-    for i, var in enumerate(closed.jaxpr.invars[:parameters]):
-        # Complex parameters have no layout: a cast to or from them drops a part of the gradient.
-        args.append(Parameters(frozenset([i]), () if is_real(var) else None, frozenset(), is_real(var)))
-    args += [Origin.DATA] * (len(closed.jaxpr.invars) - parameters)
-    return _Finder().plan(closed, args, ())
+    # Complex parameters have no layout: a cast to or from them drops a part of the gradient.
+    args = [
+        Parameters(frozenset([i]), () if is_real(var) else None, frozenset(), is_real(var))
+        for i, var in enumerate(closed.jaxpr.invars[:parameters])
+    ]
+    return _Finder().plan(closed, [*args, *[Origin.DATA] * (len(closed.jaxpr.invars) - parameters)], ())
 
 
 def is_real(variable: Any) -> bool:
@@ -167,11 +169,11 @@ class _Finder:
         if not places or name == "stop_gradient":
             return None, [_without_gradient(operands)] * count
         if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
-            outputs = [_of_parameters(eqn, operands, places, k) for k in range(count)]
+            outputs: list[Any] = [_of_parameters(eqn, operands, places, k) for k in range(count)]
             # Outside of the loop, where parameters are pulled back, only the sum over its iterations would be seen.
             if outputs and has_nonlinear_backward(eqn) and any(loop.number not in outputs[0].stacked for loop in loops):
                 raise _RuleInLoop
-            return None, list(outputs)
+            return None, outputs
         if name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
@@ -181,14 +183,13 @@ class _Finder:
                 return inner, known
         if not any(jnp.issubdtype(aval(var).dtype, jnp.inexact) for var in eqn.outvars):
             return None, [_without_gradient(operands)] * count
-        uses = [
-            ParameterUse(eqn, k, operands[k], loops, len(self.uses), tuple(self.within))
+        first = len(self.uses)
+        self.uses += [
+            ParameterUse(eqn, k, operands[k], loops, first, tuple(self.within))
             for k in places
             if jnp.issubdtype(aval(eqn.invars[k]).dtype, jnp.inexact)
         ]
-        numbers = list(range(len(self.uses), len(self.uses) + len(uses)))
-        self.uses += uses
-        return numbers, [Origin.BOTH] * count
+        return list(range(first, len(self.uses))), [Origin.BOTH] * count
 
     def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
         """Return the plan of a body; None where parameters come out of it alone, so that it is one use as a whole."""
@@ -221,7 +222,7 @@ class _Finder:
         # What is another constant in each iteration is no constant for an operation in the body.
         state = [_without_gradient([x, Origin.DATA]) for x in state]
         slices = [
-            _slice_of(x, loop) if isinstance(x, Parameters) else _without_gradient([x, Origin.DATA]) for x in slices
+            x.slice_in(loop) if isinstance(x, Parameters) else _without_gradient([x, Origin.DATA]) for x in slices
         ]
         before = len(self.uses)
         # What is carried starts from data, say, and may come from parameters too after an iteration: go through the
@@ -235,12 +236,6 @@ class _Finder:
             if after == state:
                 return found._replace(loop=loop.number)
             state = after
-
-
-def _slice_of(value: Parameters, loop: Loop) -> Parameters:
-    """Return a value as what one iteration of a loop gets of it."""
-    layout = None if value.layout is None else (*value.layout, ("slice", loop.number))
-    return value._replace(layout=layout, stacked=value.stacked | {loop.number})
 
 
 def _without_gradient(operands: Sequence[Any]) -> Origin:

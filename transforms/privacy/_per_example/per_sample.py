@@ -71,19 +71,20 @@ def per_sample_grad(
         in_chunks = chunk_size is not None or memory_budget is not None
 
         def each(route: MethodChoice) -> tuple[Any, Any]:
+            one = jax.grad(of.loss, has_aux=True)
             if route.examples < of.size:
-                return lax.map(lambda one: jax.grad(of.loss, has_aux=True)(of.parameters, one), of.examples)
-            if not in_chunks:
-                (_, aux), leaves = each_gradient(of, of.examples)
-                return leaves, aux
-            limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-            some = vmap_of("per_sample_grad", jax.grad(of.loss, has_aux=True), (None, 0), **limits)
-            return some(of.parameters, of.examples)
+                return lax.map(lambda example: one(of.parameters, example), of.examples)
+            if in_chunks:
+                limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+                return vmap_of("per_sample_grad", one, (None, 0), **limits)(of.parameters, of.examples)
+            (_, aux), leaves = each_gradient(of, of.examples)
+            return leaves, aux
 
-        ways = routes(of, MethodChoice("vmap", of.size, ""))
+        candidates = routes(of, MethodChoice("vmap", of.size, ""))
+        # `each_gradient` works around what XLA maps wrongly, but chunks do not pass through it.
         if in_chunks and jax.device_count() > 1 and of.program.mapped_wrongly():
-            ways = ways[-1:]
-        leaves, aux = first_that_traces("per_sample_grad", ways, each)[1]
+            candidates = candidates[-1:]
+        leaves, aux = first_that_traces("per_sample_grad", candidates, each)[1]
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
 

@@ -90,31 +90,28 @@ def _by_derivative(
 
 def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> OuterProduct:
     """Take a `dot_general`: the gradient is a product over the positions, the free axes of the other operand."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = use.eqn.params["dimension_numbers"]
-    mine, other = (lhs_contract, lhs_batch), (rhs_contract, rhs_batch)
-    if use.operand == 1:
-        mine, other = other, mine
+    sides = list(zip(*use.eqn.params["dimension_numbers"], strict=True))
+    (contract, batch), (other_contract, other_batch) = sides[use.operand], sides[1 - use.operand]
     shape = use.aval.shape
     (value,) = (x for x in values if x is not None)
     (cotangent,) = cotangents
     if jnp.dtype(value.dtype).itemsize == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
         value = value.astype(cotangent.dtype)  # integers, say, which JAX multiplies with floats
     value, cotangent = _loops_in_order(use, value), _loops_in_order(use, cotangent)
-    my_free, free = _rest(len(shape), *mine), _rest(value.ndim - 3, *other)
+    free, positions = _rest(len(shape), contract, batch), _rest(value.ndim - 3, other_contract, other_batch)
     # The axes of the output: those of the batch, the free ones of the left operand, those of the right one.
-    count = len(mine[1])
-    output = range(count, cotangent.ndim - 3)
-    split = len(free) if use.operand == 1 else len(my_free)
-    positions, columns = (output[:split], output[split:]) if use.operand == 1 else (output[split:], output[:split])
-    left = _as_matrices(value, other[1], free, other[0])
-    right = _as_matrices(cotangent, range(count), positions, columns)
-    order = (*mine[1], *mine[0], *my_free)
+    output = range(len(batch), cotangent.ndim - 3)
+    split = len(positions) if use.operand == 1 else len(free)
+    rows, columns = (output[:split], output[split:]) if use.operand == 1 else (output[split:], output[:split])
+    left = _as_matrices(value, other_batch, positions, other_contract)
+    right = _as_matrices(cotangent, range(len(batch)), rows, columns)
+    order = (*batch, *contract, *free)
 
     def restore(gradient: jax.Array) -> jax.Array:
         arranged = gradient.reshape(value.shape[1], *(shape[axis] for axis in order))
         return arranged.transpose(0, *(order.index(axis) + 1 for axis in range(len(shape)))).reshape(operand.shape)
 
-    return OuterProduct(left, right, restore, (tuple(mine[1]), tuple(mine[0]), tuple(my_free)))
+    return OuterProduct(left, right, restore, (tuple(batch), tuple(contract), tuple(free)))
 
 
 def _convolution(
@@ -139,26 +136,18 @@ def _convolution(
         return x.transpose(*range(3), *(axis + 3 for axis in (spec[0], *spec[2:], spec[1])))
 
     value, cotangent = channels_last(value, numbers.lhs_spec), channels_last(cotangent, numbers.out_spec)
-    space = cotangent.shape[4:-1]
-    batch, stack = cotangent.shape[:2]
+    stack, space, strides = cotangent.shape[1], cotangent.shape[4:-1], params["window_strides"]
     # `lhs_dilation` puts zeros between the inputs, which `lax.pad` calls interior padding.
-    padding = [
-        (low, high, dilation - 1)
-        for (low, high), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
-    ]
+    padding = [(low, high, gap - 1) for (low, high), gap in zip(params["padding"], params["lhs_dilation"], strict=True)]
     padded = lax.pad(value, jnp.zeros((), value.dtype), [(0, 0, 0)] * 4 + padding + [(0, 0, 0)])
-    right = _by_group(cotangent, batch, stack, groups, outputs)
+    right = _by_group(cotangent, groups)
 
     def at(place: tuple[int, ...]) -> jax.Array:
         """Return the inputs that meet one place of the kernel: of output t, input t * stride + place * dilation."""
         start = [i * dilation for i, dilation in zip(place, params["rhs_dilation"], strict=True)]
-        stop = [
-            first + stride * (size - 1) + 1
-            for first, stride, size in zip(start, params["window_strides"], space, strict=True)
-        ]
+        stop = [first + stride * (size - 1) + 1 for first, stride, size in zip(start, strides, space, strict=True)]
         begin, end = [0] * 4 + start + [0], [*padded.shape[:4], *stop, padded.shape[-1]]
-        taken = lax.slice(padded, begin, end, [1] * 4 + list(params["window_strides"]) + [1])
-        return _by_group(taken, batch, stack, groups, inputs)
+        return _by_group(lax.slice(padded, begin, end, [1] * 4 + list(strides) + [1]), groups)
 
     slices = [at(place) for place in np.ndindex(*places)]
     spec = [numbers.rhs_spec.index(axis) for axis in range(len(shape))]
@@ -177,10 +166,10 @@ def _convolution(
     return Dense(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))
 
 
-def _by_group(x: jax.Array, batch: int, stack: int, groups: int, channels: int) -> jax.Array:
+def _by_group(x: jax.Array, groups: int) -> jax.Array:
     """Reshape (batch, stack, iterations, ..., groups * channels) to (batch, stack * groups, positions, channels)."""
-    split = x.reshape(batch, stack, -1, groups, channels)
-    return split.swapaxes(2, 3).reshape(batch, stack * groups, -1, channels)
+    (batch, stack), channels = x.shape[:2], x.shape[-1] // groups
+    return x.reshape(batch, stack, -1, groups, channels).swapaxes(2, 3).reshape(batch, stack * groups, -1, channels)
 
 
 def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -245,9 +234,8 @@ def norm_cost(use: ParameterUse) -> tuple[float, int]:
         (contract, batch), side = use.eqn.params["dimension_numbers"], use.operand
         p, groups = (math.prod(operand.shape[axis] for axis in axes[side]) for axes in (contract, batch))
     else:
-        numbers, groups = use.eqn.params["dimension_numbers"], use.eqn.params["feature_group_count"]
-        p = operand.size // operand.shape[numbers.rhs_spec[0]]
-        groups = groups * use.eqn.params["batch_group_count"]
+        p = operand.size // operand.shape[use.eqn.params["dimension_numbers"].rhs_spec[0]]
+        groups = use.eqn.params["feature_group_count"] * use.eqn.params["batch_group_count"]
     d = operand.size // (p * groups)
     positions = shared * out.size // (groups * d)
     if positions * (p + d) >= p * d:
@@ -295,5 +283,4 @@ def _as_matrices(x: jax.Array, groups: Sequence[int], rows: Sequence[int], colum
 
 def _rest(ndim: int, *used: tuple[int, ...]) -> list[int]:
     """Return the axes that are not used."""
-    taken = {axis for axes in used for axis in axes}
-    return [axis for axis in range(ndim) if axis not in taken]
+    return [axis for axis in range(ndim) if not any(axis in axes for axes in used)]
