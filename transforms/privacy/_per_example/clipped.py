@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -168,7 +168,7 @@ def clipped_grad(
       >>> clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
       Array([0.6, 1.3], dtype=float32)
     """
-    check = per_example("clipped_grad", fun, argnums, batch_argnums)
+    of_call = per_example("clipped_grad", fun, argnums, batch_argnums)
     check_method("clipped_grad", method)
     check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
     if not isinstance(l2_clip_norm, Tracer):
@@ -209,6 +209,7 @@ def clipped_grad(
             backward = Backward(of, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
             weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
+            # A weight of zero leaves an example out, whatever its gradient holds.
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
@@ -216,6 +217,7 @@ def clipped_grad(
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
         total, each = _in_groups(of_some, of.examples, padding, choice.examples, start)
 
+        # Rounded to the dtype that was asked for only here, once.
         def finished(x: jax.Array, like: Any) -> jax.Array:
             asked = jnp.promote_types(dtype, jnp.complex64) if dtype and jnp.iscomplexobj(x) else dtype
             return (x / normalize_by if normalize_by != 1.0 else x).astype(asked or like.dtype)
@@ -223,7 +225,7 @@ def clipped_grad(
         return jax.tree.map(finished, total, sums), each
 
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
-        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
+        of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
         _, (total, (values, norms, aux)) = first_that_traces(
             "clipped_grad", routes_for(of), partial(compute, of, padding)
@@ -238,7 +240,7 @@ def clipped_grad(
         )
 
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
-        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
+        of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
         program = of.program  # traced here, where it may be used again, and not inside of `eval_shape`
 
@@ -272,38 +274,31 @@ def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: boo
     return jnp.where(jnp.isfinite(norms), weights, 0.0 if nan_safe else jnp.nan)
 
 
-def _in_groups(
-    compute: Callable[[list[Any], jax.Array], tuple[Any, Any]],
-    examples: Sequence[Any],
-    padding: jax.Array,
-    microbatch_size: int,
-    start: Any,
-) -> tuple[Any, Any]:
-    """Compute all examples, or some at a time: sum the first result of `compute` and concatenate its second.
+def _in_groups(compute: Callable[..., Any], examples: list[Any], padding: jax.Array, group: int, start: Any) -> Any:
+    """Compute all examples, or a group at a time: sum the first result of `compute` and concatenate its second.
 
     Args:
       compute: from some examples and whether each is padding to two pytrees.
       examples: those of the batch, along axis 0.
       padding: likewise.
-      microbatch_size: how many at a time.
+      group: how many at a time.
       start: zeros like the first result.
     """
     size = len(padding)
-    if microbatch_size == size:
-        return compute(list(examples), padding)
+    if group == size:
+        return compute(examples, padding)
 
     def split(x: Any) -> Any:
         # Each group takes some of every part of the batch: where devices have a part each, nothing is sent.
-        return x.reshape(microbatch_size, size // microbatch_size, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(group, size // group, *x.shape[1:]).swapaxes(0, 1)
 
-    groups = jax.tree.map(split, (list(examples), padding))
-
-    def step(total: Any, group: Any) -> tuple[Any, Any]:
-        part, each = compute(*group)
+    def step(total: Any, arrays: Any) -> tuple[Any, Any]:
+        part, each = compute(*arrays)
         return jax.tree.map(jnp.add, total, part), each
 
+    # In a `shard_map`, a loop must start with a sum that differs between devices, as it will be.
     start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
-    total, each = lax.scan(step, start, groups)
+    total, each = lax.scan(step, start, jax.tree.map(split, (examples, padding)))
     return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
 
 

@@ -70,6 +70,7 @@ def on_any_mesh(
     batched = batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,)
 
     def computed(*args: Any, **kwargs: Any) -> Any:
+        # JAX cannot map over examples that are divided over explicit axes; with automatic ones it can.
         entry, axes = explicit_axes(([args[i] for i in batched if i < len(args)], kwargs))
         if not axes:
             return compute(*args, **kwargs)
@@ -172,6 +173,7 @@ class PerExample:
             batch[self._prng] = keys
         value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
         scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
+        # Numbers become arrays, so that they come out once for each example like all else.
         numbers = (bool, int, float, complex, np.ndarray, np.generic)
         aux = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
         arrays, self._join = separate_arrays(aux)

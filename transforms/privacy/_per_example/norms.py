@@ -63,14 +63,12 @@ class ExampleGradients:
             value, aux = jax.tree.unflatten(program.treedef, outputs)
             return value, (aux, records)
 
-        def of_batch(zeros: Any) -> Any:
-            nothing = jnp.zeros(batch, jnp.float32)  # the zero that `ExampleProgram` adds to the loss
-            return jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(zeros, [*examples, nothing])
-
         # The only backward pass. No example's loss depends on another's zeros, so a cotangent of ones for all of the
         # losses gives each example's own cotangents.
         zeros = zero_perturbations(self._plan, batch)
-        self.values, pull, (self.aux, records) = jax.vjp(of_batch, zeros, has_aux=True)
+        given = [*examples, jnp.zeros(batch, jnp.float32)]  # with the zero that `ExampleProgram` adds to the loss
+        mapped = jax.vmap(of_example, spmd_axis_name=spmd_axis_name)
+        self.values, pull, (self.aux, records) = jax.vjp(lambda zeros: mapped(zeros, given), zeros, has_aux=True)
         (cotangents,) = pull(jnp.ones_like(self.values))
         # The forms by use; then what is summed: merged forms, and the gradients of parameters that are held.
         self._forms = self._unmerged = self._forms_at_uses(records, cotangents)
@@ -150,16 +148,15 @@ class ExampleGradients:
         for constant in self._constants.values():
             squared = sum(jnp.sum(jnp.square(x)) for x in constant.direction.values())
             terms.append(jnp.square(constant.factors) * squared)
-        for group in self._groups:
-            for n in group:
-                form, unmerged = self._forms.get(n), self._unmerged[n]
-                if isinstance(form, (OuterProduct, RowSparse)):
-                    terms.append(self._norms[n].terms)
-                    if form.eps() > eps:
-                        lost.append(_ROUNDINGS * form.eps() * terms[-1])
-                elif twice:
-                    summed = self._norms[n].terms if form is unmerged else self._of_parameters(n, unmerged).terms()
-                    lost.append(_ROUNDINGS * unmerged.eps() * summed)
+        for n in itertools.chain(*self._groups):
+            form, unmerged = self._forms.get(n), self._unmerged[n]
+            if isinstance(form, (OuterProduct, RowSparse)):
+                terms.append(self._norms[n].terms)
+                if form.eps() > eps:
+                    lost.append(_ROUNDINGS * form.eps() * terms[-1])
+            elif twice:  # a gradient that is held is summed as it is, unless it is computed again
+                summed = self._norms[n].terms if form is unmerged else self._of_parameters(n, unmerged).terms()
+                lost.append(_ROUNDINGS * unmerged.eps() * summed)
         squares = squares + _ROUNDINGS * eps * sum(terms)
         norms = jnp.sqrt(jnp.maximum(squares, sum(lost)) if lost else squares)
         # A factor of bfloat16 times the weight is rounded, and may grow. Of what is computed twice, XLA may leave out

@@ -62,12 +62,12 @@ def per_sample_grad(
       Array([[ 6., 12.],
              [42., 56.]], dtype=float32)
     """
-    check = per_example("per_sample_grad", fun, argnums, batch_argnums)
+    of_call = per_example("per_sample_grad", fun, argnums, batch_argnums)
     check_count("per_sample_grad", "chunk_size", chunk_size, optional=True)
     check_budget("per_sample_grad", memory_budget, chunk_size)
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
-        of = check(has_aux, keep_batch_dim, None, args, kwargs)
+        of = of_call(has_aux, keep_batch_dim, None, args, kwargs)
         in_chunks = chunk_size is not None or memory_budget is not None
 
         def each(route: MethodChoice) -> tuple[Any, Any]:
@@ -131,11 +131,11 @@ def per_sample_norm(
       >>> per_sample_norm(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 1.0]]))
       Array([5., 1.], dtype=float32)
     """
-    check = per_example("per_sample_norm", fun, argnums, batch_argnums)
+    of_call = per_example("per_sample_norm", fun, argnums, batch_argnums)
     check_method("per_sample_norm", method)
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
-        of = check(False, keep_batch_dim, None, args, kwargs)
+        of = of_call(False, keep_batch_dim, None, args, kwargs)
         if of.size == 0:
             return jnp.sqrt(Backward(of, of.examples, "vmap").squares)
 

@@ -29,13 +29,11 @@ Records = dict[int, list[Any]]
 def zero_perturbations(plan: UsePlan, batch: int) -> Perturbations:
     """Return the zeros for each of `batch` examples, with an axis for each loop behind that of the examples."""
 
-    def zeros(use: ParameterUse, out: Any) -> jax.Array:
-        shape = batch, *(loop.length for loop in use.loops), *out.shape
-        # x + (-0.0) is x for every x; -0.0 + 0.0 is 0.0, which a loss that asks for the sign would see.
-        return varying(-jnp.zeros(shape, out.dtype), varying_axes(out))
-
     def of_use(use: ParameterUse) -> list[jax.Array]:
-        return [zeros(use, aval(x)) for x in use.eqn.outvars if jnp.issubdtype(aval(x).dtype, jnp.inexact)]
+        leading = batch, *(loop.length for loop in use.loops)
+        outputs = [aval(x) for x in use.eqn.outvars if jnp.issubdtype(aval(x).dtype, jnp.inexact)]
+        # x + (-0.0) is x for every x; -0.0 + 0.0 is 0.0, which a loss that asks for the sign would see.
+        return [varying(-jnp.zeros((*leading, *x.shape), x.dtype), varying_axes(x)) for x in outputs]
 
     return {n: of_use(plan.uses[n]) for n in plan.firsts()}
 

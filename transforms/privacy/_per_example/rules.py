@@ -150,14 +150,14 @@ def _convolution(
         return _by_group(lax.slice(padded, begin, end, [1] * 4 + list(strides) + [1]), groups)
 
     slices = [at(place) for place in np.ndindex(*places)]
-    spec = [numbers.rhs_spec.index(axis) for axis in range(len(shape))]
 
     def restore(gradient: jax.Array) -> jax.Array:  # of shape (stack * groups, places * inputs, outputs)
         split = gradient.reshape(stack, groups, *places, inputs, outputs)
-        count = len(places)
-        order = (0, 1, count + 3, count + 2, *range(2, count + 2))  # stack, (groups, outputs), inputs, *places
+        # To stack, (groups, outputs), inputs, *places: the order of the spec.
+        order = (0, 1, len(shape) + 1, len(shape), *range(2, len(shape)))
         arranged = split.transpose(order).reshape(stack, groups * outputs, inputs, *places)
-        return arranged.transpose(0, *(axis + 1 for axis in spec)).reshape(operand.shape)
+        back = (numbers.rhs_spec.index(axis) + 1 for axis in range(len(shape)))
+        return arranged.transpose(0, *back).reshape(operand.shape)
 
     positions, p = right.shape[2], len(slices) * inputs
     if positions * (p + outputs) < p * outputs:  # both factors are smaller than the gradient
