@@ -186,6 +186,7 @@ def clipped_grad(
     bare = not isinstance(argnums, (tuple, list))
 
     def routes_for(of: PerExample) -> list[MethodChoice]:
+        """Return the routes to try in order, of which the first is the method that was asked for or chosen."""
         most = of.size if microbatch_size is None else min(microbatch_size, of.size)
         if most and of.size % most:
             raise ValueError(
@@ -206,6 +207,7 @@ def clipped_grad(
         transform = None if user is None else lambda leaves: user(of.gradients(leaves, bare))
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
+            """Return the clipped sum of one group, and what there is for each of its examples."""
             backward = Backward(of, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
             weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)

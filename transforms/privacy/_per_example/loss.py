@@ -70,6 +70,7 @@ def on_any_mesh(
     batched = batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,)
 
     def computed(*args: Any, **kwargs: Any) -> Any:
+        """Return what `compute` returns, divided as its arguments are."""
         # JAX cannot map over examples that are divided over explicit axes; with automatic ones it can.
         entry, axes = explicit_axes(([args[i] for i in batched if i < len(args)], kwargs))
         if not axes:
@@ -80,8 +81,8 @@ def on_any_mesh(
             call = Call(api, fun, plain, False, args, {}, integers=True, filters=filters)
             parameters = [call.gradient(i, primal) for i, primal in enumerate(call.primals)]
 
-        # The sum is divided as the parameters are, and all else along its examples.
         def place(out: Any) -> list[PartitionSpec]:
+            """Divide the sum as the parameters are divided, and all else along its examples."""
             summed = jax.tree.leaves(sum_in(out))
             like = [along(axes, x) for x in jax.tree.leaves(parameters)] or [PartitionSpec()] * len(summed)
             return like + [entry] * (sum(isinstance(x, jax.Array) for x in jax.tree.leaves(out)) - len(summed))

@@ -84,7 +84,7 @@ class ParameterUse(NamedTuple):
 
     @property
     def aval(self) -> Any:
-        """The shape and dtype of the operand."""
+        """Return the shape and dtype of the operand."""
         return aval(self.eqn.invars[self.operand])
 
 
@@ -151,6 +151,7 @@ class _Finder:
         steps: list[list[int] | UsePlan | None] = []
 
         def visit(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            """Plan one operation, and return where its results come from."""
             step, outputs = self.step(eqn, operands, loops)
             steps.append(step)
             # No gradient goes through integers and booleans, so for what follows they are never `Parameters`.

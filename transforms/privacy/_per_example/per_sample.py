@@ -71,6 +71,7 @@ def per_sample_grad(
         in_chunks = chunk_size is not None or memory_budget is not None
 
         def each(route: MethodChoice) -> tuple[Any, Any]:
+            """Return the gradients and what the loss returns in addition, computed by a route."""
             one = jax.grad(of.loss, has_aux=True)
             if route.examples < of.size:
                 return lax.map(lambda example: one(of.parameters, example), of.examples)

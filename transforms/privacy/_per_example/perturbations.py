@@ -44,6 +44,7 @@ def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> t
     steps = iter(plan.steps)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Return the results of one operation; of a use, with its perturbations added."""
         step = next(steps)
         if isinstance(step, UsePlan):
             outputs, inner = _run_body(eqn, values, step, zeros)
@@ -148,6 +149,7 @@ def _operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int]) -> tup
     steps = iter(plan.steps)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Return the results of one operation, unknown where data is in them, and keep the operands that are wanted."""
         step = next(steps)
         unknown = [_UNKNOWN] * len(eqn.outvars)
         if isinstance(step, UsePlan) and eqn.primitive.name == "jit":

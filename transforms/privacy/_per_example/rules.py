@@ -78,6 +78,7 @@ def _by_derivative(
         return jnp.broadcast_to(operand.reshape(*sizes, *shape), (*(loop.length for loop in use.loops), *shape))
 
     def of_example(values: list[Any], cotangents: list[Any]) -> Any:
+        """Return one example's gradients of the operands."""
         given = list(map(in_each_iteration, uses, operands)) if per_iteration else operands
         found = jax.vjp(lambda operands: mapped(operands, values), given)[1](cotangents)[0]
         if not per_iteration:
@@ -151,7 +152,8 @@ def _convolution(
 
     slices = [at(place) for place in np.ndindex(*places)]
 
-    def restore(gradient: jax.Array) -> jax.Array:  # of shape (stack * groups, places * inputs, outputs)
+    def restore(gradient: jax.Array) -> jax.Array:
+        """Return a gradient of shape (stack * groups, places * inputs, outputs) as one of the operand."""
         split = gradient.reshape(stack, groups, *places, inputs, outputs)
         # To stack, (groups, outputs), inputs, *places: the order of the spec.
         order = (0, 1, len(shape) + 1, len(shape), *range(2, len(shape)))
