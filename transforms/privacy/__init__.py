@@ -1,4 +1,8 @@
-"""Per-sample gradients, the clipped sums that differential privacy asks for, and training with them."""
+"""Per-sample gradients, the clipped sums that differential privacy asks for, and training with them.
+
+`_per_example/` computes the gradient of each example, its norm, and sums of clipped gradients, for any loss.
+`_dpsgd/` samples batches, adds noise to such sums, trains, and counts the privacy spent.
+"""
 
 from ._dpsgd.dpsgd import DPSGD
 from ._dpsgd.sampling import Batch

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +17,17 @@ from .gradient_forms import wide
 from .loss import PerExample, on_any_mesh, per_example
 from .method_choice import MethodChoice, check_method, choose
 from .methods import Backward, first_that_traces, routes
-from .norms import ExampleGradients, Use, held_uses
+from .norms import ExampleGradients
+from .report import Report, Use, held_uses
 
 
 class Aux(NamedTuple):
-    """What `clipped_grad` returns beside the sum, each with the examples along axis 0; None where it was not asked for.
+    """The other results of `clipped_grad`, each with the examples along axis 0; None where it was not asked for.
 
     Attributes:
       values: the loss of each example.
       grad_norms: the norm of each example's gradient before clipping.
-      aux: what the loss returns beside its value.
+      aux: what the loss returns in addition to its value.
     """
 
     values: Any
@@ -33,34 +35,14 @@ class Aux(NamedTuple):
     aux: Any
 
 
-class Report(NamedTuple):
-    """What `clipped_grad(...).explain` says.
-
-    Attributes:
-      method: "vmap", "ghost" or "book_keeping".
-      examples: how many are computed at a time.
-      why: why this method.
-      uses: each place where a parameter meets data, how its gradients are taken there, and why.
-    """
-
-    method: str
-    examples: int
-    why: str
-    uses: list[Use]
-
-    def __str__(self) -> str:
-        lines = [f"{use.parameter}: {use.rule}, at {use.operation} ({use.where}): {use.why}" for use in self.uses]
-        return "\n".join([f"method: {self.method}, {self.examples} examples at a time: {self.why}", *lines])
-
-
 @dataclass(frozen=True)
 class ClippedGrad:
-    """What `clipped_grad` returns.
+    """The function that `clipped_grad` returns.
 
     Attributes:
       fun: the function that is called.
       l2_norm_bound: the norm that one example's part of the sum has at most.
-      has_aux: whether something is returned beside the sum.
+      has_aux: whether something is returned in addition to the sum.
       report: the function behind `explain`.
     """
 
@@ -70,15 +52,15 @@ class ClippedGrad:
     report: Callable[..., Report]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The sum of the clipped gradients, and an `Aux` where one was asked for."""
+        """Return the sum of the clipped gradients, and an `Aux` where one was asked for."""
         return self.fun(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """What is done for these arguments: the method, and each use of each parameter. Nothing is computed."""
+        """Report what is done for these arguments: the method, and each use of each parameter. Nothing is computed."""
         return self.report(*args, **kwargs)
 
     def sensitivity(self, neighboring_relation: Any = None) -> float:
-        """How far the sums of two neighbouring batches are apart at most.
+        """Return the largest distance between the sums of two neighbouring batches.
 
         Args:
           neighboring_relation: a `dp_accounting.NeighboringRelation`; None for REPLACE_SPECIAL, where an example is
@@ -94,11 +76,9 @@ class ClippedGrad:
             raise ModuleNotFoundError(
                 "clipped_grad: sensitivity needs dp-accounting; install it with pip install 'plurax[privacy]'."
             ) from None
-        if neighboring_relation is None:
-            neighboring_relation = NeighboringRelation.REPLACE_SPECIAL
-        if neighboring_relation in (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
+        if neighboring_relation in (None, NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
             return self.l2_norm_bound
-        if neighboring_relation is NeighboringRelation.REPLACE_ONE:
+        if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one example leaves, and another comes in
             return 2 * self.l2_norm_bound
         raise ValueError(f"clipped_grad: {neighboring_relation!r} is no neighbouring relation that it knows.")
 
@@ -123,7 +103,7 @@ def clipped_grad(
     spmd_axis_name: str | None = None,
     method: str = "auto",
 ) -> ClippedGrad:
-    """Sum over a batch of each sample's gradient, clipped to a norm.
+    """Sum over a batch each sample's gradient, clipped to a norm.
 
     As `jax_privacy.clipped_grad`, at about the price of an ordinary gradient. One thing differs: a sample whose
     gradient has a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
@@ -188,7 +168,7 @@ def clipped_grad(
       >>> clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
       Array([0.6, 1.3], dtype=float32)
     """
-    check = per_example("clipped_grad", fun, argnums, batch_argnums)
+    of_call = per_example("clipped_grad", fun, argnums, batch_argnums)
     check_method("clipped_grad", method)
     check_count("clipped_grad", "microbatch_size", microbatch_size, optional=True)
     if not isinstance(l2_clip_norm, Tracer):
@@ -205,13 +185,14 @@ def clipped_grad(
         )
     bare = not isinstance(argnums, (tuple, list))
 
-    def transformed(of: PerExample) -> Callable[[list[Any]], Any] | None:
-        if pre_clipping_transform is None:
-            return None
-        return lambda leaves: pre_clipping_transform(of.gradients(leaves, bare))
-
-    def chosen(of: PerExample) -> list[MethodChoice]:
-        most = _group_size(microbatch_size, of.size)
+    def routes_for(of: PerExample) -> list[MethodChoice]:
+        """Return the routes to try in order, of which the first is the method that was asked for or chosen."""
+        most = of.size if microbatch_size is None else min(microbatch_size, of.size)
+        if most and of.size % most:
+            raise ValueError(
+                f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {of.size}; pad the "
+                "batch, and pass is_padding_example."
+            )
         if pre_clipping_transform is not None:
             return routes(of, MethodChoice("vmap", most, "pre_clipping_transform needs each gradient"))
         if of.size == 0:
@@ -221,13 +202,16 @@ def clipped_grad(
         return routes(of, MethodChoice(method, most, f'it was asked for by method="{method}"'))
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
-        """The sum, divided, and what there is of each example: its loss, its norm and what the loss returns beside."""
-        transform = transformed(of)
+        """Return the sum, divided, and for each example its loss, its norm and what the loss returns in addition."""
+        user = pre_clipping_transform
+        transform = None if user is None else lambda leaves: user(of.gradients(leaves, bare))
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
+            """Return the clipped sum of one group, and what there is for each of its examples."""
             backward = Backward(of, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
             weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
+            # A weight of zero leaves an example out, whatever its gradient holds.
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
@@ -235,6 +219,7 @@ def clipped_grad(
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
         total, each = _in_groups(of_some, of.examples, padding, choice.examples, start)
 
+        # Rounded to the dtype that was asked for only here, once.
         def finished(x: jax.Array, like: Any) -> jax.Array:
             asked = jnp.promote_types(dtype, jnp.complex64) if dtype and jnp.iscomplexobj(x) else dtype
             return (x / normalize_by if normalize_by != 1.0 else x).astype(asked or like.dtype)
@@ -242,12 +227,13 @@ def clipped_grad(
         return jax.tree.map(finished, total, sums), each
 
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
-        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
+        of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        _, (total, each) = first_that_traces("clipped_grad", chosen(of), lambda choice: compute(of, padding, choice))
-        values, norms, aux = each
+        _, (total, (values, norms, aux)) = first_that_traces(
+            "clipped_grad", routes_for(of), partial(compute, of, padding)
+        )
         result = total if pre_clipping_transform is not None else of.gradients(total, bare)
-        if not (has_aux or return_values or return_grad_norms):
+        if not has_more:
             return result
         return result, Aux(
             values if return_values else None,
@@ -256,37 +242,33 @@ def clipped_grad(
         )
 
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
-        of = check(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
+        of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        program = of.program
-        choice, _ = first_that_traces(
-            "clipped_grad",
-            chosen(of),
-            lambda choice: jax.eval_shape(lambda padding: compute(of, padding, choice), padding),
-        )
+        program = of.program  # traced here, where it may be used again, and not inside of `eval_shape`
+
+        def shapes(choice: MethodChoice) -> Any:
+            return jax.eval_shape(lambda padding: compute(of, padding, choice), padding)
+
+        choice, _ = first_that_traces("clipped_grad", routes_for(of), shapes)
         uses: list[Use] = []
-
-        def traced(examples: list[Any]) -> None:
-            uses.extend(ExampleGradients(program, examples).uses())
-
         if choice.method == "vmap":
             uses = held_uses(program, f"each example's gradient is held, {choice.examples} at a time")
         else:
-            jax.eval_shape(traced, of.examples)
+            jax.eval_shape(lambda examples: uses.extend(ExampleGradients(program, examples).uses()), of.examples)
         names = of.names()
         return Report(*choice, [use._replace(parameter=names[use.parameter]) for use in uses])
 
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
-    beside = has_aux or return_values or return_grad_norms
+    has_more = has_aux or return_values or return_grad_norms
     like = argnums if pre_clipping_transform is None else None
-    on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if beside else out, like)
+    on_mesh = on_any_mesh("clipped_grad", fun, batch_argnums, clipped, lambda out: out[0] if has_more else out, like)
     explained = on_any_mesh("clipped_grad", fun, batch_argnums, explain)
-    return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, beside, explained)
+    return ClippedGrad(wrap_like(fun, "clipped_grad", on_mesh), bound, has_more, explained)
 
 
 def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:
-    """What each example's gradient is multiplied by."""
-    bound = jnp.maximum(l2_clip_norm, 0.0)
+    """Return what each example's gradient is multiplied by: min(1, C / norm), and that divided by C for a unit norm."""
+    bound = jnp.maximum(l2_clip_norm, 0.0)  # a traced one may be negative
     weights = jnp.minimum(1.0, bound / norms)
     if rescale_to_unit_norm:
         weights = jnp.where(bound > 0, weights / bound, 1 / norms)
@@ -294,54 +276,36 @@ def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: boo
     return jnp.where(jnp.isfinite(norms), weights, 0.0 if nan_safe else jnp.nan)
 
 
-def _in_groups(
-    compute: Callable[[list[Any], jax.Array], tuple[Any, Any]],
-    examples: Sequence[Any],
-    padding: jax.Array,
-    microbatch_size: int,
-    start: Any,
-) -> tuple[Any, Any]:
-    """`compute` of all examples, or of some at a time: the sum of its first result, the second one put together.
+def _in_groups(compute: Callable[..., Any], examples: list[Any], padding: jax.Array, group: int, start: Any) -> Any:
+    """Compute all examples, or a group at a time: sum the first result of `compute` and concatenate its second.
 
     Args:
       compute: from some examples and whether each is padding to two pytrees.
       examples: those of the batch, along axis 0.
       padding: likewise.
-      microbatch_size: how many at a time.
-      start: zeros, as many as there are in the first result.
+      group: how many at a time.
+      start: zeros like the first result.
     """
     size = len(padding)
-    if microbatch_size == size:
-        return compute(list(examples), padding)
+    if group == size:
+        return compute(examples, padding)
 
     def split(x: Any) -> Any:
         # Each group takes some of every part of the batch: where devices have a part each, nothing is sent.
-        return x.reshape(microbatch_size, size // microbatch_size, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(group, size // group, *x.shape[1:]).swapaxes(0, 1)
 
-    groups = jax.tree.map(split, (list(examples), padding))
-
-    def step(total: Any, group: Any) -> tuple[Any, Any]:
-        part, each = compute(*group)
+    def step(total: Any, arrays: Any) -> tuple[Any, Any]:
+        part, each = compute(*arrays)
         return jax.tree.map(jnp.add, total, part), each
 
+    # In a `shard_map`, a loop must start with a sum that differs between devices, as it will be.
     start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
-    total, each = lax.scan(step, start, groups)
+    total, each = lax.scan(step, start, jax.tree.map(split, (examples, padding)))
     return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
 
 
-def _group_size(microbatch_size: int | None, size: int) -> int:
-    """How many examples may be computed at a time."""
-    if microbatch_size is None or microbatch_size >= size:
-        return size
-    if size % microbatch_size:
-        raise ValueError(
-            f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {size}; pad the batch, and "
-            "pass is_padding_example."
-        )
-    return microbatch_size
-
-
 def _padding(given: Any, size: int) -> jax.Array:
+    """Return whether each example is padding."""
     if given is None:
         return jnp.zeros(size, bool)
     given = jnp.asarray(given)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ..._convolutions.as_products import has_convolution
 from ..._core.compat import one_of
 from ..._core.jaxpr import aval, bodies, holds_refs
 from .parameter_uses import find_uses
 
-# Operations that name an axis of devices, where each does its own.
+# Operations that name an axis of devices, though each device does them alone.
 _ALONE = frozenset(["axis_index", "pcast", "pvary"])
 
 
 class ExampleProgram:
-    """A loss, traced once.
+    """A loss of one example, traced once.
 
     Args:
       loss: from the parameters (a list of arrays) and one example (a list of arrays) to a scalar and anything else.
@@ -42,7 +42,7 @@ class ExampleProgram:
     ) -> None:
         self.parameters = list(parameters)
         one = [one_of(x) for x in examples]
-        # A loss of parameters alone must meet data too.
+        # A loss of parameters alone must meet data too: this zero counts as data, and its sum with the loss is a use.
         zero = jax.ShapeDtypeStruct((), jnp.float32)
 
         def of_leaves(*leaves: Any) -> Any:
@@ -53,47 +53,49 @@ class ExampleProgram:
 
         self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
         self.treedef = jax.tree.structure(shapes)
-        self.has_refs = _has_refs(self.closed.jaxpr)
-        self.plan, self.uses = find_uses(self.closed, len(self.parameters))
-        self.draws_inside = next((use.eqn.primitive.name for use in self.uses if _draws_as_mapped(use.eqn)), "")
+        self.has_refs = any(map(holds_refs, _with_inner(self.closed.jaxpr.eqns)))
+        self.plan = find_uses(self.closed, len(self.parameters))
+        self.uses = self.plan.uses
+        drawing = (use.eqn for use in self.uses if any(map(_draws_as_mapped, _with_inner([use.eqn]))))
+        self.draws_inside = next((eqn.primitive.name for eqn in drawing), "")
 
     def exchanged_over(self, axes: Iterable[str]) -> str:
-        """An operation over the devices of some of these axes; empty if there is none."""
-        return _exchanged_over(self.closed.jaxpr, frozenset(axes))
+        """Return the name of an operation over the devices of some of these axes; empty if there is none."""
+        over = frozenset(axes)
+
+        def exchanges(eqn: JaxprEqn) -> bool:
+            named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
+            return eqn.primitive.name not in _ALONE and not over.isdisjoint(jax.tree.leaves(named))
+
+        return next((eqn.primitive.name for eqn in _with_inner(self.closed.jaxpr.eqns) if exchanges(eqn)), "")
 
     def mapped_wrongly(self) -> bool:
-        """Whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
+        """Return whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
 
         XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
         """
         return any(use.eqn.primitive.name == "conv_general_dilated" and use.operand == 1 for use in self.uses)
 
     def wrong_inside(self) -> str:
-        """An operation with parameters for which there is no other way, since it has such a convolution in a body."""
+        """Return the name of an operation on parameters that has such a convolution in a body; empty if there is none.
+
+        It has no rule of its own, so its derivative is mapped, by whichever method.
+        """
         found = (use.eqn for use in self.uses if any(map(has_convolution, bodies(use.eqn))))
         return next((eqn.primitive.name for eqn in found), "")
 
 
-def _has_refs(jaxpr: Jaxpr) -> bool:
-    return any(holds_refs(eqn) or any(map(_has_refs, bodies(eqn))) for eqn in jaxpr.eqns)
+def _with_inner(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Yield operations, each followed by those in its bodies."""
+    for eqn in eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from _with_inner(body.eqns)
 
 
 def _draws_as_mapped(eqn: JaxprEqn) -> bool:
-    """Return whether an operation draws random numbers which are others under another `jax.vmap`."""
+    """Return whether an operation draws random numbers that change with the `jax.vmap` around it."""
     name, keys = eqn.primitive.name, [str(aval(x).dtype) for x in (*eqn.invars, *eqn.outvars)]
     drawn = name in ("rng_bit_generator", "rng_uniform") or name.startswith("random_")
-    if drawn and all(key != "key<fry>" for key in keys):  # of JAX's own generators, threefry's numbers are the same
-        return True
-    return any(_draws_as_mapped(inner) for body in bodies(eqn) for inner in body.eqns)
-
-
-def _exchanged_over(jaxpr: Jaxpr, axes: frozenset[str]) -> str:
-    for eqn in jaxpr.eqns:
-        named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
-        if eqn.primitive.name not in _ALONE and not axes.isdisjoint(jax.tree.leaves(named)):
-            return eqn.primitive.name
-        for body in bodies(eqn):
-            found = _exchanged_over(body, axes)
-            if found:
-                return found
-    return ""
+    # Of JAX's own generators, threefry draws the same, mapped or not.
+    return drawn and all(key != "key<fry>" for key in keys)

@@ -1,30 +1,31 @@
 """Each example's gradient at a use, in the smallest form that gives its norm and the weighted sum over examples.
 
 `OuterProduct` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations
-A and cotangents G, with T positions, of which the gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs
-T² (p + d) instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `Dense` keeps the gradient of each
-example.
+A and cotangents G, with T positions, whose gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d)
+instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `RowSparse` keeps the cotangents of the rows
+that were read from a table. `Dense` keeps the gradient of each example. `ScaledConstant` keeps one gradient for all
+examples, and a factor for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.jaxpr import aval
 from .parameter_uses import ParameterUse
 
 
 class Norms(NamedTuple):
-    """Of each example's gradient at a use, in float32 or wider.
+    """The norms of each example's gradient at a use, in float32 or wider.
 
     Attributes:
       squared: the squared norm, shape (batch,).
-      terms: the squared norms of the terms of which it is the sum, and which may cancel each other, summed; likewise.
+      terms: the sum of the squared norms of the terms that the gradient is a sum of, shape (batch,). The terms may
+        cancel each other, so it may be far larger.
     """
 
     squared: jax.Array
@@ -38,7 +39,7 @@ class OuterProduct(NamedTuple):
       left: shape (batch, stack, positions, p).
       right: shape (batch, stack, positions, d).
       restore: from a gradient of shape (stack, p, d) to one of the operand.
-      axes: those axes of the operand that stand in the stack, in p and in d; None where it is not so simple.
+      axes: those axes of the operand that are in the stack, in p and in d; None where they are not whole axes.
     """
 
     left: jax.Array
@@ -47,12 +48,12 @@ class OuterProduct(NamedTuple):
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
 
     def smaller(self) -> bool:
-        """Whether both factors have fewer numbers than the gradients."""
+        """Return whether both factors have fewer numbers than the gradients."""
         positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
         return positions * (p + d) < p * d
 
     def choice(self) -> str:
-        """How the norm is taken, and why."""
+        """Say how the norm is taken, and why."""
         positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
         if positions == 1:
             return "one position: the product of the norms of both factors"
@@ -61,39 +62,42 @@ class OuterProduct(NamedTuple):
         return f"{positions} positions, 2 * {positions}**2 > {p} * {d}: each example's gradient, not kept"
 
     def norms(self) -> Norms:
-        """The squared norm, and that of the positions' parts."""
+        """Return the squared norm, and that of the positions' parts."""
         left, right = widened(self.left), widened(self.right)
         positions, p, d = left.shape[2], left.shape[3], right.shape[3]
-        if positions == 1:
+        if positions == 1:  # ‖agᵀ‖² = ‖a‖² ‖g‖²
             squares = (jnp.square(left).sum(3) * jnp.square(right).sum(3)).sum((1, 2))
-        elif 2 * positions**2 <= p * d:
+        elif 2 * positions**2 <= p * d:  # ‖AᵀG‖² = ⟨AAᵀ, GGᵀ⟩, whose diagonals are those of the positions
             left, right = _gram(left, left), _gram(right, right)
-            return Norms((left * right).sum((1, 2, 3)), _products(*map(_diagonal, (left, right))))
-        else:
+            squares = (left * right).sum((1, 2, 3))
+            return Norms(squares, _sum_of_products(*(jnp.diagonal(x, axis1=2, axis2=3) for x in (left, right))))
+        else:  # two products between positions hold 2T² numbers, and the gradient p d
             squares = jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
         return Norms(squares, self.terms())
 
     def terms(self) -> jax.Array:
-        """The squared norms of the positions' parts of each example's gradient, summed: shape (batch,)."""
+        """Sum the squared norms of the positions' parts of each example's gradient: shape (batch,)."""
         left, right = (_magnitudes(widened(x)).sum(3) for x in (self.left, self.right))
-        return _products(left, right)
+        return _sum_of_products(left, right)
 
     def eps(self) -> float:
-        """The rounding of a term that is summed."""
+        """Return the rounding of a term that is summed."""
         return float(jnp.finfo(self._summed_as()).eps)
 
     def _summed_as(self) -> Any:
-        """The dtype of the factors of the sum: bfloat16 has the range of float32, and others of fewer digits do not."""
+        """Return the dtype of the factors of the sum."""
         dtype = jnp.result_type(self.left, self.right)
+        # bfloat16 has the range of float32, so that weighted factors fit; float16 has not.
         return dtype if dtype == jnp.bfloat16 else wide(dtype)
 
     def times(self, factor: jax.Array) -> OuterProduct:
-        """These gradients times a number."""
+        """Return these gradients times a number."""
         return self._replace(right=_times(self.right, factor))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
-        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
         summed_as = self._summed_as()
+        # Σᵢ Aᵢᵀ(cᵢGᵢ): one product over examples and positions, as in an ordinary backward pass.
         left = widened(kept(self.left, weights)).astype(summed_as)
         right = (widened(kept(self.right, weights)) * weights[:, None, None, None]).astype(summed_as)
         dtype = wide(summed_as, dtype)
@@ -102,14 +106,15 @@ class OuterProduct(NamedTuple):
             return self.restore(_product(right, left, dtype).swapaxes(1, 2))
         return self.restore(_product(left, right, dtype))
 
-    def direct(self) -> jax.Array:
-        """The gradient of each example: shape (batch, *operand)."""
+    def each(self) -> jax.Array:
+        """Return the gradient of each example: shape (batch, *operand)."""
         return jax.vmap(self.restore)(jnp.einsum("bstp,bstd->bspd", self.left, self.right))
 
     def inner(self, direction: jax.Array) -> jax.Array:
-        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        """Return the inner product of each example's gradient with one array like the operand: shape (batch,)."""
         shape = (self.left.shape[1], self.left.shape[3], self.right.shape[3])
-        along = _turned(self.restore, shape, direction)
+        along = _unrestored(self.restore, shape, direction)
+        # ⟨AᵀG, V⟩ = Σₜ aₜᵀ V gₜ, for which AᵀG is not needed.
         return (jnp.einsum("bstp,spd->bstd", widened(self.left), along) * widened(self.right)).sum((1, 2, 3))
 
 
@@ -117,64 +122,69 @@ class RowSparse(NamedTuple):
     """Each example's gradient of a table from which rows were taken.
 
     Attributes:
-      taken: which rows, shape (batch, stack, positions).
+      rows: which rows, shape (batch, stack, positions).
       right: the cotangents of the rows, shape (batch, stack, positions, d).
       height: how many rows there are.
       restore: from a gradient of shape (stack, count, d) to one of the operand.
     """
 
-    taken: jax.Array
+    rows: jax.Array
     right: jax.Array
     height: int
     restore: Callable[[jax.Array], jax.Array]
 
     def norms(self) -> Norms:
-        """The squared norm, and that of the rows taken."""
+        """Return the squared norm, and that of the rows taken."""
         right = widened(self.right)
-        same = self.taken[..., :, None] == self.taken[..., None, :]
+        # Cotangents of the same row add up, so ‖Σₜ gₜ‖² = Σₜᵤ ⟨gₜ, gᵤ⟩ over positions of one row.
+        same = self.rows[..., :, None] == self.rows[..., None, :]
         products = _gram(right, right)
-        return Norms(jnp.where(same, products, 0).sum((1, 2, 3)), _diagonal(products).sum((1, 2)))
+        squares = jnp.where(same, products, 0).sum((1, 2, 3))
+        return Norms(squares, jnp.diagonal(products, axis1=2, axis2=3).sum((1, 2)))
 
     def terms(self) -> jax.Array:
-        """The squared norms of the rows taken, summed: shape (batch,)."""
+        """Sum the squared norms of the rows taken: shape (batch,)."""
         return _magnitudes(widened(self.right)).sum((1, 2, 3))
 
     def eps(self) -> float:
-        """The rounding of a term that is summed."""
+        """Return the rounding of a term that is summed."""
         return float(jnp.finfo(wide(self.right.dtype)).eps)
 
     def cross(self, factors: OuterProduct) -> jax.Array:
-        """Twice the inner product with the gradient that `factors` has of the same table: p or d are its rows."""
+        """Return twice the inner product with the gradient that `factors` has of the same table: p or d are its rows.
+
+        It is 2 Σₜᵤ A[t, rowᵤ] ⟨gₜ, gᵤ⟩, with t over the positions of the factors and u over those of the rows.
+        """
         along_rows, along = factors.left, factors.right
         if factors.axes is not None and factors.axes[2] == (0,):
             along_rows, along = along, along_rows
-        at_rows = jnp.take_along_axis(widened(along_rows), self.taken[:, :, None, :], axis=3)
+        at_rows = jnp.take_along_axis(widened(along_rows), self.rows[:, :, None, :], axis=3)
         return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
 
     def times(self, factor: jax.Array) -> RowSparse:
-        """These gradients times a number."""
+        """Return these gradients times a number."""
         return self._replace(right=_times(self.right, factor))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
-        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
         right = widened(kept(self.right, weights)).astype(wide(self.right.dtype, dtype))
-        return self._table(self.taken, right * weights[:, None, None, None].astype(right.dtype))
+        return self._table(self.rows, right * weights[:, None, None, None].astype(right.dtype))
 
-    def _table(self, taken: jax.Array, right: jax.Array) -> jax.Array:
-        """The sum over the examples."""
-        stack = jnp.broadcast_to(jnp.arange(right.shape[1])[None, :, None], taken.shape)
+    def _table(self, rows: jax.Array, right: jax.Array) -> jax.Array:
+        """Add up cotangents of rows, over the examples, as an array like the operand."""
+        stack = jnp.broadcast_to(jnp.arange(right.shape[1])[None, :, None], rows.shape)
         table = jnp.zeros((right.shape[1], self.height, right.shape[3]), right.dtype)
-        return self.restore(table.at[stack, taken].add(right))
+        return self.restore(table.at[stack, rows].add(right))
 
-    def direct(self) -> jax.Array:
-        """The gradient of each example: shape (batch, *operand)."""
-        return jax.vmap(lambda taken, right: self._table(taken[None], right[None]))(self.taken, self.right)
+    def each(self) -> jax.Array:
+        """Return the gradient of each example: shape (batch, *operand)."""
+        return jax.vmap(lambda rows, right: self._table(rows[None], right[None]))(self.rows, self.right)
 
     def inner(self, direction: jax.Array) -> jax.Array:
-        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
-        along = _turned(self.restore, (self.right.shape[1], self.height, self.right.shape[3]), direction)
+        """Return the inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        along = _unrestored(self.restore, (self.right.shape[1], self.height, self.right.shape[3]), direction)
         stack = jnp.arange(self.right.shape[1])[None, :, None]
-        return (along[stack, self.taken] * widened(self.right)).sum((1, 2, 3))
+        return (along[stack, self.rows] * widened(self.right)).sum((1, 2, 3))
 
 
 class Dense(NamedTuple):
@@ -187,58 +197,77 @@ class Dense(NamedTuple):
     gradients: jax.Array
 
     def squared_norm(self) -> jax.Array:
-        """For each example, in float32 or wider: shape (batch,)."""
+        """Return the squared norm of each example's gradient, in float32 or wider: shape (batch,)."""
         return _magnitudes(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
 
     def norms(self) -> Norms:
-        """The squared norm, twice: it is one term."""
+        """Return the squared norm twice: the gradient is one term."""
         return Norms(*[self.squared_norm()] * 2)
 
     def terms(self) -> jax.Array:
-        """The squared norm: it is one term."""
+        """Return the squared norm: the gradient is one term."""
         return self.squared_norm()
 
     def eps(self) -> float:
-        """The rounding of a term that is summed."""
+        """Return the rounding of a term that is summed."""
         return float(jnp.finfo(self.gradients.dtype).eps)
 
     def times(self, factor: jax.Array) -> Dense:
-        """These gradients times a number."""
+        """Return these gradients times a number."""
         return self._replace(gradients=_times(self.gradients, factor))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
-        """The sum over examples of `weights` times the gradient, like the operand, in `dtype` or wider."""
+        """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
         gradients = widened(kept(self.gradients, weights)).astype(wide(self.gradients.dtype, dtype))
         weights = weights.astype(gradients.dtype)
-        if len(weights) == 1:  # which XLA would compute as a matrix product
+        if len(weights) == 1:  # else XLA would compute a matrix product
             return gradients[0] * weights[0]
         return jnp.tensordot(weights, gradients, 1)
 
-    def direct(self) -> jax.Array:
-        """The gradient of each example: shape (batch, *operand)."""
+    def each(self) -> jax.Array:
+        """Return the gradient of each example: shape (batch, *operand)."""
         return self.gradients
 
     def inner(self, direction: jax.Array) -> jax.Array:
-        """The inner product of each example's gradient with one array like the operand: shape (batch,)."""
+        """Return the inner product of each example's gradient with one array like the operand: shape (batch,)."""
         return jnp.tensordot(widened(self.gradients), widened(direction), direction.ndim)
 
 
+class ScaledConstant(NamedTuple):
+    """Each example's gradient as a factor times one direction for all examples, where no data is in the direction.
+
+    Attributes:
+      factors: shape (batch,).
+      direction: by the number of a parameter, an array like it.
+    """
+
+    factors: jax.Array
+    direction: dict[int, jax.Array]
+
+
+# The forms that a rule may give. `ScaledConstant` is of the parameters themselves, and made of a `Dense` of one number.
 GradientForm = OuterProduct | RowSparse | Dense
-FORM_NAMES = {OuterProduct: "outer product", RowSparse: "row-sparse", Dense: "dense"}
+FORM_NAMES = {
+    OuterProduct: "outer product",
+    RowSparse: "row-sparse",
+    Dense: "dense",
+    ScaledConstant: "scaled constant",
+}
 
 
 def dtype_of(form: GradientForm) -> Any:
-    """The dtype in which the gradients of a form were computed."""
+    """Return the dtype in which the gradients of a form were computed."""
     return (form.gradients if isinstance(form, Dense) else form.right).dtype
 
 
 def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, GradientForm] | None:
-    """Pieces of one parameter, each kind put together to one, at one of their uses; None where they cannot be.
+    """Merge the forms of one parameter to one of each kind, at one of their uses; None where they cannot be.
 
-    Two products over positions are one over the positions of both. What is transposed in one of them is turned back.
+    Two products over positions are one over the positions of both: AᵀG + BᵀH is [A; B]ᵀ[G; H]. Where an operand is
+    transposed, the axes of its form are counted in the array before that.
     """
     factors: dict[int, OuterProduct] = {}
-    rows: dict[int, RowSparse] = {}
+    tables: dict[int, RowSparse] = {}
     base = _without_transposes(forms[0][1])[0]
     for n, use, form in forms:
         layout, order = _without_transposes(use)
@@ -248,32 +277,32 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
             stack, p, d = (tuple(order[axis] for axis in axes) for axes in form.axes)
             factors[n] = form._replace(axes=(stack, p, d))
         elif isinstance(form, RowSparse) and order == tuple(range(len(order))):
-            rows[n] = form
+            tables[n] = form
         else:
             return None
     result: dict[int, GradientForm] = {}
     if factors:
         n, first = next(iter(factors.items()))
-        turned = [_like(factor, first.axes) for factor in factors.values()]
-        if any(factor is None for factor in turned):
+        aligned = [_aligned(factor, first.axes) for factor in factors.values()]
+        if any(factor is None for factor in aligned):
             return None
-        result[n] = first._replace(
-            left=jnp.concatenate([factor.left for factor in turned if factor], axis=2),
-            right=jnp.concatenate([factor.right for factor in turned if factor], axis=2),
-        )
-    if rows:
-        n, row = next(iter(rows.items()))
-        taken = jnp.concatenate([row.taken for row in rows.values()], axis=2)
-        result[n] = row._replace(taken=taken, right=jnp.concatenate([row.right for row in rows.values()], axis=2))
-    if factors and rows:  # of which `RowSparse.cross` wants the rows at one side, and the rest as it is at the other
+        result[n] = _concatenated([factor for factor in aligned if factor], "left", "right")
+    if tables:
+        result[next(iter(tables))] = _concatenated([*tables.values()], "rows", "right")
+    if factors and tables:  # `RowSparse.cross` wants the rows on one side, and all other axes in order on the other
         stack, *sides = first.axes or ((), ())
         if stack or set(sides) != {(0,), tuple(range(1, sum(map(len, sides))))}:
             return None
     return result
 
 
-def _like(factors: OuterProduct, axes: Any) -> OuterProduct | None:
-    """`factors` with p and d as in `axes`."""
+def _concatenated(forms: Sequence[Any], *names: str) -> Any:
+    """Return forms of one kind as one, over the positions of all."""
+    return forms[0]._replace(**{name: jnp.concatenate([getattr(x, name) for x in forms], axis=2) for name in names})
+
+
+def _aligned(factors: OuterProduct, axes: Any) -> OuterProduct | None:
+    """Return `factors` with p and d as in `axes`, swapped where the operand is the transpose; None if not even then."""
     if factors.axes == axes:
         return factors
     stack, p, d = factors.axes or ((), (), ())
@@ -281,9 +310,9 @@ def _like(factors: OuterProduct, axes: Any) -> OuterProduct | None:
 
 
 def _without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
-    """The layout of a use's operand before its last transposes, and which axis of that each axis of the operand is."""
+    """Return the layout of an operand before its last transposes, and which axis of that each of its axes is."""
     layout = use.value.layout
-    order = tuple(range(len(aval(use.eqn.invars[use.operand]).shape)))
+    order = tuple(range(len(use.aval.shape)))
     while layout and layout[-1][0] == "transpose":
         order = tuple(layout[-1][1][axis] for axis in order)
         layout = layout[:-1]
@@ -291,7 +320,7 @@ def _without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
 
 
 def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    """The product of both over examples and positions: shape (stack, p, d)."""
+    """Return the product of both over examples and positions: shape (stack, p, d)."""
     if left.shape[1] > 1:
         return jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype)
     left, right = (x.reshape(-1, x.shape[3]) for x in (left, right))
@@ -299,7 +328,7 @@ def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Inner products of the positions of `x` with those of `y`: shape (batch, stack, positions, positions).
+    """Return inner products of the positions of `x` with those of `y`: shape (batch, stack, positions, positions).
 
     XLA on CPU copies what has axes of size 1, and takes twice as long for large products that it fuses with a sum.
     """
@@ -308,60 +337,56 @@ def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
     return found.reshape(*x.shape[:2], *found.shape[1:])
 
 
-def _diagonal(x: jax.Array) -> jax.Array:
-    return jnp.diagonal(x, axis1=2, axis2=3)
-
-
-def _products(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The products of squared norms, summed: shape (batch,). None vanishes where one of its factors is too small."""
+def _sum_of_products(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Sum the products of squared norms: shape (batch,)."""
+    # A bound on rounding must not vanish where one factor underflows to zero, however large the other is.
     least = float(jnp.finfo(left.dtype).tiny) ** 0.8
     return ((left + least) * (right + least)).sum((1, 2))
 
 
 def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """`x` times a number, in float32 or wider; what is not finite is infinite.
-
-    Without the choice XLA would take a constant factor out of the square of the product, which then overflows.
-    """
+    """Return `x` times a number, in float32 or wider; numbers that are not finite become infinite."""
+    # Without this choice XLA would take a constant factor out of the square of the product: (cx)² becomes c²x², of
+    # which either may overflow or vanish where the square of the product does not.
     found = widened(x) * factor.astype(wide(x.dtype))
     return jnp.where(jnp.isfinite(found), found, jnp.inf)
 
 
 def kept(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """`x`, with zeros for the examples of weight zero, which may hold NaN."""
+    """Return `x` with zeros for the examples of weight zero, which may hold NaN: 0 * NaN is NaN."""
     return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
-def _turned(restore: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], x: jax.Array) -> jax.Array:
-    """The inverse of `restore`, which moves numbers, of `x`; in float32 or wider."""
+def _unrestored(restore: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """Apply the inverse of `restore` to `x`, in float32 or wider."""
     x = widened(x)
+    # `restore` only moves numbers, so its inverse is its transpose.
     (found,) = jax.linear_transpose(restore, jax.ShapeDtypeStruct(shape, x.dtype))(x)
     return found
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """`x` in float32 or wider.
+    """Return `x` in float32 or wider, with the roundings to half precision that it has had.
 
-    XLA leaves out a rounding to bfloat16 and back where it likes (`xla_allow_excess_precision`): of one gradient, its
-    norm and its part of a sum could then be of different numbers. It does not leave out `reduce_precision`, which knows
-    no numbers of 8 bits without infinities.
+    XLA may leave out a rounding to bfloat16 and back (`xla_allow_excess_precision`): the norm of a gradient and its
+    part of a sum could then be computed from different numbers. It does not leave out `reduce_precision`.
     """
-    if x.dtype.itemsize != 2:
+    if x.dtype.itemsize != 2:  # `reduce_precision` cannot round to the float8 formats that have no infinities
         return x.astype(wide(x.dtype))
     digits, found = jnp.finfo(x.dtype), x.astype(jnp.float32)
     rounded = lax.reduce_precision(found, digits.nexp, digits.nmant)
     if x.dtype != jnp.float16:
         return rounded
-    # It makes zeros of the subnormal numbers of float16, which are multiples of 2⁻²⁴.
+    # `reduce_precision` makes zeros of the subnormal numbers of float16, which are multiples of 2⁻²⁴.
     return jnp.where(jnp.abs(found) < digits.smallest_normal, jnp.round(found * 2.0**24) * 2.0**-24, rounded)
 
 
 def wide(dtype: Any, asked: Any = None) -> Any:
-    """The dtype that numbers of `dtype` are summed in: itself, float32 if it has fewer digits, or a wider one asked."""
+    """Return the dtype to sum numbers of `dtype` in: itself, float32 if it has fewer digits, or a wider one asked."""
     found = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.float32)
     return found if asked is None or jnp.dtype(asked).itemsize < 4 else jnp.promote_types(found, asked)
 
 
 def _magnitudes(x: jax.Array) -> jax.Array:
-    """The squared magnitudes."""
+    """Return the squared magnitudes, real also for complex `x`."""
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)

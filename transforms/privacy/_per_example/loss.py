@@ -1,9 +1,9 @@
-"""A loss and its arguments as a function of the parameters and of one example."""
+"""A loss and the arguments of a call as a function of the parameters and of one example."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from .example_program import ExampleProgram
 
 
 def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
-    """Refuse positions that say nothing; from the rest and the arguments of a call to the loss of an example."""
+    """Check the positions of parameters and examples, and return `PerExample` with its first arguments filled in."""
     check_callable(api, fun)
     plain, filters = separate_filters(argnums)
     positions = check_argnums(api, plain)
@@ -46,12 +46,7 @@ def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callabl
             "name it in one of them."
         )
 
-    def of_call(
-        has_aux: bool, keep_batch_dim: bool, prng_argnum: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PerExample:
-        return PerExample(api, fun, positions, filters, has_aux, batched, keep_batch_dim, prng_argnum, args, kwargs)
-
-    return of_call
+    return partial(PerExample, api, fun, positions, filters, batched)
 
 
 def on_any_mesh(
@@ -62,19 +57,21 @@ def on_any_mesh(
     sum_in: Callable[[Any], Any] = lambda _: (),
     argnums: Any = None,
 ) -> Callable[..., Any]:
-    """`compute(*args, **kwargs)`, inside of which the examples are divided over no explicit axes of a mesh.
+    """Return `compute` such that the examples are divided over no explicit axes of a mesh inside of it.
 
     Args:
-      api: what to call it in an error.
+      api: the name in errors.
       fun: the loss.
       batch_argnums: as for `per_sample_grad`.
-      compute: returns arrays, which have the examples along axis 0, but for those of a sum over them.
-      sum_in: from what `compute` returns to that sum, which comes first in it.
-      argnums: the parameters that the sum is like; None where it is like none.
+      compute: returns arrays with the examples along axis 0, except for those of a sum over them.
+      sum_in: picks that sum, which comes first, out of what `compute` returns.
+      argnums: the parameters whose shapes the sum has; None where it has others.
     """
     batched = batch_argnums if isinstance(batch_argnums, (tuple, list)) else (batch_argnums,)
 
     def computed(*args: Any, **kwargs: Any) -> Any:
+        """Return what `compute` returns, divided as its arguments are."""
+        # JAX cannot map over examples that are divided over explicit axes; with automatic ones it can.
         entry, axes = explicit_axes(([args[i] for i in batched if i < len(args)], kwargs))
         if not axes:
             return compute(*args, **kwargs)
@@ -85,6 +82,7 @@ def on_any_mesh(
             parameters = [call.gradient(i, primal) for i, primal in enumerate(call.primals)]
 
         def place(out: Any) -> list[PartitionSpec]:
+            """Divide the sum as the parameters are divided, and all else along its examples."""
             summed = jax.tree.leaves(sum_in(out))
             like = [along(axes, x) for x in jax.tree.leaves(parameters)] or [PartitionSpec()] * len(summed)
             return like + [entry] * (sum(isinstance(x, jax.Array) for x in jax.tree.leaves(out)) - len(summed))
@@ -95,15 +93,15 @@ def on_any_mesh(
 
 
 class PerExample:
-    """`fun(*args, **kwargs)` as a loss of its parameters at each example of a batch.
+    """The loss `fun(*args, **kwargs)` of its parameters at each example of a batch.
 
     Args:
-      api: what to call the transform in an error.
+      api: the name of the transform in errors.
       fun: the loss.
       argnums: the positions of the parameters, as `check_argnums` gives them.
-      filters: for some of them which variables of a module are its parameters.
+      filters: which variables of a module are its parameters, for some of them.
+      batch_argnums: the positions of the arguments with the examples along axis 0.
       has_aux: whether `fun` returns a pair of the loss and anything else.
-      batch_argnums: the positions of what has the examples along axis 0.
       keep_batch_dim: whether `fun` gets an example with an axis of size 1 in front.
       prng_argnum: the position of a key to split, one for each example.
       args: the positional arguments.
@@ -111,7 +109,7 @@ class PerExample:
 
     Attributes:
       parameters: the parameters, a flat list of arrays.
-      examples: what differs between the examples, a flat list of arrays.
+      examples: the arguments that differ between the examples, a flat list of arrays.
       size: how many examples there are.
     """
 
@@ -121,8 +119,8 @@ class PerExample:
         fun: Callable[..., Any],
         argnums: Sequence[int],
         filters: dict[int, Any],
-        has_aux: bool,
         batch_argnums: Sequence[int],
+        has_aux: bool,
         keep_batch_dim: bool,
         prng_argnum: int | None,
         args: tuple[Any, ...],
@@ -132,9 +130,9 @@ class PerExample:
         self._call = Call(api, fun, argnums, has_aux, args, kwargs, integers=True, filters=filters)
         self._call.check_floating()
         self.parameters, self._treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, self._call.primals))
-        self._batched = resolve_argnums(api, fun, tuple(batch_argnums), args, "batch_argnums")
-        self.size = count_examples(api, fun, self._batched, args)
-        batch = {i: args[i] for i in self._batched}
+        batched = resolve_argnums(api, fun, tuple(batch_argnums), args, "batch_argnums")
+        self.size = count_examples(api, fun, batched, args)
+        batch = {i: args[i] for i in batched}
         for name, value in kwargs.items():
             for path, leaf in jax.tree.leaves_with_path(value):
                 if tuple(getattr(leaf, "shape", ()))[:1] != (self.size,):
@@ -146,7 +144,7 @@ class PerExample:
         self._prng: int | None = None
         if prng_argnum is not None:
             (self._prng,) = resolve_argnums(api, fun, (prng_argnum,), args, "prng_argnum")
-            if self._prng in (*self._call.selected, *self._batched):
+            if self._prng in (*self._call.selected, *batched):
                 raise ValueError(
                     f"{api}: prng_argnum={prng_argnum} names `{argument_name(fun, args, self._prng)}`, which has "
                     "parameters or examples; name the argument that is a key, or leave prng_argnum out."
@@ -154,21 +152,21 @@ class PerExample:
             keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[self._prng])
         examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
         self.examples = list(map(jnp.asarray, examples))
-        # In a `shard_map`, the gradient of what all devices share is a sum over them, and no norm can be taken of that.
+        # In a `shard_map`, the gradient of what all devices share is a sum over them, and no norm can be taken of that:
+        # as values that differ between devices, parameters have each device's own gradient.
         axes = frozenset[str]().union(*map(varying_axes, [*self.parameters, *self.examples]))
         self.parameters = [varying(x, axes) for x in self.parameters]
         self.examples = [varying(x, axes) for x in self.examples]
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        if manual and self.size:
-            exchanged = self.program.exchanged_over(manual)
-            if exchanged:
-                raise ValueError(
-                    f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around, "
-                    "so that it is not the loss of one example; do that outside of it."
-                )
+        exchanged = self.program.exchanged_over(manual) if manual and self.size else ""
+        if exchanged:
+            raise ValueError(
+                f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around, so "
+                "that it is not the loss of one example; do that outside of it."
+            )
 
     def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The loss of one example, and the arrays among what else it returns."""
+        """Return the loss of one example, and the arrays among what else `fun` returns."""
         batch, keys, kwargs = jax.tree.unflatten(self._example_treedef, example)
         if self._keep:
             batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), batch)
@@ -176,25 +174,25 @@ class PerExample:
             batch[self._prng] = keys
         value, aux = self._call.evaluate(jax.tree.unflatten(self._treedef, list(parameters)), batch, kwargs)
         scalar_seed(f"{self._api}: fun", value, "return the loss of one example")
+        # Numbers become arrays, so that they come out once for each example like all else.
         numbers = (bool, int, float, complex, np.ndarray, np.generic)
-        arrays, self._join = separate_arrays(
-            jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
-        )
+        aux = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
+        arrays, self._join = separate_arrays(aux)
         return value, arrays
 
     @cached_property
     def program(self) -> ExampleProgram:
-        """The loss, traced. What it closes over belongs to the trace in which this is first asked for."""
+        """Trace the loss. What it closes over belongs to the trace in which this is first asked for."""
         return ExampleProgram(self.loss, self.parameters, self.examples)
 
     def aux(self, arrays: list[Any]) -> Any:
-        """What `fun` returned beside the loss, for each example; without the axis of size 1 that `fun` got."""
+        """Return what `fun` returned in addition to the loss, without the axis of size 1 that it got."""
         if self._keep:
             arrays = [x.squeeze(1) if x.ndim > 1 and x.shape[1] == 1 else x for x in arrays]
         return self._join(arrays)
 
     def names(self) -> list[str]:
-        """The parameters by their paths, in the order of `parameters`."""
+        """List the paths of the parameters, in the order of `parameters`."""
         return [
             leaf_name(self._call.name(i), path)
             for i, primal in enumerate(self._call.primals)
@@ -202,7 +200,7 @@ class PerExample:
         ]
 
     def gradients(self, leaves: Sequence[Any], bare: bool) -> Any:
-        """Gradients of the parameters in the form of the arguments."""
+        """Return gradients of the parameters with the structure of the arguments; of one argument alone if `bare`."""
         values = jax.tree.unflatten(self._treedef, list(leaves))
         forms = tuple(self._call.gradient(i, value) for i, value in enumerate(values))
         return forms[0] if bare else forms

@@ -1,14 +1,13 @@
-"""Which method `auto` takes, and how many examples at a time: by bytes and operations, from shapes. Nothing is timed.
+"""The choice that "auto" makes: the method, and how many examples at a time, by counting bytes and operations.
 
-Every way costs an ordinary gradient, and something beside it. Book-keeping takes the norms of products between
-positions, and holds small gradients. Where each gradient is held, it is written, and read for its norm and for the sum.
-In groups, every operation is started and every sum added to for each of them; but what a group keeps from the forward
-pass for the backward pass may stay in the cache.
+Both are counted from shapes; nothing is timed. Every method costs an ordinary gradient, and something in addition.
+Book-keeping takes the norms of products between positions, and holds small gradients. Where each gradient is held, it
+is written, and read for its norm and for the sum. In groups, every operation is started and every sum added to for each
+of them; but what a group keeps from the forward pass for the backward pass may stay in the cache.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from jax.extend.core import Jaxpr
 
 from ..._core.jaxpr import aval, bodies
 from .example_program import ExampleProgram
+from .parameter_uses import ParameterUse
 from .rules import norm_cost
 
 _METHODS = ("auto", "vmap", "ghost", "book_keeping")
@@ -28,12 +28,13 @@ _CACHE, _CACHE_OF_GRADIENTS = 16 * 2**20, 10 * 2**20
 
 
 def check_method(api: str, method: Any) -> None:
+    """Raise if `method` is not the name of a method."""
     if method not in _METHODS:
         raise ValueError(f"{api}: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
 
 
 class MethodChoice(NamedTuple):
-    """Which way is taken, and why.
+    """A method, the number of examples at a time, and why they were chosen.
 
     Attributes:
       method: "vmap", "ghost" or "book_keeping".
@@ -47,7 +48,7 @@ class MethodChoice(NamedTuple):
 
 
 def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) -> MethodChoice:
-    """The quickest way.
+    """Return the choice that costs the least.
 
     Args:
       program: the loss.
@@ -65,11 +66,13 @@ def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) 
     found = []
     for size in (size for size in range(1, most + 1) if most % size == 0):
         starts, between = _starts_and_results(program.closed.jaxpr, size)
-        beside = 2 * batch * between if size * between > _CACHE else 0
-        again = batch // size * (3 * held + starts) if size < batch else 0
-        found.append((batch * norms + again + beside, "book_keeping", size))
+        # Results between the passes are written and read, unless the cache holds those of a group.
+        spilled = 2 * batch * between if size * between > _CACHE else 0
+        # Each group but the first reads the sum, writes it, and writes its own part of it.
+        groups = batch // size * (3 * held + starts) if size < batch else 0
+        found.append((batch * norms + groups + spilled, "book_keeping", size))
         if size * held <= _CACHE_OF_GRADIENTS or size == 1:
-            found.append((4 * batch * held + batch // size * starts + beside, "vmap", size))
+            found.append((4 * batch * held + batch // size * starts + spilled, "vmap", size))
     cost, method, size = min(found)
     other = min(cost for cost, other, _ in found if other != method)
     instead = "held" if method == "book_keeping" else "not held"
@@ -77,27 +80,25 @@ def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) 
     return MethodChoice(method, size, why)
 
 
-def _bytes(use: Any) -> float:
+def _bytes(use: ParameterUse) -> float:
+    """Return the cost of the norm of one example's gradient at a use, in bytes to read or write."""
     operations, numbers = norm_cost(use)
-    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * aval(use.eqn.invars[use.operand]).dtype.itemsize
+    return operations / _OPERATIONS_PER_BYTE + 2 * numbers * use.aval.dtype.itemsize
 
 
 def _starts_and_results(jaxpr: Jaxpr, examples: int) -> tuple[int, int]:
-    """What it costs to start the operations for some examples, and the bytes of all results of one, loops unrolled."""
+    """Return the cost of starting the operations for some examples, and the bytes of one's results, loops unrolled."""
     starts = results = 0
     for eqn in jaxpr.eqns:
         inner = [_starts_and_results(body, examples) for body in bodies(eqn)]
-        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        iterations = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         if inner:
-            starts += turns * sum(start for start, _ in inner)
-            results += turns * sum(result for _, result in inner)
+            starts += iterations * sum(start for start, _ in inner)
+            results += iterations * sum(result for _, result in inner)
             continue
-        size = sum(math.prod(aval(out).shape) * _itemsize(aval(out)) for out in eqn.outvars)
+        # Only numbers with derivatives are kept for the backward pass.
+        kept = [aval(out) for out in eqn.outvars if jnp.issubdtype(aval(out).dtype, jnp.inexact)]
+        size = sum(x.size * x.dtype.itemsize for x in kept)
         starts += _START if examples * size >= _SMALL else _SMALL_START
         results += size
     return starts, results
-
-
-def _itemsize(array: Any) -> int:
-    """Of numbers with derivatives; others are not kept."""
-    return array.dtype.itemsize if jnp.issubdtype(array.dtype, jnp.inexact) else 0

@@ -1,4 +1,4 @@
-"""The methods: how the norms of a batch and the weighted sum of its gradients are computed."""
+"""The methods "vmap", "ghost" and "book_keeping": the norms of a batch, and the weighted sum of its gradients."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from .loss import PerExample
 from .method_choice import MethodChoice
 from .norms import ExampleGradients
 
-# Under a user's own setting of "strict", which was for the tracing of the loss, what is computed here would be refused.
+# A user's own setting of "strict" is for the tracing of the loss; it would refuse the mixed dtypes of our sums.
 _PROMOTES = partial(jax.numpy_dtype_promotion, "standard")
 
 
 def routes(of: PerExample, choice: MethodChoice) -> list[MethodChoice]:
-    """A choice, and what always works: an ordinary gradient of one example after another."""
+    """Return the routes to try in order: the choice, and an ordinary gradient of one example after another.
+
+    The last one always works, and is the only one where XLA would compute the choice wrongly.
+    """
     one = MethodChoice("vmap", min(choice.examples, 1), "one example at a time")
     if choice[:2] == one[:2]:
         return [choice]
-    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-        inside = of.program.wrong_inside()
-        if inside:
-            why = (
-                f"among several devices, XLA computes the mapped derivative of a convolution inside of {inside} wrongly"
-            )
-            return [one._replace(why=f"{one.why}: {why}")]
+    divided = jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    inside = of.program.wrong_inside() if divided else ""
+    if inside:
+        wrong = f"among several devices, XLA computes the mapped derivative of a convolution inside of {inside} wrongly"
+        return [one._replace(why=f"{one.why}: {wrong}")]
     return [choice, one]
 
 
 def first_that_traces(
     api: str, routes: Sequence[MethodChoice], compute: Callable[[MethodChoice], Any]
 ) -> tuple[MethodChoice, Any]:
-    """The first of some ways to compute something that JAX can trace, and what it gave.
+    """Return the first of some routes that JAX can trace, and what it computed.
 
-    A refusal of ours, which begins with `api`, is raised. What an operation can do is known only by asking it: it may
-    have no rule to be mapped with, or none for a backward pass of which an ordinary gradient needs no part. The last
-    way is the gradient of one example, as `jax.grad` has it.
+    A refusal of ours, which begins with `api`, is raised. What an operation can do is known only by trying: it may have
+    no rule to be mapped with, or none for a backward pass of which an ordinary gradient needs no part. The last route
+    is the gradient of one example, as `jax.grad` has it.
     """
-    said = ""
+    failed = ""
     for route in routes[:-1]:
         try:
-            return route._replace(why=route.why + said), compute(route)
-        except jax.errors.JaxRuntimeError:
+            return route._replace(why=route.why + failed), compute(route)
+        except jax.errors.JaxRuntimeError:  # the program was traced, and failed when it ran: out of memory, say
             raise
         except Exception as error:  # of any kind: a rule that is missing raises what its author thought of
             if str(error).startswith(f"{api}: "):  # a refusal
                 raise
             first = f"{type(error).__name__}: {error}".splitlines()[0]
-            said = f'{said}; method="{route.method}" cannot do it ({first})'
-    return routes[-1]._replace(why=routes[-1].why + said), compute(routes[-1])
+            failed += f'; method="{route.method}" cannot do it ({first})'
+    return routes[-1]._replace(why=routes[-1].why + failed), compute(routes[-1])
 
 
 class Backward:
@@ -65,11 +66,11 @@ class Backward:
       examples: the examples, along axis 0 of each array.
       method: "vmap" to hold each example's gradient, "ghost" for a second pass that sums, anything else for one pass.
       spmd_axis_name: as for `jax.vmap`.
-      transform: what becomes of each example's gradients before they are clipped; only for "vmap".
+      transform: applied to each example's gradients before they are clipped; only for "vmap".
 
     Attributes:
       values: the loss of each example.
-      aux: the arrays that it returned beside the loss, for each.
+      aux: the arrays that the loss returned in addition, for each.
       squares: the squared norm of each example's gradient.
     """
 
@@ -85,8 +86,7 @@ class Backward:
         self._found = None
         if method == "vmap":
             (self.values, self.aux), self._each = each_gradient(of, self._examples, spmd_axis_name)
-            self.squares = _squares(self._each)
-            clipped = self.squares
+            self.squares = clipped = _squares(self._each)
             if transform is not None:
                 self._each = _mapped(transform, self._each)
                 clipped = _squares(self._each)
@@ -98,11 +98,13 @@ class Backward:
             self._clipped = self._found.upper_norms(twice=method == "ghost")
 
     def norms_to_clip(self) -> jax.Array:
-        """The norms that are to be bounded: after the transform, if there is one, and rounded up; never zero."""
+        """Return the norms that are to be bounded: after the transform, if there is one, and rounded up; never zero."""
+        # tiny^0.4 is 10⁻¹⁵ in float32, whose square is still a normal number: smaller norms may come from squares that
+        # vanished, and a bound divided by zero is no weight.
         return jnp.maximum(self._clipped, float(jnp.finfo(self._clipped.dtype).tiny) ** 0.4)
 
     def weighted_sum(self, weights: jax.Array, dtype: Any) -> Any:
-        """The sum over the examples of `weights` times the gradient, in `dtype` or wider.
+        """Sum `weights` times the gradient over the examples, in `dtype` or wider.
 
         Examples of weight zero are left out, whatever they hold.
         """
@@ -113,28 +115,28 @@ class Backward:
             if self._method == "ghost":
                 # The same once more, so that nothing of the first pass is kept until the weights are known. (A second
                 # pass through the weighted losses would let examples of weight zero in: 0 * inf is NaN.)
-                found = ExampleGradients(self._of.program, self._behind(weights), self._spmd)
+                found = ExampleGradients(self._of.program, self._hidden(weights), self._spmd)
             return found.weighted_sum(weights, dtype)
 
-    def _behind(self, weights: jax.Array) -> list[Any]:
-        """The examples, in a form in which XLA does not see that they are those of the first pass.
+    def _hidden(self, weights: jax.Array) -> list[Any]:
+        """Return the examples in a form in which XLA does not see that they are those of the first pass.
 
         It would merge both passes into one. `lax.optimization_barrier` does not keep it from that on a CPU.
         """
-        unchanged = ~(weights < 0)  # for each of them
+        unchanged = ~(weights < 0)  # true for all of them, which XLA cannot know
 
         def hidden(x: jax.Array) -> jax.Array:
             return jnp.where(unchanged.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
-        return [x if is_key(x) else hidden(x) for x in self._examples]
+        return [x if is_key(x) else hidden(x) for x in self._examples]  # keys have no zeros
 
 
 def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str | None = None) -> Any:
-    """The values, what is returned beside them, and the gradients, for each of some examples."""
+    """Return the values with what is returned in addition, and the gradients, for each of some examples."""
     each = jax.value_and_grad(of.loss, has_aux=True)
     if examples[0].shape[0] == 1:  # axes of size 1 cost a tenth of the time on CPU
-        beside, gradients = each(of.parameters, [x[0] for x in examples])
-        return jax.tree.map(lambda x: x[None], (beside, gradients))
+        return jax.tree.map(lambda x: x[None], each(of.parameters, [x[0] for x in examples]))
+    # `jax.vmap` of these gradients may be wrong on several devices; the rules of `rules.py` do without its derivatives.
     if jax.device_count() > 1 and of.program.mapped_wrongly():
         found = ExampleGradients(of.program, examples, spmd_axis_name)
         return (found.values, found.aux), found.each()
@@ -142,12 +144,13 @@ def each_gradient(of: PerExample, examples: Sequence[Any], spmd_axis_name: str |
 
 
 def _mapped(transform: Callable[[list[Any]], Any], each: list[jax.Array]) -> Any:
-    """`transform` of each example's gradients; of one alone without an axis of examples, which it need not take."""
+    """Apply `transform` to each example's gradients; to a single one without `jax.vmap`, which it need not allow."""
     if each and len(each[0]) == 1:
         return jax.tree.map(lambda x: x[None], transform([x[0] for x in each]))
     return jax.vmap(transform)(each)
 
 
 def _squares(gradients: Any) -> jax.Array:
+    """Return the squared norm of each example's gradients, over all arrays of a pytree."""
     total: Any = sum(Dense(x).squared_norm() for x in jax.tree.leaves(gradients))
     return total

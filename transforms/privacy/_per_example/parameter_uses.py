@@ -7,13 +7,14 @@ parameter goes through uses, and through nothing else.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from ..._core.compat import scan_counts
 from ..._core.jaxpr import REMAT, aval, bodies, evaluate, interpret
@@ -32,9 +33,10 @@ class Parameters(NamedTuple):
 
     Attributes:
       leaves: the parameters that it is computed from.
-      layout: how it is a rearrangement of them, or of a part of them, but for a factor: the operations; None where not.
-        Such an operation keeps the norm of a gradient that goes back through it, but for the factor.
-      stacked: the loops around it, by number, in each turn of which it is another slice of the parameters.
+      layout: the operations that rearrange the parameters, or a part of them, into it, constant factors included; None
+        where it is computed in another way. Such an operation keeps the norm of a gradient that goes back through it,
+        but for the factor.
+      stacked: the loops around it, by number, in each iteration of which it is another slice of the parameters.
       linear: whether real gradients go back through all that it is computed by as through one linear map.
     """
 
@@ -43,13 +45,18 @@ class Parameters(NamedTuple):
     stacked: frozenset[int]
     linear: bool
 
+    def slice_in(self, loop: Loop) -> Parameters:
+        """Return the slice of it that an iteration of a loop gets."""
+        layout = None if self.layout is None else (*self.layout, ("slice", loop.number))
+        return self._replace(layout=layout, stacked=self.stacked | {loop.number})
+
 
 class Loop(NamedTuple):
     """A `lax.scan` around a use.
 
     Attributes:
       number: which one.
-      length: how many turns it takes.
+      length: how many iterations it takes.
     """
 
     number: int
@@ -65,7 +72,7 @@ class ParameterUse(NamedTuple):
       value: that operand.
       loops: the loops around it, outermost first.
       first: the number of the first use of the operation.
-      within: the operations whose bodies it stands in, outermost first.
+      within: the operations in whose bodies it is, outermost first.
     """
 
     eqn: JaxprEqn
@@ -75,110 +82,119 @@ class ParameterUse(NamedTuple):
     first: int
     within: tuple[JaxprEqn, ...]
 
+    @property
+    def aval(self) -> Any:
+        """Return the shape and dtype of the operand."""
+        return aval(self.eqn.invars[self.operand])
+
 
 class UsePlan(NamedTuple):
     """What to do with each operation of a program.
 
     Attributes:
+      closed: the program.
+      uses: all uses, including those of the programs around and inside this one.
       steps: for each operation the uses in it (their numbers), the plan of its body, or None to evaluate it as it is.
       outputs: where each output comes from.
       loop: the number of the loop whose body this is; None for another program.
     """
 
+    closed: ClosedJaxpr
+    uses: list[ParameterUse]
     steps: list[list[int] | UsePlan | None]
     outputs: list[Any]
     loop: int | None = None
 
     def numbers(self) -> list[int]:
-        """The uses in it, inner programs included."""
-        found: list[int] = []
-        for step in self.steps:
-            found += step.numbers() if isinstance(step, UsePlan) else step or []
-        return found
+        """List the uses in it, inner programs included."""
+        return [n for step in self.steps for n in (step.numbers() if isinstance(step, UsePlan) else step or [])]
 
     def firsts(self) -> list[int]:
-        """The first use of each operation that has any, inner programs included."""
-        found: list[int] = []
-        for step in self.steps:
-            found += step.firsts() if isinstance(step, UsePlan) else (step or [])[:1]
-        return found
+        """List the first use of each operation that has any, inner programs included."""
+        return [n for n in self.numbers() if self.uses[n].first == n]
 
 
-# Operations that move the numbers of their operand, and change none but for its sign. A reshape or a transpose is told
-# apart from others of its kind by its parameters.
+# Operations that move the numbers of their operand, and change none but for its sign. They are linear maps L with
+# L Lᵀ = 1, so that ‖Lᵀg‖ = ‖g‖: the norm of a gradient of the result is that of the parameters.
 _REARRANGING = frozenset(["copy", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"])
 
 
-def find_uses(closed: ClosedJaxpr, parameters: int) -> tuple[UsePlan, list[ParameterUse]]:
-    """The uses of a program whose first `parameters` arguments are the parameters, and all others the data."""
-    finder = _Finder()
-    args: list[Any] = []
-    for i, var in enumerate(closed.jaxpr.invars[:parameters]):
-        args.append(Parameters(frozenset([i]), () if is_real(var) else None, frozenset(), is_real(var)))
-    args += [Origin.DATA] * (len(closed.jaxpr.invars) - parameters)
-    return finder.plan(closed.jaxpr, args, ()), finder.uses
+def find_uses(closed: ClosedJaxpr, parameters: int) -> UsePlan:
+    """Find the uses of a program whose first `parameters` arguments are the parameters, and all others the data."""
+    # Complex parameters have no layout: a cast to or from them drops a part of the gradient.
+    args = [
+        Parameters(frozenset([i]), () if is_real(var) else None, frozenset(), is_real(var))
+        for i, var in enumerate(closed.jaxpr.invars[:parameters])
+    ]
+    return _Finder().plan(closed, [*args, *[Origin.DATA] * (len(closed.jaxpr.invars) - parameters)], ())
 
 
 def is_real(variable: Any) -> bool:
-    """Whether a variable of a program is of real floating point."""
+    """Return whether a variable of a program is of real floating point."""
     return jnp.issubdtype(aval(variable).dtype, jnp.floating)
 
 
 class _RuleInLoop(Exception):
-    """A backward pass that is not linear, of the same parameters in each turn of a loop: it must not see their sum."""
+    """A backward pass that is not linear, of the same parameters in each iteration: it must not see their sum."""
 
 
 class _Finder:
+    """One pass over a program and its bodies, which numbers the uses in the order of the operations."""
+
     def __init__(self) -> None:
         self.uses: list[ParameterUse] = []
-        self.loops = 0
+        self.loops = itertools.count()
         self.within: list[JaxprEqn] = []
 
-    def plan(self, jaxpr: Jaxpr, args: Sequence[Any], loops: tuple[Loop, ...]) -> UsePlan:
+    def plan(self, closed: ClosedJaxpr, args: Sequence[Any], loops: tuple[Loop, ...]) -> UsePlan:
+        """Return the plan of a program, given where each of its arguments comes from."""
         steps: list[list[int] | UsePlan | None] = []
 
         def visit(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            """Plan one operation, and return where its results come from."""
             step, outputs = self.step(eqn, operands, loops)
             steps.append(step)
+            # No gradient goes through integers and booleans, so for what follows they are never `Parameters`.
             return [
-                out if jnp.issubdtype(aval(var).dtype, jnp.inexact) else _known([out])
+                out if jnp.issubdtype(aval(var).dtype, jnp.inexact) else _without_gradient([out])
                 for out, var in zip(outputs, eqn.outvars, strict=True)
             ]
 
-        outputs = interpret(jaxpr, [None] * len(jaxpr.constvars), args, visit, lambda _: Origin.CONSTANT)
-        return UsePlan(steps, outputs)
+        outputs = interpret(closed.jaxpr, closed.consts, args, visit, lambda _: Origin.CONSTANT)
+        return UsePlan(closed, self.uses, steps, outputs)
 
     def step(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> tuple[Any, list[Any]]:
-        """What to do with an operation, and where its results come from."""
+        """Return what to do with an operation, and where its results come from."""
         name, count = eqn.primitive.name, len(eqn.outvars)
         places = [k for k, x in enumerate(operands) if isinstance(x, Parameters)]
         if not places or name == "stop_gradient":
-            return None, [_known(operands)] * count
+            return None, [_without_gradient(operands)] * count
         if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
-            outputs = [_rearranged(eqn, operands, places, k) for k in range(count)]
+            outputs: list[Any] = [_of_parameters(eqn, operands, places, k) for k in range(count)]
+            # Outside of the loop, where parameters are pulled back, only the sum over its iterations would be seen.
             if outputs and has_nonlinear_backward(eqn) and any(loop.number not in outputs[0].stacked for loop in loops):
                 raise _RuleInLoop
-            return None, list(outputs)
+            return None, outputs
         if name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
-                # Of another program than a call the outputs are not computed again, so they may as well be data.
+                # To find operands again from parameters alone, only a call is run once more. What another program
+                # returns is not known then, so its constants are taken for data.
                 known = [Origin.DATA if x is Origin.CONSTANT and name != "jit" else x for x in inner.outputs]
                 return inner, known
         if not any(jnp.issubdtype(aval(var).dtype, jnp.inexact) for var in eqn.outvars):
-            return None, [_known(operands)] * count
-        uses = [
-            ParameterUse(eqn, k, operands[k], loops, len(self.uses), tuple(self.within))
+            return None, [_without_gradient(operands)] * count
+        first = len(self.uses)
+        self.uses += [
+            ParameterUse(eqn, k, operands[k], loops, first, tuple(self.within))
             for k in places
             if jnp.issubdtype(aval(eqn.invars[k]).dtype, jnp.inexact)
         ]
-        numbers = list(range(len(self.uses), len(self.uses) + len(uses)))
-        self.uses += uses
-        return numbers, [Origin.BOTH] * count
+        return list(range(first, len(self.uses))), [Origin.BOTH] * count
 
     def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
-        """The plan of a body; None where parameters come out of it alone, so that it must be taken as a whole."""
-        before = len(self.uses), self.loops
+        """Return the plan of a body; None where parameters come out of it alone, so that it is one use as a whole."""
+        before = len(self.uses)
         self.within.append(eqn)
         found = None
         try:
@@ -187,56 +203,53 @@ class _Finder:
                     found = self.scan(eqn, operands, loops)
             else:
                 body = eqn.params["jaxpr"]
-                found = self.plan(getattr(body, "jaxpr", body), operands, loops)
+                closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())  # a checkpoint's is open
+                found = self.plan(closed, operands, loops)
                 if eqn.primitive.name in REMAT and any(isinstance(x, Parameters) for x in found.outputs):
                     found = None
         finally:
             self.within.pop()
         if found is None:
-            del self.uses[before[0] :]
-            self.loops = before[1]
+            del self.uses[before:]
         return found
 
     def scan(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
+        """Return the plan of the body of a loop; None where parameters alone are carried or come out."""
         consts, carry = scan_counts(eqn.params)
         shared, state, slices = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
         if any(isinstance(x, Parameters) for x in state):
             return None
-        loop = Loop(self.loops, eqn.params["length"])
-        self.loops += 1
-        # What is another constant in each turn is no constant for an operation in the body.
-        state = [_known([x, Origin.DATA]) for x in state]
-        slices = [_slice_of(x, loop) if isinstance(x, Parameters) else _known([x, Origin.DATA]) for x in slices]
-        body = eqn.params["jaxpr"].jaxpr
-        before = len(self.uses), self.loops
-        while True:  # until what is carried no longer comes from more than before
-            del self.uses[before[0] :]
-            self.loops = before[1]
-            found = self.plan(body, [*shared, *state, *slices], (*loops, loop))
+        loop = Loop(next(self.loops), eqn.params["length"])
+        # What is another constant in each iteration is no constant for an operation in the body.
+        state = [_without_gradient([x, Origin.DATA]) for x in state]
+        slices = [
+            x.slice_in(loop) if isinstance(x, Parameters) else _without_gradient([x, Origin.DATA]) for x in slices
+        ]
+        before = len(self.uses)
+        # What is carried starts from data, say, and may come from parameters too after an iteration: go through the
+        # body until nothing is added. `BOTH` is the most there is, so this ends.
+        while True:
+            del self.uses[before:]
+            found = self.plan(eqn.params["jaxpr"], [*shared, *state, *slices], (*loops, loop))
             if any(isinstance(x, Parameters) for x in found.outputs):
                 return None
-            after = [_known([x, y]) for x, y in zip(state, found.outputs[:carry], strict=True)]
+            after = [_without_gradient([x, y]) for x, y in zip(state, found.outputs[:carry], strict=True)]
             if after == state:
                 return found._replace(loop=loop.number)
             state = after
 
 
-def _slice_of(value: Parameters, loop: Loop) -> Parameters:
-    layout = None if value.layout is None else (*value.layout, ("slice", loop.number))
-    return value._replace(layout=layout, stacked=value.stacked | {loop.number})
-
-
-def _known(operands: Sequence[Any]) -> Origin:
-    """Where a value comes from through which no gradient of a parameter goes, or only that of earlier uses."""
+def _without_gradient(operands: Sequence[Any]) -> Origin:
+    """Return where a value comes from through which no parameter's gradient goes, or only that of earlier uses."""
     if Origin.BOTH in operands:
         return Origin.BOTH
-    # What comes from another slice of the parameters in each turn of a loop is no constant in its body.
+    # What comes from another slice of the parameters in each iteration of a loop is no constant in its body.
     changing = any(isinstance(x, Parameters) and x.stacked for x in operands)
     return Origin.DATA if changing or Origin.DATA in operands else Origin.CONSTANT
 
 
-def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: int) -> Parameters:
-    """Where an output of an operation on parameters, which are the operands at `places`, and constants comes from."""
+def _of_parameters(eqn: JaxprEqn, operands: list[Any], places: list[int], output: int) -> Parameters:
+    """Describe an output of an operation on parameters, which are the operands at `places`, and constants."""
     values: list[Parameters] = [operands[k] for k in places]
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
@@ -246,6 +259,8 @@ def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: i
     if len(layouts) == len(values) == 1:
         step = _moved(eqn) or _scaled(eqn, places[0]) or _part(eqn, output)
     elif len(layouts) == len(values) == len(eqn.invars) and eqn.primitive.name == "concatenate":
+        # Of a parameter that is there twice, the two parts of the gradient would add up, and the norm be another. Parts
+        # with factors of their own have no one factor for the whole.
         distinct = sum(len(value.leaves) for value in values) == len(leaves)
         if distinct and not any(map(is_scaled, layouts)):
             return Parameters(leaves, (("concatenate", eqn.params["dimension"], tuple(layouts)),), stacked, linear)
@@ -255,7 +270,7 @@ def _rearranged(eqn: JaxprEqn, operands: list[Any], places: list[int], output: i
 def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
     """Return whether cotangents go back through an operation other than linearly.
 
-    A `jax.custom_vjp` may do anything with them, and a rounding rounds them too.
+    A `jax.custom_vjp` may do anything with them, and a rounding (to float8 too) rounds them.
     """
     inside = (inner for body in bodies(eqn) for inner in body.eqns)
     rounds = eqn.primitive.name == "reduce_precision" or (is_cast(eqn) and aval(eqn.outvars[0]).dtype.itemsize == 1)
@@ -263,7 +278,7 @@ def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
 
 
 def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:
-    """The results of an operation that a layout may have, on wider numbers than those of the program.
+    """Evaluate an operation that a layout may have, on wider numbers than those of the program.
 
     Args:
       eqn: an operation on parameters and constants.
@@ -271,9 +286,9 @@ def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:
       values: the operands, of which those from parameters are in their wider dtype.
 
     Returns:
-      None for any other operation.
+      Its results; None for any other operation.
     """
-    if is_cast(eqn):
+    if is_cast(eqn):  # the wider dtype stays: only a cast between real dtypes is in a layout
         return values if is_real(eqn.outvars[0]) else None
     if _scaled(eqn, place):
         values[1 - place] = jnp.asarray(values[1 - place]).astype(values[place].dtype)
@@ -285,52 +300,53 @@ def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:
 
 
 def _moved(eqn: JaxprEqn) -> Any:
-    """An operation that moves the numbers of its operand and changes none, or only their sign or dtype.
+    """Describe an operation that moves the numbers of its operand and changes none, or only their sign or dtype.
 
     A cast to complex numbers is another: of a gradient that goes back through it the imaginary part is dropped.
     """
     name = eqn.primitive.name
-    known = name in _REARRANGING or is_cast(eqn) or _is_reshape(eqn)
+    known = name in _REARRANGING or is_cast(eqn)
+    if name == "broadcast_in_dim":  # which only adds axes of size 1; another one copies numbers, whose gradients add up
+        known = aval(eqn.invars[0]).size == aval(eqn.outvars[0]).size
     if len(eqn.invars) > 1 or not known or not is_real(eqn.outvars[0]):
         return None
     return name, eqn.params["permutation"] if name == "transpose" else str(eqn.params)
 
 
 def _scaled(eqn: JaxprEqn, place: int) -> Any:
-    """A product of the operand at `place` and one constant number."""
+    """Describe a product of the operand at `place` and one constant number."""
     if (eqn.primitive.name, place) not in (("mul", 0), ("mul", 1), ("div", 0)):
         return None
     factor = eqn.invars[1 - place]
     if aval(factor).shape:
         return None
-    # Of what is no literal the value is not known here: it is like no other.
+    # A factor that is no literal has no value yet: a new object makes it equal to no other.
     return "scaled", eqn.primitive.name, factor.val if isinstance(factor, Literal) else object()
 
 
 def _part(eqn: JaxprEqn, output: int) -> Any:
-    """A part of an array: the first and the last place of it, for each axis."""
-    shape = aval(eqn.invars[0]).shape
+    """Describe a part of an array: its first and last place along each axis."""
     if eqn.primitive.name == "slice":
         return "part", eqn.params["start_indices"], eqn.params["limit_indices"], eqn.params["strides"]
     if eqn.primitive.name == "split":
-        axis, sizes = eqn.params["axis"], eqn.params["sizes"]
-        start = [0] * len(shape)
+        shape, axis, sizes = aval(eqn.invars[0]).shape, eqn.params["axis"], eqn.params["sizes"]
+        start, stop = [0] * len(shape), list(shape)
         start[axis] = int(sum(sizes[:output]))
-        stop = list(shape)
         stop[axis] = start[axis] + int(sizes[output])
         return "part", tuple(start), tuple(stop), None
     return None
 
 
 def is_scaled(layout: tuple[Any, ...]) -> bool:
-    """Whether the numbers of a layout are those of the parameters times a factor."""
+    """Return whether the numbers of a layout are those of the parameters times a factor."""
     return any(step[0] == "scaled" for step in layout)
 
 
 def disjoint(one: Parameters, other: Parameters) -> bool:
-    """Whether two values have no number of the parameters in common."""
+    """Return whether two values have no number of the parameters in common."""
     if not one.leaves & other.leaves:
         return True
+    # Only a first step that is a part counts: its places are those in the parameter itself.
     boxes = [value.layout[0] for value in (one, other) if value.layout and value.layout[0][0] == "part"]
     if len(one.leaves | other.leaves) > 1 or len(boxes) < 2:
         return False
@@ -342,10 +358,5 @@ def disjoint(one: Parameters, other: Parameters) -> bool:
 
 
 def is_cast(eqn: JaxprEqn) -> bool:
-    """Whether an operation changes the dtype."""
+    """Return whether an operation changes the dtype."""
     return eqn.primitive.name == "convert_element_type"
-
-
-def _is_reshape(eqn: JaxprEqn) -> bool:
-    """Whether it only adds axes of size 1."""
-    return eqn.primitive.name == "broadcast_in_dim" and aval(eqn.invars[0]).size == aval(eqn.outvars[0]).size

@@ -27,7 +27,7 @@ def per_sample_grad(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """Gradient of a loss at each sample of a batch.
+    """Take the gradient of a loss at each sample of a batch.
 
     Args:
       fun: a loss of parameters and of a batch that returns a real scalar; a function, a bound method or a module.
@@ -62,28 +62,30 @@ def per_sample_grad(
       Array([[ 6., 12.],
              [42., 56.]], dtype=float32)
     """
-    check = per_example("per_sample_grad", fun, argnums, batch_argnums)
+    of_call = per_example("per_sample_grad", fun, argnums, batch_argnums)
     check_count("per_sample_grad", "chunk_size", chunk_size, optional=True)
     check_budget("per_sample_grad", memory_budget, chunk_size)
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
-        of = check(has_aux, keep_batch_dim, None, args, kwargs)
+        of = of_call(has_aux, keep_batch_dim, None, args, kwargs)
         in_chunks = chunk_size is not None or memory_budget is not None
 
         def each(route: MethodChoice) -> tuple[Any, Any]:
+            """Return the gradients and what the loss returns in addition, computed by a route."""
+            one = jax.grad(of.loss, has_aux=True)
             if route.examples < of.size:
-                return lax.map(lambda one: jax.grad(of.loss, has_aux=True)(of.parameters, one), of.examples)
-            if not in_chunks:
-                (_, aux), leaves = each_gradient(of, of.examples)
-                return leaves, aux
-            limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-            some = vmap_of("per_sample_grad", jax.grad(of.loss, has_aux=True), (None, 0), **limits)
-            return some(of.parameters, of.examples)
+                return lax.map(lambda example: one(of.parameters, example), of.examples)
+            if in_chunks:
+                limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+                return vmap_of("per_sample_grad", one, (None, 0), **limits)(of.parameters, of.examples)
+            (_, aux), leaves = each_gradient(of, of.examples)
+            return leaves, aux
 
-        ways = routes(of, MethodChoice("vmap", of.size, ""))
+        candidates = routes(of, MethodChoice("vmap", of.size, ""))
+        # `each_gradient` works around what XLA maps wrongly, but chunks do not pass through it.
         if in_chunks and jax.device_count() > 1 and of.program.mapped_wrongly():
-            ways = ways[-1:]
-        leaves, aux = first_that_traces("per_sample_grad", ways, each)[1]
+            candidates = candidates[-1:]
+        leaves, aux = first_that_traces("per_sample_grad", candidates, each)[1]
         found = of.gradients(leaves, not isinstance(argnums, (tuple, list)))
         return (found, of.aux(aux)) if has_aux else found
 
@@ -98,7 +100,7 @@ def per_sample_norm(
     keep_batch_dim: bool = True,
     method: str = "auto",
 ) -> Callable[..., jax.Array]:
-    """Norm of a loss's gradient at each sample of a batch.
+    """Take the norm of a loss's gradient at each sample of a batch.
 
     Args:
       fun: as for `per_sample_grad`.
@@ -130,11 +132,11 @@ def per_sample_norm(
       >>> per_sample_norm(lambda w, x: jnp.sum(x @ w))(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 1.0]]))
       Array([5., 1.], dtype=float32)
     """
-    check = per_example("per_sample_norm", fun, argnums, batch_argnums)
+    of_call = per_example("per_sample_norm", fun, argnums, batch_argnums)
     check_method("per_sample_norm", method)
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
-        of = check(False, keep_batch_dim, None, args, kwargs)
+        of = of_call(False, keep_batch_dim, None, args, kwargs)
         if of.size == 0:
             return jnp.sqrt(Backward(of, of.examples, "vmap").squares)
 

@@ -1,6 +1,6 @@
-"""A program with a tap at every use: a zero that is added to what comes out of the operation.
+"""A program with a zero perturbation at every use: a zero that is added to the result of the operation.
 
-With the parameters held fixed, the gradient of the loss with respect to a tap is the cotangent of the operation's
+With the parameters held fixed, the gradient of the loss with respect to this zero is the cotangent of the operation's
 output, and for one example after another (`jax.vmap`) it is that of each. Together with the other operands of the
 operation, which are recorded on the way, it gives each example's gradient of the parameters there.
 """
@@ -8,12 +8,13 @@ operation, which are recorded on the way, it gives each example's gradient of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ..._core.compat import scan_counts, varying, varying_axes
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret
@@ -25,52 +26,46 @@ Perturbations = dict[int, list[Any]]
 Records = dict[int, list[Any]]
 
 
-def zero_perturbations(plan: UsePlan, uses: Sequence[ParameterUse], batch: int) -> Perturbations:
-    """The taps for each of `batch` examples, with an axis for each loop behind that of the examples."""
+def zero_perturbations(plan: UsePlan, batch: int) -> Perturbations:
+    """Return the zeros for each of `batch` examples, with an axis for each loop behind that of the examples."""
 
-    def zeros(use: ParameterUse, out: Any) -> jax.Array:
-        shape = batch, *(loop.length for loop in use.loops), *out.shape
-        return varying(-jnp.zeros(shape, out.dtype), varying_axes(out))  # -0.0 + -0.0 is -0.0, but 0.0 + -0.0 is not
+    def of_use(use: ParameterUse) -> list[jax.Array]:
+        leading = batch, *(loop.length for loop in use.loops)
+        outputs = [aval(x) for x in use.eqn.outvars if jnp.issubdtype(aval(x).dtype, jnp.inexact)]
+        # x + (-0.0) is x for every x; -0.0 + 0.0 is 0.0, which a loss that asks for the sign would see.
+        return [varying(-jnp.zeros((*leading, *x.shape), x.dtype), varying_axes(x)) for x in outputs]
 
-    return {n: [zeros(uses[n], aval(x)) for x in outputs_with_derivatives(uses[n].eqn)] for n in plan.firsts()}
-
-
-def outputs_with_derivatives(eqn: JaxprEqn) -> list[Any]:
-    """The output variables of an operation that are of floating point."""
-    return [var for var in eqn.outvars if jnp.issubdtype(aval(var).dtype, jnp.inexact)]
+    return {n: of_use(plan.uses[n]) for n in plan.firsts()}
 
 
-def run_perturbed(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    plan: UsePlan,
-    uses: Sequence[ParameterUse],
-    zeros: Perturbations,
-) -> tuple[list[Any], Records]:
-    """The outputs of a program with taps, and what it has recorded."""
+def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> tuple[list[Any], Records]:
+    """Return the outputs of a program to which the perturbations are added, and the operands of its uses."""
     records: Records = {}
     steps = iter(plan.steps)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Return the results of one operation; of a use, with its perturbations added."""
         step = next(steps)
         if isinstance(step, UsePlan):
-            outputs, inner = _INNER[eqn.primitive.name](eqn, values, step, uses, zeros)
+            outputs, inner = _run_body(eqn, values, step, zeros)
             records.update(inner)
             return outputs
         outputs = _evaluate(eqn, values)
         if not step:
             return outputs
-        parametric = {uses[n].operand for n in step}
+        parametric = {plan.uses[n].operand for n in step}
         records[step[0]] = [None if k in parametric else value for k, value in enumerate(values)]
         given = iter(zeros[step[0]])
         return [out + next(given) if jnp.issubdtype(out.dtype, jnp.inexact) else out for out in outputs]
 
-    return interpret(jaxpr, consts, args, visit), records
+    return interpret(plan.closed.jaxpr, plan.closed.consts, args, visit), records
 
 
 def _evaluate(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """The results of an operation; of a product without the axes of size 1, which XLA on CPU copies the result for."""
+    """Return the results of an operation; a product is taken without axes of size 1.
+
+    XLA on CPU copies the result of a product that has such axes.
+    """
     if eqn.primitive.name != "dot_general":
         return evaluate(eqn, *values)
     contract, batch = eqn.params["dimension_numbers"]
@@ -84,45 +79,27 @@ def _evaluate(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     (out,) = evaluate(eqn.replace(params=params), *squeezed)
     shape = aval(eqn.outvars[0]).shape
     if 1 < out.ndim < len(shape):
-        out = lax.optimization_barrier(out)
+        out = lax.optimization_barrier(out)  # keeps the reshape out of the product
     return [out.reshape(shape)]
 
 
-def _of_jit(
-    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], zeros: Perturbations
-) -> tuple[Any, Records]:
-    body = eqn.params["jaxpr"]
-    return run_perturbed(body.jaxpr, body.consts, values, plan, uses, zeros)
-
-
-def _of_remat(
-    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], zeros: Perturbations
-) -> tuple[Any, Records]:
-    body = eqn.params["jaxpr"]
-
-    def run(values: list[Any], zeros: Perturbations) -> tuple[Any, Records]:
-        return run_perturbed(body, [], values, plan, uses, zeros)
-
+def _run_body(eqn: JaxprEqn, values: list[Any], plan: UsePlan, zeros: Perturbations) -> tuple[list[Any], Records]:
+    """Return what a call, a checkpoint or a loop returns with perturbations in its body, and the records of that."""
+    if eqn.primitive.name == "jit":
+        return run_perturbed(plan, values, zeros)
+    # Only its own zeros: all that enters a checkpoint is kept for the backward pass, and a loop gives each iteration
+    # its slice.
     inner = {n: zeros[n] for n in plan.firsts()}
-    return jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(values, inner)
-
-
-def _of_scan(
-    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], zeros: Perturbations
-) -> tuple[Any, Records]:
-    body = eqn.params["jaxpr"]
+    if eqn.primitive.name in REMAT:
+        options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        return jax.checkpoint(partial(run_perturbed, plan), **options)(values, inner)
     consts, carry = scan_counts(eqn.params)
 
-    def iteration(
-        state: list[Any], slices: tuple[list[Any], Perturbations]
-    ) -> tuple[list[Any], tuple[list[Any], Records]]:
+    def iteration(state: list[Any], slices: tuple[list[Any], Perturbations]) -> tuple[list[Any], Any]:
         of_iteration, zeros = slices
-        outputs, records = run_perturbed(
-            body.jaxpr, body.consts, [*values[:consts], *state, *of_iteration], plan, uses, zeros
-        )
+        outputs, records = run_perturbed(plan, [*values[:consts], *state, *of_iteration], zeros)
         return outputs[:carry], (outputs[carry:], records)
 
-    inner = {n: zeros[n] for n in plan.firsts()}
     state, (stacked, records) = lax.scan(
         iteration,
         values[consts : consts + carry],
@@ -134,118 +111,83 @@ def _of_scan(
     return [*state, *stacked], records
 
 
-_INNER = {"jit": _of_jit, "scan": _of_scan} | dict.fromkeys(REMAT, _of_remat)
-
-
 # A value that does not come from parameters and constants alone.
 _UNKNOWN = object()
 
 
 class _Wide(NamedTuple):
-    """What a rearrangement has given: of numbers like the parameters, in a wider dtype, and of the parameters."""
+    """The result of a rearrangement: of numbers like the parameters, in a wider dtype, and of the parameters."""
 
     value: jax.Array
     plain: jax.Array
 
 
-def operands(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    plan: UsePlan,
-    uses: Sequence[ParameterUse],
-    wanted: frozenset[int],
-) -> dict[int, Any]:
-    """The operands of the uses `wanted`, computed from the parameters alone, with axes for stacked loops in front.
+def operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int]) -> dict[int, Any]:
+    """Compute the operands of the uses `wanted` from the parameters alone, with axes for stacked loops in front.
 
     Args:
-      jaxpr: the program.
-      consts: its constants.
+      plan: the plan of the program.
       args: the parameters; the data may be left out.
-      plan: what `find_uses` gave.
-      uses: likewise.
       wanted: numbers of uses.
     """
-    return _operands(jaxpr, consts, args, plan, uses, wanted)[0]
+    return _operands(plan, args, wanted)[0]
 
 
-def rearranged(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    parameters: Sequence[Any],
-    plan: UsePlan,
-    uses: Sequence[ParameterUse],
-    wanted: frozenset[int],
-) -> dict[int, Any]:
-    """The operands of the uses `wanted`, which have a layout, of numbers that are wider than those of the program.
+def rearranged(plan: UsePlan, args: Sequence[Any], parameters: Sequence[Any], wanted: frozenset[int]) -> dict[int, Any]:
+    """Compute the operands of the uses `wanted`, which have a layout, of numbers wider than those of the program.
 
     A linear function of `args`, in which nothing is rounded to fewer digits on the way; otherwise as `operands`. What
     they are multiplied by may have been computed from the `parameters`.
     """
-    found = _operands(jaxpr, consts, list(map(_Wide, args, parameters)), plan, uses, wanted)[0]
+    found = operands(plan, list(map(_Wide, args, parameters)), wanted)
     return {n: x.value for n, x in found.items()}
 
 
-def _operands(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    plan: UsePlan,
-    uses: Sequence[ParameterUse],
-    wanted: frozenset[int],
-) -> tuple[dict[int, Any], list[Any]]:
-    """The operands of the uses, and the outputs as far as they are known."""
+def _operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int]) -> tuple[dict[int, Any], list[Any]]:
+    """Return the operands of the uses, and the outputs as far as they are known."""
     found: dict[int, Any] = {}
     steps = iter(plan.steps)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Return the results of one operation, unknown where data is in them, and keep the operands that are wanted."""
         step = next(steps)
         unknown = [_UNKNOWN] * len(eqn.outvars)
         if isinstance(step, UsePlan) and eqn.primitive.name == "jit":
-            body = eqn.params["jaxpr"]
-            inside, outputs = _operands(body.jaxpr, body.consts, values, step, uses, wanted)
+            inside, outputs = _operands(step, values, wanted)
             found.update(inside)
             return outputs
         if isinstance(step, UsePlan):
             if not wanted.isdisjoint(step.numbers()):
-                found.update(_operands_inside(eqn, values, step, uses, wanted))
+                is_scan = eqn.primitive.name == "scan"
+                found.update(_in_scan(eqn, step, values, wanted) if is_scan else operands(step, values, wanted))
             return unknown
-        for n in step or []:
-            if n in wanted:
-                found[n] = values[uses[n].operand]
+        found.update((n, values[plan.uses[n].operand]) for n in step or [] if n in wanted)
         if step or any(value is _UNKNOWN for value in values):
             return unknown
         places = [k for k, value in enumerate(values) if isinstance(value, _Wide)]
         if not places:
             return evaluate(eqn, *values)
+        # An operation that is no rearrangement goes on with the parameters' own numbers: it may give a factor.
         plain = evaluate(eqn, *[x.plain if isinstance(x, _Wide) else x for x in values])
         moved = rearrange(eqn, places[0], [x.value if isinstance(x, _Wide) else x for x in values])
         return plain if moved is None else list(map(_Wide, moved, plain))
 
-    missing = [_UNKNOWN] * (len(jaxpr.invars) - len(args))
-    outputs = interpret(jaxpr, consts, [*args, *missing], visit)
+    missing = [_UNKNOWN] * (len(plan.closed.jaxpr.invars) - len(args))
+    outputs = interpret(plan.closed.jaxpr, plan.closed.consts, [*args, *missing], visit)
     return found, outputs
 
 
-def _operands_inside(
-    eqn: JaxprEqn, values: list[Any], plan: UsePlan, uses: Sequence[ParameterUse], wanted: frozenset[int]
-) -> dict[int, Any]:
-    body = eqn.params["jaxpr"]
-    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", [])
-    if eqn.primitive.name != "scan":
-        return operands(jaxpr, consts, values, plan, uses, wanted)
+def _in_scan(eqn: JaxprEqn, plan: UsePlan, values: list[Any], wanted: frozenset[int]) -> dict[int, Any]:
+    """Return the operands of uses in a loop: of stacked parameters for all iterations, of others once."""
     shared, carry = scan_counts(eqn.params)
-    start = shared + carry
     before = [*values[:shared], *[_UNKNOWN] * carry]
-    known = [None if x is _UNKNOWN else x for x in values[start:]]
+    known = [None if x is _UNKNOWN else x for x in values[shared + carry :]]  # None is a pytree, which `vmap` takes
 
     def of_iteration(slices: list[Any], wanted: frozenset[int]) -> dict[int, Any]:
-        filled = [_UNKNOWN if x is None else x for x in slices]
-        return operands(jaxpr, consts, [*before, *filled], plan, uses, wanted)
+        return operands(plan, [*before, *(_UNKNOWN if x is None else x for x in slices)], wanted)
 
     inside = wanted.intersection(plan.numbers())
-    stacked = frozenset(n for n in inside if plan.loop in uses[n].value.stacked)
+    stacked = frozenset(n for n in inside if plan.loop in plan.uses[n].value.stacked)
     found: dict[int, Any] = {}
     if stacked:
         found |= jax.vmap(lambda slices: of_iteration(slices, stacked))(known)

@@ -1,9 +1,14 @@
-"""What each example's gradient is at a use: a rule for an operation, or the operation's own derivative."""
+"""The form of each example's gradient at a use: by a rule for the operation, or by the operation's own derivative.
+
+A rule takes a use, its operand, the values of the other operands and the cotangents of the results, and returns a
+gradient form; None for parameters of the operation that it does not know. All arrays but the operand have axes for the
+examples and for the loops in front, of which `_loops_in_order` makes three: (batch, stack, iterations, ...).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +28,7 @@ def forms_at(
     cotangents: list[jax.Array],
     spmd_axis_name: str | None = None,
 ) -> list[GradientForm]:
-    """Each example's gradients of the operands of an operation that come from parameters alone.
+    """Return each example's gradients of the operands of an operation that come from parameters alone.
 
     Args:
       uses: all uses of the operation.
@@ -47,10 +52,10 @@ def _by_derivative(
     cotangents: list[jax.Array],
     spmd_axis_name: str | None,
 ) -> list[GradientForm]:
-    """For any operation: its own derivative, for each example.
+    """Return the gradients by the operation's own derivative, for each example: it works for any operation.
 
-    Where its backward pass is not linear it must see the cotangents of each turn of a loop by themselves: then each
-    turn has an operand of its own, and the gradients are summed.
+    Where its backward pass is not linear it must see the cotangents of each iteration of a loop by themselves: then
+    each iteration has an operand of its own, and the gradients are summed.
     """
     per_iteration = has_nonlinear_backward(uses[0].eqn)
 
@@ -67,11 +72,13 @@ def _by_derivative(
         )
 
     def in_each_iteration(use: ParameterUse, operand: jax.Array) -> jax.Array:
-        shape = aval(use.eqn.invars[use.operand]).shape
+        """Return an operand with an axis for each loop, those in which it is the same included."""
+        shape = use.aval.shape
         sizes = [loop.length if loop.number in use.value.stacked else 1 for loop in use.loops]
         return jnp.broadcast_to(operand.reshape(*sizes, *shape), (*(loop.length for loop in use.loops), *shape))
 
     def of_example(values: list[Any], cotangents: list[Any]) -> Any:
+        """Return one example's gradients of the operands."""
         given = list(map(in_each_iteration, uses, operands)) if per_iteration else operands
         found = jax.vjp(lambda operands: mapped(operands, values), given)[1](cotangents)[0]
         if not per_iteration:
@@ -83,152 +90,140 @@ def _by_derivative(
 
 
 def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> OuterProduct:
-    """`dot_general`: the gradient is a product over the positions, which are the free axes of the other operand."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = use.eqn.params["dimension_numbers"]
-    mine, other = (lhs_contract, lhs_batch), (rhs_contract, rhs_batch)
-    if use.operand == 1:
-        mine, other = other, mine
-    shape = aval(use.eqn.invars[use.operand]).shape
+    """Take a `dot_general`: the gradient is a product over the positions, the free axes of the other operand."""
+    sides = list(zip(*use.eqn.params["dimension_numbers"], strict=True))
+    (contract, batch), (other_contract, other_batch) = sides[use.operand], sides[1 - use.operand]
+    shape = use.aval.shape
     (value,) = (x for x in values if x is not None)
     (cotangent,) = cotangents
     if jnp.dtype(value.dtype).itemsize == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
         value = value.astype(cotangent.dtype)  # integers, say, which JAX multiplies with floats
     value, cotangent = _loops_in_order(use, value), _loops_in_order(use, cotangent)
-    my_free, free = _rest(len(shape), *mine), _rest(value.ndim - 3, *other)
-    count = len(mine[1])
+    free, positions = _rest(len(shape), contract, batch), _rest(value.ndim - 3, other_contract, other_batch)
     # The axes of the output: those of the batch, the free ones of the left operand, those of the right one.
-    positions = range(count, count + len(free)) if use.operand == 1 else range(count + len(my_free), cotangent.ndim - 3)
-    columns = [axis for axis in range(count, cotangent.ndim - 3) if axis not in positions]
-    sizes = [shape[axis] for axis in (*mine[1], *mine[0], *my_free)]
-    stack = value.shape[1]
-    groups, p, d = (math.prod(shape[axis] for axis in axes) for axes in (mine[1], mine[0], my_free))
-    count_positions = math.prod(value.shape[axis] for axis in (2, *(axis + 3 for axis in free)))
-    order = (0, 1, *(axis + 3 for axis in other[1]), 2, *(axis + 3 for axis in free), *(axis + 3 for axis in other[0]))
-    left = value.transpose(order).reshape(value.shape[0], stack * groups, count_positions, p)
-    order = (0, 1, *(axis + 3 for axis in range(count)), 2, *(axis + 3 for axis in (*positions, *columns)))
-    right = cotangent.transpose(order).reshape(value.shape[0], stack * groups, count_positions, d)
-    back = [(*mine[1], *mine[0], *my_free).index(axis) for axis in range(len(shape))]
+    output = range(len(batch), cotangent.ndim - 3)
+    split = len(positions) if use.operand == 1 else len(free)
+    rows, columns = (output[:split], output[split:]) if use.operand == 1 else (output[split:], output[:split])
+    left = _as_matrices(value, other_batch, positions, other_contract)
+    right = _as_matrices(cotangent, range(len(batch)), rows, columns)
+    order = (*batch, *contract, *free)
 
     def restore(gradient: jax.Array) -> jax.Array:
-        arranged = gradient.reshape(stack, *sizes).transpose(0, *(axis + 1 for axis in back))
-        return arranged.reshape(operand.shape)
+        arranged = gradient.reshape(value.shape[1], *(shape[axis] for axis in order))
+        return arranged.transpose(0, *(order.index(axis) + 1 for axis in range(len(shape)))).reshape(operand.shape)
 
-    return OuterProduct(left, right, restore, (tuple(mine[1]), tuple(mine[0]), tuple(my_free)))
+    return OuterProduct(left, right, restore, (tuple(batch), tuple(contract), tuple(free)))
 
 
 def _convolution(
     use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]
 ) -> GradientForm | None:
-    """`conv_general_dilated`, of its kernel: a product over the positions of the output, for each place in the kernel.
+    """Take a `conv_general_dilated`, by its kernel: a product over the output's positions for each place in the kernel.
 
-    The input at the place in the kernel is a slice of it, with the strides of the convolution. Where positions are few,
-    all slices side by side are one factor; elsewhere each gives its part of the gradient by itself.
+    The inputs that meet one place of the kernel are a slice, with the strides of the convolution. Where positions are
+    few, all slices side by side are one factor; elsewhere each gives its part of the gradient by itself.
     """
     params = use.eqn.params
     if params["batch_group_count"] != 1:
         return None
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    shape = aval(use.eqn.invars[1]).shape
-    places = [shape[axis] for axis in numbers.rhs_spec[2:]]
+    shape = use.aval.shape
+    places = [shape[axis] for axis in numbers.rhs_spec[2:]]  # the specs list (samples or outputs, channels, *space)
     outputs, inputs = shape[numbers.rhs_spec[0]] // groups, shape[numbers.rhs_spec[1]]
     value, cotangent = _loops_in_order(use, values[0]), _loops_in_order(use, cotangents[0])
-    # (batch, stack, turns, samples, *space, channels): the channels last, so that each is a matrix with positions.
-    value = value.transpose(*range(3), *(axis + 3 for axis in (numbers.lhs_spec[0], *numbers.lhs_spec[2:])),
-                            numbers.lhs_spec[1] + 3)  # fmt: skip
-    cotangent = cotangent.transpose(*range(3), *(axis + 3 for axis in (numbers.out_spec[0], *numbers.out_spec[2:])),
-                                    numbers.out_spec[1] + 3)  # fmt: skip
-    space = cotangent.shape[4:-1]
-    batch, stack = cotangent.shape[:2]
-    padding = [
-        (low, high, dilation - 1)
-        for (low, high), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
-    ]
+
+    # (batch, stack, iterations, samples, *space, channels): the channels last, so that each is a matrix with positions.
+    def channels_last(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
+        return x.transpose(*range(3), *(axis + 3 for axis in (spec[0], *spec[2:], spec[1])))
+
+    value, cotangent = channels_last(value, numbers.lhs_spec), channels_last(cotangent, numbers.out_spec)
+    stack, space, strides = cotangent.shape[1], cotangent.shape[4:-1], params["window_strides"]
+    # `lhs_dilation` puts zeros between the inputs, which `lax.pad` calls interior padding.
+    padding = [(low, high, gap - 1) for (low, high), gap in zip(params["padding"], params["lhs_dilation"], strict=True)]
     padded = lax.pad(value, jnp.zeros((), value.dtype), [(0, 0, 0)] * 4 + padding + [(0, 0, 0)])
-    right = _by_group(cotangent, batch, stack, groups, outputs)
+    right = _by_group(cotangent, groups)
 
     def at(place: tuple[int, ...]) -> jax.Array:
+        """Return the inputs that meet one place of the kernel: of output t, input t * stride + place * dilation."""
         start = [i * dilation for i, dilation in zip(place, params["rhs_dilation"], strict=True)]
-        stop = [
-            first + stride * (size - 1) + 1
-            for first, stride, size in zip(start, params["window_strides"], space, strict=True)
-        ]
+        stop = [first + stride * (size - 1) + 1 for first, stride, size in zip(start, strides, space, strict=True)]
         begin, end = [0] * 4 + start + [0], [*padded.shape[:4], *stop, padded.shape[-1]]
-        taken = lax.slice(padded, begin, end, [1] * 4 + list(params["window_strides"]) + [1])
-        return _by_group(taken, batch, stack, groups, inputs)
+        return _by_group(lax.slice(padded, begin, end, [1] * 4 + list(strides) + [1]), groups)
 
     slices = [at(place) for place in np.ndindex(*places)]
-    spec = [numbers.rhs_spec.index(axis) for axis in range(len(shape))]
 
-    def restore(gradient: jax.Array) -> jax.Array:  # of shape (stack * groups, places * inputs, outputs)
+    def restore(gradient: jax.Array) -> jax.Array:
+        """Return a gradient of shape (stack * groups, places * inputs, outputs) as one of the operand."""
         split = gradient.reshape(stack, groups, *places, inputs, outputs)
-        count = len(places)
-        order = (0, 1, count + 3, count + 2, *range(2, count + 2))  # stack, (groups, outputs), inputs, *places
+        # To stack, (groups, outputs), inputs, *places: the order of the spec.
+        order = (0, 1, len(shape) + 1, len(shape), *range(2, len(shape)))
         arranged = split.transpose(order).reshape(stack, groups * outputs, inputs, *places)
-        return arranged.transpose(0, *(axis + 1 for axis in spec)).reshape(operand.shape)
+        back = (numbers.rhs_spec.index(axis) + 1 for axis in range(len(shape)))
+        return arranged.transpose(0, *back).reshape(operand.shape)
 
     positions, p = right.shape[2], len(slices) * inputs
-    if positions * (p + outputs) < p * outputs:
+    if positions * (p + outputs) < p * outputs:  # both factors are smaller than the gradient
         return OuterProduct(jnp.concatenate(slices, axis=-1), right, restore, None)
     parts = [_sum_over_positions(left, right) for left in slices]
     return Dense(jax.vmap(restore)(jnp.concatenate(parts, axis=2)))
 
 
-def _by_group(x: jax.Array, batch: int, stack: int, groups: int, channels: int) -> jax.Array:
-    """Shape (batch, stack, turns, ..., groups * channels) as (batch, stack * groups, positions, channels)."""
-    split = x.reshape(batch, stack, -1, groups, channels)
-    return split.swapaxes(2, 3).reshape(batch, stack * groups, -1, channels)
+def _by_group(x: jax.Array, groups: int) -> jax.Array:
+    """Reshape (batch, stack, iterations, ..., groups * channels) to (batch, stack * groups, positions, channels)."""
+    (batch, stack), channels = x.shape[:2], x.shape[-1] // groups
+    return x.reshape(batch, stack, -1, groups, channels).swapaxes(2, 3).reshape(batch, stack * groups, -1, channels)
 
 
 def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Return AᵀG of each example and group: shape (batch, stack, p, d)."""
     if left.shape[-1] == right.shape[-1] == 1:  # depthwise: no matrix product is left
         return (left * right).sum(2, keepdims=True)
     return jnp.einsum("bstp,bstd->bspd", left, right)
 
 
 def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> RowSparse | None:
-    """`gather` of whole rows of a table, such as of an embedding."""
-    params, shape = use.eqn.params, aval(use.eqn.invars[0]).shape
+    """Take a `gather` of whole rows of a table, such as of an embedding."""
+    params, shape = use.eqn.params, use.aval.shape
     numbers = params["dimension_numbers"]
     rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.operand_batching_dims) == ((0,), (0,), ())
     if not rows or params["slice_sizes"] != (1, *shape[1:]):
         return None
     index, cotangent = _loops_in_order(use, values[1]), _loops_in_order(use, cotangents[0])
-    batch, stack, d = *index.shape[:2], math.prod(shape[1:])
     places = [axis for axis in range(cotangent.ndim - 3) if axis not in numbers.offset_dims]
-    order = (0, 1, 2, *(axis + 3 for axis in places), *(axis + 3 for axis in numbers.offset_dims))
-    right = cotangent.transpose(order).reshape(batch, stack, math.prod(index.shape[2:]), d)
+    right = _as_matrices(cotangent, (), places, numbers.offset_dims)
     index = index.reshape(right.shape[:3])
-    last = min(shape[0] - 1, int(jnp.iinfo(index.dtype).max))
+    last = min(shape[0] - 1, int(jnp.iinfo(index.dtype).max))  # the largest row that the index's dtype can name
     if params["mode"] != lax.GatherScatterMode.CLIP:  # an index out of range has no gradient, whatever was read
         inside = (index >= 0) & (index <= last)
         right = jnp.where(inside[..., None], right, 0)
     index = jnp.clip(index, 0, last)
-    index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index  # the height of the table is no uint8
+    # A scatter compares indices with the table's height in their own dtype, and a height of 256 is zero as uint8.
+    index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
     return RowSparse(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
 
 
 def _elementwise(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Dense:
-    """`add`, `sub` and `mul`, such as of biases and scales: the cotangent, summed where the operand is one for many."""
+    """Take an `add`, `sub` or `mul`, as of biases and scales: sum the cotangent where one number serves many."""
     (gradient,) = cotangents
     if use.eqn.primitive.name == "mul":
         other, before = values[1 - use.operand], 1 + len(use.loops)
-        missing = gradient.ndim - other.ndim  # all or none: a scalar is alone with them
+        missing = gradient.ndim - other.ndim  # all axes or none: both shapes are equal, or one operand is a scalar
         gradient = gradient * other.reshape(*other.shape[:before], *[1] * missing, *other.shape[before:])
     elif use.eqn.primitive.name == "sub" and use.operand == 1:
         gradient = -gradient
     gradient = _loops_in_order(use, gradient)
-    shape = aval(use.eqn.invars[use.operand]).shape
+    shape = use.aval.shape
     shape = (*[1] * (gradient.ndim - 3 - len(shape)), *shape)
     axes = [axis + 3 for axis, size in enumerate(shape) if size == 1]
     return Dense(gradient.sum((2, *axes)).reshape(len(gradient), *operand.shape))
 
 
 def norm_cost(use: ParameterUse) -> tuple[float, int]:
-    """For the norm of one example's gradient there: floating-point operations, and how many numbers are kept for it.
+    """Return the cost of the norm of one example's gradient there: floating-point operations, and numbers kept for it.
 
     What an ordinary gradient costs too does not count.
     """
-    name, operand = use.eqn.primitive.name, aval(use.eqn.invars[use.operand])
+    name, operand = use.eqn.primitive.name, use.aval
     shared = math.prod(loop.length for loop in use.loops if loop.number not in use.value.stacked)
     stack = math.prod(loop.length for loop in use.loops if loop.number in use.value.stacked)
     if not operand.size or not has_rule(use) or name in _ELEMENTWISE:
@@ -241,9 +236,8 @@ def norm_cost(use: ParameterUse) -> tuple[float, int]:
         (contract, batch), side = use.eqn.params["dimension_numbers"], use.operand
         p, groups = (math.prod(operand.shape[axis] for axis in axes[side]) for axes in (contract, batch))
     else:
-        numbers, groups = use.eqn.params["dimension_numbers"], use.eqn.params["feature_group_count"]
-        p = operand.size // operand.shape[numbers.rhs_spec[0]]
-        groups = groups * use.eqn.params["batch_group_count"]
+        p = operand.size // operand.shape[use.eqn.params["dimension_numbers"].rhs_spec[0]]
+        groups = use.eqn.params["feature_group_count"] * use.eqn.params["batch_group_count"]
     d = operand.size // (p * groups)
     positions = shared * out.size // (groups * d)
     if positions * (p + d) >= p * d:
@@ -253,7 +247,7 @@ def norm_cost(use: ParameterUse) -> tuple[float, int]:
 
 
 def has_rule(use: ParameterUse) -> bool:
-    """Whether there is a rule for the operation of a use, rather than its derivative alone."""
+    """Return whether there is a rule for the operation of a use, rather than its derivative alone."""
     return (use.eqn.primitive.name, use.operand) in _RULES
 
 
@@ -269,7 +263,10 @@ _RULES: dict[tuple[str, int], Callable[..., GradientForm | None]] = {
 
 
 def _loops_in_order(use: ParameterUse, x: jax.Array) -> jax.Array:
-    """`x` with its loops as two axes behind the examples': those stacked, then those whose turns are positions."""
+    """Return `x` with its loops as two axes behind the examples' axis, the first of them for stacked parameters.
+
+    The iterations of the others, in which the parameters are the same, are positions like any other.
+    """
     count = len(use.loops)
     stacked = [i + 1 for i, loop in enumerate(use.loops) if loop.number in use.value.stacked]
     shared = [i for i in range(1, count + 1) if i not in stacked]
@@ -278,6 +275,14 @@ def _loops_in_order(use: ParameterUse, x: jax.Array) -> jax.Array:
     return moved.reshape(x.shape[0], *sizes, *x.shape[count + 1 :])
 
 
+def _as_matrices(x: jax.Array, groups: Sequence[int], rows: Sequence[int], columns: Sequence[int]) -> jax.Array:
+    """Return (batch, stack, iterations, *axes) as (batch, stack * groups, iterations * rows, columns)."""
+    order = [[axis + 3 for axis in axes] for axes in (groups, rows, columns)]
+    sizes = [math.prod(x.shape[axis] for axis in axes) for axes in order]
+    moved = x.transpose(0, 1, *order[0], 2, *order[1], *order[2])
+    return moved.reshape(len(x), x.shape[1] * sizes[0], x.shape[2] * sizes[1], sizes[2])
+
+
 def _rest(ndim: int, *used: tuple[int, ...]) -> list[int]:
-    taken = {axis for axes in used for axis in axes}
-    return [axis for axis in range(ndim) if axis not in taken]
+    """Return the axes that are not used."""
+    return [axis for axis in range(ndim) if not any(axis in axes for axes in used)]

@@ -55,12 +55,10 @@ def layout_and_operand(move: Any, dtype: Any) -> tuple[Any, Any]:
         return jnp.real(jnp.sum(moved * example[0][0].astype(moved.dtype))), []
 
     program = ExampleProgram(loss, [jnp.asarray(W, dtype)], [jnp.ones((5, 2), dtype)])
-    (site,) = program.uses
-    if site.value.layout is None:
+    (use,) = program.uses
+    if use.value.layout is None:
         return None, None
-    closed, plan, uses = program.closed, program.plan, program.uses
-    linear = lambda w: rearranged(closed.jaxpr, closed.consts, [w], [w], plan, uses, frozenset([0]))[0]
-    return site.value.layout, linear
+    return use.value.layout, lambda w: rearranged(program.plan, [w], [w], frozenset([0]))[0]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.float16])
