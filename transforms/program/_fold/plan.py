@@ -271,7 +271,7 @@ class FoldPlan:
 
     def _rewrites(self, parameters: dict[str, Any]) -> dict[Node, Rewrite]:
         """Return how operations are replaced: products take folded weights, the arithmetic of chains does nothing."""
-        rewrites = {}
+        rewrites: dict[Node, Rewrite] = {}
         for node, fold in self._folds.items():
             skipped = [step for step in fold.steps if step.pairs is None]
             if fold.after:

@@ -35,9 +35,9 @@ def correspondence(eqn: JaxprEqn) -> Pairs | None:
     if name == "broadcast_in_dim":
         places = [int(i) for i in params["broadcast_dimensions"]]
         # An axis of size 1 that is spread to another size ends, and a new axis, along which all is the same, begins.
-        kept = {i: place for i, place in enumerate(places) if source[i] == target[place]}
-        new = [i for i in range(len(target)) if i not in kept.values()]
-        return [*(((i,), (kept[i],) if i in kept else ()) for i in range(len(places))), *(((), (i,)) for i in new)]
+        moved = {i: place for i, place in enumerate(places) if source[i] == target[place]}
+        new = [i for i in range(len(target)) if i not in moved.values()]
+        return [*(((i,), (moved[i],) if i in moved else ()) for i in range(len(places))), *(((), (i,)) for i in new)]
     # Without elements any two groups of axes match, so there is no correspondence to find.
     if name == "reshape" and 0 not in source:
         order = params["dimensions"] or range(len(source))
