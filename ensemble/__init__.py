@@ -1,4 +1,13 @@
-"""Many models of one architecture as one: stacked, evaluated, trained and split again."""
+"""Many models of one architecture as one: stacked, evaluated, trained and split again.
+
+The source, lowest layer first; each folder's own docstring is its map:
+
+- `_scoring`: scores of predictions; `_members`: `Ensemble`, its evaluation, devices and strategies;
+- `_step`: one training step of one member, and the state that it changes; `_execution`: how that step is executed for
+  all members, and who chooses it; `_training`: `Trainer`, its loop, checkpoints, early stopping, populations,
+  batches;
+- `metrics`, `calibration`, `plots`: public.
+"""
 
 import warnings
 from typing import TYPE_CHECKING, Any

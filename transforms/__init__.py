@@ -1,4 +1,17 @@
-"""Functional transforms on JAX: functions in, functions out."""
+"""Functional transforms on JAX: functions in, functions out.
+
+The source, lowest layer first; each folder's own docstring is its map:
+
+- `_core`: arguments, axes, memory budgets, jaxprs, keys, versions of JAX; `_models`: models split into arrays and
+  merged again; `_calls`: a user's call as a function of arrays, and chunks;
+- `_vmap`, `_grad`, `_dual`, `_taylor`, `_linear`: the transforms that fit into one file;
+- `_jacobian`: Jacobians and Hessians, dense and sparse; `_curvature`: products with second derivatives, traces,
+  Laplacians;
+- `_convolutions`: convolutions as matrix products, for CPUs; `_runs`: the loop, history, checkpoints and files of
+  long runs;
+- `privacy`: per-sample and clipped gradients, DP-SGD; `program`: programs profiled and rewritten; `modules`:
+  parameters of Flax modules. These three are public.
+"""
 
 from ._curvature.hessian_trace import hessian_diagonal, hessian_trace, hutchinson_trace
 from ._curvature.laplacian import laplacian
