@@ -4,7 +4,8 @@ The source, lowest layer first; each folder's own docstring is its map:
 
 - `_core`: arguments, axes, memory budgets, jaxprs, keys, versions of JAX; `_models`: models split into arrays and
   merged again; `_calls`: a user's call as a function of arrays, and chunks;
-- `_vmap`, `_grad`, `_dual`, `_taylor`, `_linear`: the transforms that fit into one file;
+- `_vmap`, `_grad`, `_dual`, `_taylor`, `_linear`: the transforms that fit into one file, with their checks: `vmap`;
+  `grad`, `value_and_grad`; `dual`; `derivative`; `jvp`, `vjp`, `linearize`;
 - `_jacobian`: Jacobians and Hessians, dense and sparse; `_curvature`: products with second derivatives, traces,
   Laplacians;
 - `_convolutions`: convolutions as matrix products, for CPUs; `_runs`: the loop, history, checkpoints and files of

@@ -6,11 +6,12 @@ the `Execution` (strategy, chunk size, products, devices) that computed them. In
 - `stepper.py`: `Stepper.advance`, all that `Trainer` and its loop know of this folder. It goes through the files below.
 - `step_inputs.py`: the state, the arguments of the loss and their axes as one value, with the `kind` under which
   programs and choices are cached.
-- `data_parallel.py`: raises where a mesh axis `data` splits the batch, and the loss is not a mean over the examples or
-  leaves another state on each device. Once for each kind.
+- `data_parallel.py`: only checks: where the mesh axis `data` splits the batch, it raises if the loss is not a mean over
+  the examples, or would leave different state on different devices. The batch is split in `_members/sharding.py`.
 - `choose_strategy.py`: `StrategyChoice`, which decides by what the user asked for, by what an earlier step or a
-  checkpoint used, by the memory budget (the largest chunk that fits), or, for "auto", by measuring. Why "auto" chose a
-  strategy: the table of the next file says so, or the rule where nothing can be measured (`_by_rule`).
+  checkpoint used, by the memory budget (the largest chunk that fits), or, for "auto", by measuring. Why "auto" chose
+  "vmap", "map", "unroll" or "loop" is in the table that `autotune.py` makes; where nothing can be measured, `_by_rule`
+  of this file decides.
 - `autotune.py`: `tune`, the search over candidates: which are tried, how they are timed, which is taken; the table
   (`Tuning`) that `Trainer.explain` prints; and what is remembered, in the process and in `tune_cache`.
 - `executor.py`: `Executor`, which compiles and runs the step: as one program for all members, or as a Python loop over

@@ -12,9 +12,9 @@ In come models, or a function that makes one and a seed; out come the outputs of
 
 Below these, and shared with training:
 
-- `strategy`: how one function is executed for all members: `vmap`, in chunks, a compiled loop, or unrolled; and the
-  loop that writes members in place.
-- `sharding`: the layout of members over the devices of a mesh: where arrays and batches are placed, how a number of
+- `strategy`: how a function of one member is executed for all: at once ("vmap"), in chunks, in a compiled loop ("map"),
+  or written out ("unroll"); also the loop that writes each member's result in place.
+- `sharding`: the layout of members, and of the batch, over the devices of a mesh: where arrays are placed and split, how a number of
   members that does not divide is padded, and the `shard_map` around a function of members.
 - `rows`: arrays with a row for each member: rows taken, replaced, cut off or chosen, on one device or on many.
 """

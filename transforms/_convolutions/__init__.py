@@ -1,7 +1,7 @@
 """Convolutions as matrix products, for XLA's CPU backend, which is slow at many of the convolutions of training.
 
-Slow are a convolution whose weights are mapped over (the members of an ensemble), one inside a loop, and the gradients
-of both and of pooling; large matrix products are quick. Both files take a function, trace it, and return a function
+XLA is slow there at convolutions whose weights are mapped over (as for the members of an ensemble), at convolutions
+inside a loop, and at the gradients of both and of pooling; it is fast at large matrix products. Both files take a function, trace it, and return a function
 of the same arguments whose program has products in place of convolutions:
 
 - `as_products.py` rewrites a function that is not differentiated any more (`convolutions_as_products`): convolutions
@@ -12,5 +12,5 @@ of the same arguments whose program has products in place of convolutions:
 
 `convolved` in `as_products.py` is the one place where a convolution becomes a product: by patches of the input, by
 parts of the result, or by places of the result, whichever holds fewer numbers. What has no such form stays. How the
-gradient of each single example is formed is not here, but in `privacy/_per_example/rules.py`.
+gradient of each example is formed is not here, but in `privacy/_per_example/rules.py`.
 """

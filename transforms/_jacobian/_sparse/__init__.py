@@ -7,9 +7,9 @@ A call and `sparsity=` come in; out comes an `Evaluator` that computes the entri
 - `detect.py`: that walk, operation by operation; loops and constants. Each array becomes index sets: for each of its
   numbers, the inputs it depends on. It asks the following for the sets of an operation's results.
 - `index_sets.py`: the sets, rows of a sparse matrix of booleans, their unions and selections; values that are known.
-- `primitive_rules.py`: the operations that a pattern can follow, one rule for each kind: elementwise, moves, sums,
-  matrix products, solutions. With `windows.py` for convolutions and pooling, and `indexing.py` for gathers, scatters,
-  slices and updates, whose indices may be known, partly known or unknown.
+- `primitive_rules.py`: the operations that a pattern can follow, with one rule for each kind: elementwise operations,
+  rearrangements, sums, matrix products, linear solves. `windows.py` has the rules for convolutions and pooling,
+  `indexing.py` those for gathers, scatters, slices and updates, whose indices may be known, partly known or unknown.
 - `fallback_rules.py`: operations without a rule: a program that does the same, the batch axes that JAX proves, or else
   every result depends on every operand, with a warning.
 - `control_flow.py`: branches, and loops iteration by iteration; `collectives.py`: `shard_map`, device by device, and

@@ -12,7 +12,8 @@ out. The clipped sums themselves are those of `_per_example`.
   as is counted.
 - `step.py`: `PrivateStep`, one step as a function to compile: through the next two files, then the optimizer.
 - `model_loss.py`: the loss of one example, with random state of its own; refuses a model that keeps other state.
-- `noise.py`: the noise, whose random bits are computed quicker than by JAX on a CPU.
+- `noise.py`: draws the Gaussian noise that is added to the clipped sums: jax-privacy's, from keys of `jax.random`. On a
+  CPU the same random bits are computed faster than JAX does.
 - `fit.py`: the loop of `DPSGD.fit`: the budget, the bar with ε, the history, checkpoints to go on from.
 - `checkpoint.py`: a state on disk, with its ledger. Where a file is made atomic: `_runs/atomic_write.py`.
 """

@@ -3,7 +3,7 @@
 A call goes in, as a `TracedProgram` (`_ir/traced_program.py`); a table of operations, scopes and lines comes out.
 
 `timeline.py` runs compiled programs under JAX's profiler, and computes from the trace how long each instruction took.
-`profile.py` joins these times with the operations, scopes and lines of the instructions (`_ir/attribution.py`), with
+`profile.py` attributes these times to operations, layers (scopes) and lines of source (`_ir/attribution.py`), with
 their flops and bytes (`_ir/cost.py`), and makes the rows of a `Profile`.
 `eager.py` is the other mode: the program is evaluated operation by operation, and each is timed.
 
