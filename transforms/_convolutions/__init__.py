@@ -1,8 +1,8 @@
 """Convolutions as matrix products, for XLA's CPU backend, which is slow at many of the convolutions of training.
 
 XLA is slow there at convolutions whose weights are mapped over (as for the members of an ensemble), at convolutions
-inside a loop, and at the gradients of both and of pooling; it is fast at large matrix products. Both files take a function, trace it, and return a function
-of the same arguments whose program has products in place of convolutions:
+inside a loop, and at the gradients of both and of pooling; it is fast at large matrix products. Both files take a
+function, trace it, and return a function of the same arguments whose program has products in place of convolutions:
 
 - `as_products.py` rewrites a function that is not differentiated any more (`convolutions_as_products`): convolutions
   of any layout, grouping, stride, dilation and padding become one product each, pooling and its gradient become slices,

@@ -12,7 +12,7 @@ names the file, from the program's text without a key, from the key and the argu
 `unverified.py` keeps the programs that ran because of their key alone, and compares each with its function before the
 second call, or at the end of the process.
 
-What is compared before a program from a file is trusted is `expected`, built in `program.prepare` from the signature and
-`environment.py`. A program that was found by its key runs first, and is compared with its function later, by
+What is compared before a program from a file is trusted is `expected`, built in `program.prepare` from the signature
+and `environment.py`. A program that was found by its key runs first, and is compared with its function later, by
 `Lowered.is_of` in `signature.py`.
 """
