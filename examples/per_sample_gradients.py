@@ -73,7 +73,7 @@ def compare(batch: int) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, total)
     print("clipped_grad: the sum of them, each clipped to norm 1; what it does with each parameter:\n")
     for use in clipped.explain(model, images, labels).uses:
-        print(f"  {use.parameter.removeprefix('model'):22} {use.rule:8} {use.why}")
+        print(f"  {use.parameter.removeprefix('model'):22} {use.rule:14} {use.why}")
 
 
 def find_wrong_labels(steps: int, out: Path) -> None:
