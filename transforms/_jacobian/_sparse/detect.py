@@ -60,6 +60,7 @@ def _visit(eqn: JaxprEqn, values: list[Any], without_rule: list[str]) -> list[An
     if name == "shard_map":
         found = on_devices(eqn, values, lambda eqn, values: _visit(eqn, values, without_rule), without_rule)
     elif communicates(eqn):
+        # Outside of `shard_map` the other devices are not followed. The caller keeps every entry, and warns.
         raise NotImplementedError(f"`{name}` lets devices exchange numbers")
     elif name in CALLS:
         found = _run(*called(eqn), values, without_rule)
