@@ -17,10 +17,8 @@ from ...transforms._core.compat import Tracer
 from ...transforms._core.memory import largest_chunk
 from .._members.sharding import Layout
 from .._members.strategy import Execution, in_turn
-from .._step.state import Apart
 from .autotune import Tuning, fingerprint, recall, remember, tune
-from .executor import Executor
-from .step_inputs import StepInputs
+from .executor import Executor, StepInputs
 
 # A loop over at most so many members is written out, with a copy of the step for each; one over more is compiled as a
 # loop.
@@ -117,14 +115,13 @@ class StrategyChoice:
 
     def _tuned(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool, tell: Callable[[str], None]) -> Tuning | None:
         """Return what was measured for a program, now or before; None where there is no memory to measure."""
-        layout, (state, _, axes) = self.executor.layout, inputs
-        structure, size = state._structure_and_size()
+        layout, size = self.executor.layout, inputs.size
         on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
         devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
         # Members that an earlier step has left on other devices would have to be moved, which takes time too.
-        spread = None if isinstance(state._held, Apart) else Layout.around(state._rows())
+        spread = Layout.around(inputs.state)
         where = on_mesh, None if spread is None else spread.devices
-        key = fingerprint(jaxpr, size, axes, self.budget, where, devices, donate)
+        key = fingerprint(jaxpr, size, inputs.axes, self.budget, where, devices, donate)
         tuning = recall(key, self.cache)
         if tuning is not None and not tuning.is_cut_short_of(self.seconds):
             return tuning
@@ -136,7 +133,7 @@ class StrategyChoice:
             convolutions=has_convolution(jaxpr),
             seconds=self.seconds,
             budget=self.budget,
-            where=f"{size} × {structure!r} on {jax.devices()[0].device_kind}",
+            where=f"{size} × {inputs.state._structure!r} on {jax.devices()[0].device_kind}",
             tell=tell,
         )
         if tuning is not None:
@@ -167,7 +164,7 @@ class StrategyChoice:
         return self.executor.trial(inputs, False, execution).compile()
 
     def _members_per_device(self, inputs: StepInputs) -> int:
-        layout, (_, size) = self.executor.layout, inputs.state._structure_and_size()
+        layout, size = self.executor.layout, inputs.size
         return size if layout is None else layout.padded(size) // layout.devices
 
     def _largest_chunk(self, inputs: StepInputs) -> Execution:

@@ -26,8 +26,8 @@ from ...transforms._models.split_model import split as split_model
 from .._members.sharding import DATA, Layout, everywhere
 from .._members.strategy import take_member
 from .._step.member_step import MemberStep, metrics_of
-from .executor import Executor
-from .step_inputs import StepInputs
+from .executor import Executor, StepInputs
+from .forms import stacked
 
 # After these collectives all devices of an axis have the same.
 _AGREED = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
@@ -40,7 +40,7 @@ def check_split(step: MemberStep, executor: Executor, inputs: StepInputs) -> boo
       Whether all was checked: where a step is traced there are no values to compare.
     """
     layout, (state, arguments, axes) = executor.layout, inputs
-    structure, _ = state._structure_and_size()
+    structure = state._structure
     assert layout is not None
     layout.check_batch("Trainer.step", arguments, axes)
     specs = layout.batch_specs(arguments, axes)
@@ -86,9 +86,12 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
       split: for each array of the batch, whether it is split.
     """
     state, arguments, axes = inputs
-    structure, _ = state._structure_and_size()
+    structure = state._structure
     with layout.context():
-        first = _first((state._spread(layout), *layout.place_batch(arguments, axes)), HashablePytree.of((0, *axes)))
+        first = _first(
+            (layout.place(stacked(state)._arrays()), *layout.place_batch(arguments, axes)),
+            HashablePytree.of((0, *axes)),
+        )
         (trainable, rest, _, standing), *batch = jax.tree.map(layout.place_shared, everywhere(first))
     leaves, treedef = jax.tree.flatten(batch)
 

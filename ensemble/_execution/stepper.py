@@ -11,11 +11,10 @@ import numpy as np
 from ...transforms._core.axes import Axes, axes_per_argument, mapped_size
 from .._members.strategy import Execution
 from .._step.member_step import MemberStep
-from .._step.state import TrainState
 from .choose_strategy import StrategyChoice
 from .data_parallel import check_split
-from .executor import Executor
-from .step_inputs import StepInputs
+from .executor import Executor, StepInputs
+from .forms import State
 
 
 class Stepper:
@@ -74,13 +73,13 @@ class Stepper:
 
     def advance(
         self,
-        state: TrainState,
+        state: State,
         batch: Any,
         execution: Execution | None = None,
         *,
         donate: bool = False,
         tell: Callable[[str], None] = lambda _: None,
-    ) -> tuple[TrainState, dict[str, jax.Array], Execution]:
+    ) -> tuple[State, dict[str, jax.Array], Execution]:
         """Take a step, and return the new state, the metrics, and how it was executed.
 
         Args:
@@ -90,7 +89,7 @@ class Stepper:
           donate: whether the step takes over the memory of `state`.
           tell: called with a line about what is measured, which may take a while.
         """
-        inputs = StepInputs(state, *self.arguments(batch, state._structure_and_size()[1]))
+        inputs = StepInputs(state, *self.arguments(batch, state._size))
         layout = self.executor.layout
         if layout is not None and layout.shards > 1:
             # Once for each kind; a traced step has no values to compare, so the next one of its kind is checked again.
@@ -103,4 +102,4 @@ class Stepper:
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, inputs.arguments)
             inputs = inputs._replace(arguments=arguments)
         after, metrics = self.executor.execute(execution, inputs, donate)
-        return after._after(state), metrics, execution
+        return after, metrics, execution

@@ -59,7 +59,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     if layout.padded(size) != size:
         raise ValueError(
             f"Ensemble.create: {size} members do not divide over the {layout.devices} devices of the mesh axis "
-            '"ensemble"; create them without a mesh, and Trainer.init pads them.'
+            '"ensemble"; create them without a mesh, or as many as divide.'
         )
     if isinstance(key, Tracer):
         raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
@@ -67,7 +67,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     # it becomes a constant that may be anywhere.
     impl, words = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
     key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
-    indices = layout.place(np.arange(size), size)
+    indices = layout.place(np.arange(size))
     with layout.context():
         trainable, rest = jax.jit(layout.over_members(make_some))(indices)
     return structures[0], trainable, rest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -76,10 +76,10 @@ class Layout:
         """Return the number of parts into which a batch is split."""
         return self.mesh.shape.get(DATA, 1)
 
-    @cached_property
-    def members(self) -> NamedSharding:
-        """Return the sharding of an array that has the members along axis 0."""
-        return NamedSharding(self.mesh, P(ENSEMBLE))
+    def of_members(self, size: int) -> NamedSharding:
+        """Return the sharding of an array with `size` members along axis 0."""
+        # JAX spreads only what divides: otherwise every device has a copy.
+        return self.shared if size % self.devices else NamedSharding(self.mesh, P(ENSEMBLE))
 
     @cached_property
     def shared(self) -> NamedSharding:
@@ -98,13 +98,13 @@ class Layout:
         """Return the number of rows for `size` members, a multiple of the devices; the last member fills them up."""
         return -(-size // self.devices) * self.devices
 
-    def place(self, tree: Any, size: int) -> Any:
-        """Return `tree`, whose arrays have `size` members along axis 0, spread over the devices and padded."""
-        return jax.tree.map(lambda x: self._place(x, self.members, self.padded(size) - size), tree)
+    def place(self, tree: Any) -> Any:
+        """Return `tree`, whose arrays have the members along axis 0, on the devices of these members."""
+        return jax.tree.map(lambda x: move(x, self.of_members(len(x))), tree)
 
     def place_shared(self, x: Any) -> jax.Array:
         """Return an array of which every device has a copy."""
-        return self._place(x, self.shared, 0)
+        return move(x, self.shared)
 
     def place_batch(self, batch: Any, axes: Sequence[Axes]) -> Any:
         """Return the batch with each array on the devices that need it."""
@@ -113,28 +113,9 @@ class Layout:
         def place(x: Any, spec: P) -> jax.Array:
             # An array with a slice for each member that does not divide is padded by `over_devices`, and split then.
             divides = ENSEMBLE not in spec or x.shape[tuple(spec).index(ENSEMBLE)] % self.devices == 0
-            return self._place(x, NamedSharding(self.mesh, spec) if divides else self.shared, 0)
+            return move(x, NamedSharding(self.mesh, spec) if divides else self.shared)
 
         return jax.tree.unflatten(treedef, map(place, leaves, self.batch_specs(batch, axes)))
-
-    def _place(self, x: Any, sharding: NamedSharding, more: int) -> jax.Array:
-        """Return `x`, with `more` copies of its last row, in the given sharding."""
-        if isinstance(x, Tracer):
-            return jax.device_put(_pad(x, 0, more), sharding)
-        if isinstance(x, jax.Array) and x.sharding == sharding and not more:
-            return x
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return _pad_spread(x, sharding, more)
-        if self.in_one_process and not more:
-            return jax.device_put(x, sharding)
-        x = x if hasattr(x, "dtype") else jnp.asarray(x)
-        # Each process has all of the array, and copies the parts of its own devices. `device_put` to devices of other
-        # processes would compare the array in all of them. NumPy has no keys: their words are placed, and wrapped.
-        data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
-        if more:
-            data = np.concatenate([data, *[data[-1:]] * more])
-        held = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
-        return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key(x) else held
 
     def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> list[P]:
         """Return the partition of each array of the batch."""
@@ -196,12 +177,16 @@ class Layout:
             leaves, treedef = jax.tree.flatten(batch)
             member_axes = broadcast_axes(tuple(axes), batch)
             # The caller pads what has the members along axis 0; in the batch they may be along any axis.
-            padded = [x if axis is None else _pad(x, axis, more) for x, axis in zip(leaves, member_axes, strict=True)]
+            padded = [x if axis is None else pad(x, axis, more) for x, axis in zip(leaves, member_axes, strict=True)]
             batch = jax.tree.unflatten(treedef, padded)
             specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
             return self._on_each(mapped(self.padded(size) // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
 
         return over_all
+
+    def constrain(self, tree: Any) -> Any:
+        """Return what `place` does, within a program."""
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.of_members(len(x))), tree)
 
     def over_members(self, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return `fun` of stacked members, of which each device evaluates its own."""
@@ -222,7 +207,7 @@ class Layout:
         return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
 
 
-def _pad(x: jax.Array, axis: int, more: int) -> jax.Array:
+def pad(x: jax.Array, axis: int, more: int) -> jax.Array:
     """Return `x` with `more` copies of its last slice along `axis`."""
     if not more:
         return x
@@ -236,21 +221,37 @@ def everywhere(tree: Any) -> Any:
     def gather(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or not isinstance(x.sharding, NamedSharding):
             return x
-        return _gathered(NamedSharding(x.sharding.mesh, P()))(x)
+        return _moved(NamedSharding(x.sharding.mesh, P()))(x)
 
     return jax.tree.map(gather, tree)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _pad_spread(x: jax.Array, sharding: NamedSharding, more: int) -> jax.Array:
-    # No process holds all of `x`: a program over all of them pads it and moves its parts.
-    return lax.with_sharding_constraint(_pad(x, 0, more), sharding)
-
-
 # Cached, so that arrays of one sharding share a compiled program: `jax.jit` of a new lambda would compile anew.
 @cache
-def _gathered(sharding: NamedSharding) -> Callable[[Any], Any]:
+def _moved(sharding: NamedSharding) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+def move(tree: Any, sharding: Any) -> Any:
+    """Return `tree` with its arrays in another sharding, which may span several processes."""
+
+    def of_leaf(x: Any) -> jax.Array:
+        if isinstance(x, Tracer):
+            return jax.device_put(x, sharding)
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return _moved(sharding)(x)  # no process holds all of it: a program of all processes moves its parts
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)
+        # Each process has all of the array, and copies the parts of its own devices. `device_put` to devices of other
+        # processes would compare the array in all of them. NumPy has no keys: their words are placed, and wrapped.
+        data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        held = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
+        return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key(x) else held
+
+    return jax.tree.map(of_leaf, tree)
 
 
 def own_keys(tree: Any) -> Any:

@@ -83,7 +83,7 @@ class MemberOptimizer:
         self._transform = self._inject(**shared, **{name: values[0].item() for name, values in self.per_member.items()})
 
     def init(self, trainable: Any, size: int) -> Any:
-        """Return the state for `size` members with stacked parameters, which may repeat the last member to pad them."""
+        """Return the state for `size` members with stacked parameters."""
         for name, values in self.per_member.items():
             check_size(name, values, size)
         if not self.per_member:
@@ -92,9 +92,7 @@ class MemberOptimizer:
         def init_member(params: Any, values: dict[str, Any]) -> Any:
             return self._inject(**self._shared, **values).init(params)
 
-        more = len(jax.tree.leaves(trainable)[0]) - size
-        padded = {name: np.pad(values, (0, more), "edge") for name, values in self.per_member.items()}
-        return jax.vmap(init_member)(trainable, padded)
+        return jax.vmap(init_member)(trainable, self.per_member)
 
     def update(
         self, gradients: Any, state: Any, params: Any, schedules: Mapping[str, jax.Array], **extra: Any

@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
     if isinstance(like, Ensemble):
         return Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
     if isinstance(like, TrainState):
-        return Group.of(like._contents()).agree(lambda: read_run(Checkpoint.open("load", path), like, {})[0])
+        return Group.of(like).agree(lambda: read_run(Checkpoint.open("load", path), like, {})[0])
     raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
 
 
@@ -116,9 +116,8 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     """
     checkpoint = Checkpoint.open("load_member", path)
     if isinstance(like, (Ensemble, TrainState)):
-        # Not `like.ensemble`, which may be cut from padded rows: a program in which all processes would have to join.
-        structure = like._structure_and_size()[0] if isinstance(like, TrainState) else like.structure
-        stacked = _parts(like)["ensemble"]
+        ensemble = like.ensemble if isinstance(like, TrainState) else like
+        structure, stacked = ensemble.structure, (ensemble.trainable, ensemble.rest)
         expected = _outline_members(*stacked)
     elif is_model(like):
         parts = split(like)
@@ -149,10 +148,8 @@ def write_state(
     """Write a checkpoint: `about` goes into its manifest, `history` into a file, and `more` among the arrays."""
     about = dict(about or {})
     if isinstance(saved, TrainState):
-        size = saved._structure_and_size()[1]
         about["step"] = int(saved.step)
-    else:
-        size = len(saved)
+    size = saved._size if isinstance(saved, TrainState) else len(saved)
     parts = _parts(saved) | dict(more or {})
     write(api, path, parts, size, outlines=_outlines(parts), about=about, history=history)
 
@@ -164,11 +161,10 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
             f"{checkpoint.api}: the checkpoint at {checkpoint.path} holds an ensemble, but no training state; load it "
             "with an Ensemble as like."
         )
-    structure, size = like._structure_and_size()
     held = checkpoint.manifest["arrays"]
-    read = _read(checkpoint, _parts(like) | {part: tree for part, tree in more.items() if part in held}, size)
+    read = _read(checkpoint, _parts(like) | {part: tree for part, tree in more.items() if part in held}, like._size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])
-    state = TrainState._of_padded(structure, arrays, size, _step(checkpoint.manifest["step"], like.step))
+    state = TrainState._of_arrays(like._structure, arrays, _step(checkpoint.manifest["step"], like.step))
     return state, {part: read[part] for part in more if part in read}
 
 
@@ -195,10 +191,10 @@ def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], size: int) -> dict[s
 
 
 def _parts(saved: TrainState | Ensemble) -> dict[str, Any]:
-    """Return the stacked, perhaps padded, arrays under their names in a checkpoint."""
+    """Return the stacked arrays under their names in a checkpoint."""
     if isinstance(saved, Ensemble):
         return {"ensemble": (saved.trainable, saved.rest)}
-    trainable, rest, opt_state, standing = saved._rows()
+    trainable, rest, opt_state, standing = saved._arrays()
     return {"ensemble": (trainable, rest), "opt_state": opt_state, "standing": standing}
 
 

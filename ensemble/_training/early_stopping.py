@@ -7,7 +7,7 @@ taken out of it, so that its steps become quicker, and are put back in their pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...transforms._core.arguments import check_count, describe, is_real
+from .._execution.forms import State, stacked
 from .._members.ensemble import Ensemble
-from .._members.rows import match_sharding, padded, put, take, where_rows
+from .._members.rows import match_sharding, put, take, where_rows
 from .._members.sharding import everywhere
 from .._step.member_status import Stop, still_finite, with_other_keys
 from .._step.state import TrainState
@@ -150,11 +151,11 @@ class Watch:
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         """Return the state with which a run begins, from that of all members and from the parts of a checkpoint."""
         if self.early is not None:
-            self.best = saved.get("best", state._rows()[:2])
+            self.best = saved.get("best", state._arrays()[:2])
             if "watch" in saved:
                 self.values, self.waits = (np.array(saved["watch"][name]) for name in ("values", "waits"))
         if self.restarts is not None:
-            self.snapshot, self.stale = saved.get("snapshot", state._rows()), "snapshot" in saved
+            self.snapshot, self.stale = saved.get("snapshot", state._arrays()), "snapshot" in saved
         if "watch" in saved:
             going = np.flatnonzero(saved["watch"]["in_the_run"])
             if 0 < len(going) < self.size:
@@ -170,29 +171,27 @@ class Watch:
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.active)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
-            parts["best"] = self._of_all(state._rows()[:2], match_sharding(self.best, state._rows(), len(self.active)))
+            parts["best"] = self._of_all(state._arrays()[:2], match_sharding(self.best, state._arrays()))
         if self.restarts is not None and (self.stale or step % self.restarts.every):  # else it is the state
-            parts["snapshot"] = self._of_all(
-                state._rows(), match_sharding(self.snapshot, state._rows(), len(self.active))
-            )
+            parts["snapshot"] = self._of_all(state._arrays(), match_sharding(self.snapshot, state._arrays()))
         return parts
 
     def likes(self, state: TrainState) -> dict[str, Any]:
         """Return trees like those of `parts`, for reading a checkpoint."""
         flags, counts = np.zeros(self.size, bool), np.zeros(self.size, np.int32)
         watched = {"values": counts.astype(np.float32), "waits": counts, "in_the_run": flags}
-        rows = state._rows()
+        rows = state._arrays()
         likes = {"watch": watched, "best": rows[:2]} if self.early is not None else {}
         return likes | ({"snapshot": rows} if self.restarts is not None else {})
 
-    def after(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any], list[str]]:
+    def after(self, step: int, state: State) -> tuple[State, dict[str, Any], list[str]]:
         """Return the state with which the run goes on after a step, what was evaluated, and lines to print."""
         lines: list[str] = []
-        acts = [x.every for x in (self.early, self.restarts) if x is not None and step % x.every == 0]
-        if acts:  # steps may have put the members on other devices
-            rows, size = state._rows(), len(self.active)
-            self.best = None if self.best is None else match_sharding(self.best, rows, size)
-            self.snapshot = None if self.snapshot is None else match_sharding(self.snapshot, rows, size)
+        if all(x is None or step % x.every for x in (self.early, self.restarts)):
+            return state, {}, lines
+        # Steps may have put the members on other devices.
+        state = stacked(state)
+        self.best, self.snapshot = match_sharding((self.best, self.snapshot), state._arrays())
         if self.restarts is not None and step % self.restarts.every == 0:
             state = self._put_back(self.restarts, step, state, lines)
         if self.early is None or step % self.early.every:
@@ -205,32 +204,32 @@ class Watch:
         if self.restarts is None and stopped.all():
             self.finished = True
 
-    def all_members(self, state: TrainState) -> TrainState:
+    def all_members(self, state: State) -> TrainState:
         """Return the state of all members from that of the active ones; where none goes on, as of the last step."""
+        state = stacked(state)
         if self.full_state is not None:
-            rows = self.full_state._rows()
-            arrays = self._of_all(rows, match_sharding(state._rows(), rows, len(self.active)))
-            state = TrainState._of_padded(state._structure_and_size()[0], arrays, self.size, state.step)
+            rows = self.full_state._arrays()
+            arrays = self._of_all(rows, match_sharding(state._arrays(), rows))
+            state = TrainState._of_arrays(state._structure, arrays, state.step)
         # `notice` hears of a step when it is computed, which may be after later steps were dispatched, and checks are
         # rare. The state at hand tells at once.
         self.finished = self.finished or not self._going(*_known(state)).any()
         # Steps that were taken after the last member had stopped changed nothing but their number: it is taken back,
         # so that the run ends at the same step however late that was noticed.
         if self.finished and (late := int(state.step) - self.last_step(state)):
-            structure, size = state._structure_and_size()
-            state = TrainState._of_padded(structure, state._rows(), size, state.step - np.int32(late))
+            state = replace(state, step=state.step - np.int32(late))
         return state
 
     def last_step(self, state: TrainState) -> int:
         """Return the last step in which a member trained."""
-        steps = np.asarray(everywhere(state._rows()[3].step))[: self.size]
+        steps = np.asarray(everywhere(state.standing.step))
         return max(int(steps.max()), self.start)
 
     def nonfinite(self, given: TrainState, last: TrainState) -> np.ndarray:
         """Return which of all members have parameters that are not finite, where those they began with were."""
-        rows = last._rows()[0]
-        finite = _still_finite(rows, match_sharding(given._rows()[0], rows, self.size))
-        return np.flatnonzero(~np.asarray(everywhere(finite))[: self.size])
+        now = last.ensemble.trainable
+        finite = _still_finite(now, match_sharding(given.ensemble.trainable, now))
+        return np.flatnonzero(~np.asarray(everywhere(finite)))
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
         """Return a batch with the slices of active members alone, in arrays that have one for each member."""
@@ -246,15 +245,15 @@ class Watch:
         stopped, before = _known(state)
         back = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
         if back.any():
-            arrays = _restarted(_along(back, state), state._rows(), self.snapshot, np.int32(step))
-            state = _state_of(state, arrays)
+            arrays = _restarted(back, state._arrays(), self.snapshot, np.int32(step))
+            state = TrainState._of_arrays(state._structure, arrays, state.step)
             named = members_in_words(self.active[back])
             lines.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
         self.finished = not self._going(*_known(state)).any()
         # A member whose numbers are not finite keeps its earlier snapshot: put back to this one, it would stop again.
-        finite = _still_finite(state._rows()[:3], self.snapshot[:3])
+        finite = _still_finite(state._arrays()[:3], self.snapshot[:3])
         self.stale = not np.asarray(everywhere(finite)).all()
-        self.snapshot = where_rows(finite, state._rows(), self.snapshot)
+        self.snapshot = where_rows(finite, state._arrays(), self.snapshot)
         return state
 
     def _judge(
@@ -270,13 +269,13 @@ class Watch:
         waits = np.where(better, 0, self.waits[self.active] + trains)
         self.values[self.active], self.waits[self.active] = np.where(better, values, best), waits
         if better.any():
-            self.best = where_rows(_along(better, state), state._rows()[:2], self.best)
+            self.best = where_rows(better, state._arrays()[:2], self.best)
         stops = trains & (waits >= early.patience)
         if stops.any():
             # A member whose values were never finite has no best.
             back = stops & ~np.isnan(self.values[self.active]) & early.restore_best
-            arrays = _ended(_along(stops, state), _along(back, state), state._rows(), self.best)
-            state = _state_of(state, arrays)
+            arrays = _ended(stops, back, state._arrays(), self.best)
+            state = TrainState._of_arrays(state._structure, arrays, state.step)
             named = members_in_words(self.active[stops])
             lines.append(f"Step {step}: {named} stopped, not better for {early.patience} evaluations.")
         going = self._going(np.where(stops, Stop.EARLY, stopped), restarts)
@@ -295,9 +294,7 @@ class Watch:
         places = np.flatnonzero(np.isin(self.active, going))
         self.full_state, self.active = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
-        return TrainState._of_padded(
-            state._structure_and_size()[0], take(state._rows(), going), len(going), jnp.copy(state.step)
-        )
+        return TrainState._of_arrays(state._structure, take(state._arrays(), going), jnp.copy(state.step))
 
     def _of_all(self, full_state: Any, mine: Any) -> Any:
         """Return arrays of all members, in which the active ones have `mine`."""
@@ -317,26 +314,14 @@ def _checked(values: Any, size: int) -> np.ndarray:
 
 def _known(state: TrainState) -> tuple[np.ndarray, np.ndarray]:
     """Return for each active member why it has stopped, and how often it was put back."""
-    _, size = state._structure_and_size()
-    standing = everywhere(state._rows()[3])
-    return np.asarray(standing.stopped)[:size], np.asarray(standing.restarts)[:size]
+    standing = everywhere(state.standing)
+    return np.asarray(standing.stopped), np.asarray(standing.restarts)
 
 
 def members_in_words(places: np.ndarray) -> str:
     """Return members by their numbers, for a sentence."""
     names = ", ".join(map(str, places))
     return f"member {names}" if len(places) == 1 else f"members {names}"
-
-
-def _state_of(like: TrainState, arrays: Any) -> TrainState:
-    """Return a state like another, with other arrays."""
-    structure, size = like._structure_and_size()
-    return TrainState._of_padded(structure, arrays, size, like.step)
-
-
-def _along(flags: np.ndarray, state: TrainState) -> np.ndarray:
-    """Return one flag for each row, of which there may be more than members."""
-    return padded(flags, len(jax.tree.leaves(state._rows())[0]))
 
 
 @jax.jit

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -19,6 +21,7 @@ from ...transforms._runs.history import History, Recorder, is_recorded, numbers
 from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
 from ...transforms._runs.processes import Group
 from ...transforms._runs.run_directory import RunDirectory
+from .._execution.forms import State
 from .._execution.stepper import Stepper
 from .._members.sharding import everywhere
 from .._members.strategy import Execution
@@ -80,8 +83,8 @@ def fit(
     source = iterate("Trainer.fit", batches)
     start = int(state.step)
     target = None if steps is None else start + steps
-    group = Group.of(state._contents())
-    watch = Watch(early_stopping, restarts, state._structure_and_size()[1], start)
+    group = Group.of(state)
+    watch = Watch(early_stopping, restarts, state._size, start)
     store = None if checkpoint_dir is None else RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
     found = None if store is None else store.newest(partial(_resume, state, stepper.settings(), watch))
     begin = found if found is not None and int(found.state.step) >= start else RunStart(state)
@@ -103,7 +106,7 @@ def fit(
     aloud = progress and group.is_first
     steps_of_run = _Run(stepper, watch, recorder, store, callbacks, begin.execution, aloud, start + done)
     last, step, interrupted = run(
-        watch.begin(begin.state._copy(), begin.watched),
+        watch.begin(jax.tree.map(jnp.copy, begin.state), begin.watched),
         source,
         steps_of_run.advance,
         step=start + done,
@@ -131,7 +134,7 @@ def fit(
     if target is not None and step < target and not interrupted:
         why = "all members have stopped" if watch.finished else "the batches ended"
         ends = f"{why} after step {step}, {target - step} steps before the {steps} asked for."
-        stopped_early = (np.asarray(everywhere(last._rows()[3].stopped)) == Stop.EARLY).any()
+        stopped_early = (np.asarray(everywhere(last.standing.stopped)) == Stop.EARLY).any()
         if not (watch.finished and stopped_early):
             warnings.warn(f"Trainer.fit: {ends}", stacklevel=3)
         elif aloud:  # which is what it was asked for
@@ -162,7 +165,7 @@ class _Run:
     taken: int
     saved: int = -1
 
-    def advance(self, state: TrainState, batch: Any) -> tuple[TrainState, Reported]:
+    def advance(self, state: State, batch: Any) -> tuple[State, Reported]:
         """Return the state after a step, with members stopped or put back that are due, and what it reports."""
         watch = self.watch
         if len(watch.active) < watch.size:
@@ -203,7 +206,7 @@ class _Run:
             for callback in self.callbacks:
                 callback(step, known)
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: State) -> None:
         """Write a checkpoint."""
         assert self.store is not None
         full = self.watch.all_members(state)
@@ -217,10 +220,9 @@ class _Run:
 
 def _columns(stepper: Stepper, state: TrainState) -> dict[str, list[float]]:
     """Return the hyperparameters with a number for each member, as the state has them."""
-    (_, _, opt_state, standing), (_, size) = state._rows(), state._structure_and_size()
-    held = {**getattr(opt_state, "hyperparams", {}), **standing.hyperparams}
+    held = {**getattr(state.opt_state, "hyperparams", {}), **state.standing.hyperparams}
     # By way of text: `str` of a float32 is the shortest that is that number, 0.1, where `float` of it is 0.10000000149.
-    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))[:size]] for name in stepper.columns}
+    return {name: [float(str(x)) for x in np.asarray(everywhere(held[name]))] for name in stepper.columns}
 
 
 def _tell(what: str) -> None:

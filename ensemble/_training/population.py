@@ -46,29 +46,17 @@ def select(members: Members, indices: ArrayLike) -> Members:
       >>> select(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0), [3, 1])
       Ensemble of 2 × Linear, 15 parameters each
     """
-    arrays: Any
-    traced = isinstance(indices, Tracer)
-    if isinstance(members, Ensemble):
-        structure, size, arrays = members.structure, len(members), (members.trainable, members.rest)
-    elif isinstance(members, TrainState):
-        structure, size = members._structure_and_size()
-        # A traced index may be negative, and would count from the end of padded rows.
-        arrays = members._arrays() if traced else members._rows()
-    else:
+    if not isinstance(members, (Ensemble, TrainState)):
         raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
-    rows = _checked_indices(indices, size)
-    count, layout = len(rows), None if traced else Layout.around(arrays)
-    if isinstance(members, Ensemble) and layout is not None and layout.padded(count) != count:
-        raise ValueError(
-            f"select: {count} members do not divide over the {layout.devices} devices of the ensemble; select "
-            "of a TrainState pads them."
-        )
-    selected: Any = jax.tree.map(lambda x: x[rows], arrays) if traced else take(arrays, rows)
+    ensemble = members if isinstance(members, Ensemble) else members.ensemble
+    rows = _checked_indices(indices, len(ensemble))
+    arrays = (ensemble.trainable, ensemble.rest) if isinstance(members, Ensemble) else members._arrays()
+    selected: Any = jax.tree.map(lambda x: x[rows], arrays) if isinstance(rows, Tracer) else take(arrays, rows)
     made: Any
     if isinstance(members, Ensemble):
-        made = Ensemble(structure, *selected)
+        made = Ensemble(ensemble.structure, *selected)
     else:
-        made = TrainState._of_padded(structure, selected, count, members.step)
+        made = TrainState._of_arrays(ensemble.structure, selected, members.step)
     return made
 
 
@@ -148,7 +136,7 @@ def exploit(
       Array([0, 0], dtype=int32)
     """
     check_state("exploit", state)
-    structure, size = state._structure_and_size()
+    size = state._size
     check_key("exploit", key)
     if jnp.shape(scores) != (size,):
         raise ValueError(f"exploit: scores must have shape ({size},), but got {jnp.shape(scores)}.")
@@ -183,11 +171,11 @@ def exploit(
     if of_optimizer:
         opt_state = opt_state._replace(hyperparams=of_optimizer)
     arrays = trainable, rest, opt_state, standing._replace(hyperparams=of_loss)
-    # `_arrays` has cut the padding, and `x[source]` may have gathered the members.
-    layout = None if state._is_traced() else Layout.around(state._rows())
+    # `x[source]` may have gathered the members.
+    layout = Layout.around(state.ensemble)
     if layout is not None:
-        arrays = layout.place(arrays, size)
-    return TrainState._of_padded(structure, arrays, size, state.step), source
+        arrays = layout.place(arrays)
+    return TrainState._of_arrays(state._structure, arrays, state.step), source
 
 
 class Selection(NamedTuple):

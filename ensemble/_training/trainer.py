@@ -186,12 +186,12 @@ class Trainer:
         layout = self._layout
         with layout.context():
             # Placed first, so that what is made of them is made where it belongs.
-            arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest), size))
+            arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest)))
             # Compiled with its sharding: each device makes the optimiser's state of its own members, and nothing is
             # sent.
-            init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.members)
-            arrays = *arrays, init(arrays[0]), layout.place(standing, size)
-            return TrainState._of_padded(ensemble.structure, arrays, size, layout.place_shared(step))
+            init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.of_members(size))
+            arrays = *arrays, init(arrays[0]), layout.place(standing)
+            return TrainState._of_arrays(ensemble.structure, arrays, layout.place_shared(step))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Take one step of every member.
@@ -208,9 +208,6 @@ class Trainer:
           ValueError: the batch does not fit `in_axes`; gradients of another structure than the parameters; a member
             changes its structure; the loss reports something called "loss".
           TypeError: the loss returns something other than a scalar, or a scalar and a dict.
-
-        Cost:
-          Under "loop" the new state is stacked when its arrays are read, not before.
         """
         check_state("Trainer.step", state)
         # "stopped" is for `fit`; a user reads `state.standing`.

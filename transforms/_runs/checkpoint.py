@@ -282,19 +282,19 @@ def members_of(tree: Any, size: int) -> list[int]:
         if not _is_spread(leaf):
             return list(range(size))
         for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
-            needed |= {min(i, size - 1) for i in range(*index[0].indices(leaf.shape[0]))}
+            needed.update(range(*index[0].indices(size)))
     return sorted(needed)
 
 
 def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) -> jax.Array:
-    """Return the stacked array of members, sharded as `like`; beyond `size` the last member is repeated, as padding."""
+    """Return the stacked array of members, sharded as `like`."""
 
     def stacked(places: Any) -> np.ndarray:
-        return np.stack([rows[min(i, size - 1)] for i in range(*places.indices(like.shape[0]))])
+        return np.stack([rows[i] for i in range(*places.indices(size))])
 
     if not _is_spread(like):
         return as_saved(jnp.asarray(stacked(slice(None))), dtype)
-    shape = (like.shape[0], *next(iter(rows.values())).shape)
+    shape = (size, *next(iter(rows.values())).shape)
     # A sharding of keys is one of their data too: that has more axes behind.
 
     def of_shard(index: Any) -> np.ndarray:

@@ -20,7 +20,7 @@ from jax import lax
 from plurax.ensemble import Ensemble, Trainer
 from plurax.ensemble._execution import autotune
 from plurax.ensemble._execution.autotune import Trial, tune
-from plurax.ensemble._execution.step_inputs import StepInputs
+from plurax.ensemble._execution.executor import StepInputs
 from plurax.ensemble._members.strategy import Execution
 
 VMAP, MAP, UNROLL, LOOP = (Execution(name) for name in ("vmap", "map", "unroll", "loop"))

@@ -25,7 +25,7 @@ from jax.sharding import AxisType
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
 from plurax.ensemble._execution.data_parallel import differs
-from plurax.ensemble._execution.step_inputs import StepInputs
+from plurax.ensemble._execution.executor import StepInputs
 from plurax.transforms import vmap
 from plurax.transforms._models.hashable import HashablePytree
 
@@ -153,11 +153,12 @@ def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]
     """What devices exchange in the compiled step, and in which groups."""
     inputs = StepInputs(state, batch, (None,) * len(batch))
     execution = trainer._stepper.choice.choose(inputs, None, False, print)
-    structure, size = state._structure_and_size()
     executor = trainer._stepper.executor
     with executor._context(execution):  # as the step was compiled, so that it is not compiled again
         placed = executor._placed(execution, inputs)
-        lowered = executor._programs[0].lower(structure, execution, size, HashablePytree.of(inputs.axes), *placed)
+        lowered = executor._programs[0].lower(
+            state.ensemble.structure, execution, inputs.size, HashablePytree.of(inputs.axes), *placed
+        )
         text = lowered.compile().as_text()
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
@@ -200,9 +201,12 @@ def held_by_each() -> None:
     state = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(ensemble)
     for leaf in jax.tree.leaves((ensemble, state.ensemble, state.opt_state)):
         assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [2, 2, 2, 2]
-    padded = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4)).init(created(CNN))
-    assert {len(shard.data) for leaf in jax.tree.leaves(padded._rows()) for shard in leaf.addressable_shards} == {2}
-    assert len(padded.ensemble) == 6
+    # Six members do not divide over four devices: in a run each has two of them, with padding, and all six after it.
+    trainer = Trainer(cross_entropy, optax.adam(0.1), mesh=mesh_of(4))
+    in_run, _, _ = trainer._stepper.advance(trainer.init(created(CNN)), (IMAGES, LABELS), donate=True)
+    assert {len(shard.data) for leaf in jax.tree.leaves(in_run.arrays) for shard in leaf.addressable_shards} == {2}
+    after = trainer.step(trainer.init(created(CNN)), (IMAGES, LABELS))[0]
+    assert {len(shard.data) for leaf in jax.tree.leaves(after.ensemble) for shard in leaf.addressable_shards} == {6}
     with pytest.raises(
         ValueError, match=r"6 members do not divide over the 4 devices of the mesh axis \"ensemble\"; c"
     ):
@@ -372,10 +376,8 @@ def files() -> None:
         trainer, state, _ = train(CNN, cross_entropy, (IMAGES, LABELS), mesh_of(4))
         save(f"{directory}/x", state)
         again = load(f"{directory}/x", trainer.init(ensemble))
-        assert_close(again._rows(), state._rows())
-        assert [x.sharding for x in jax.tree.leaves(again._rows())] == [
-            x.sharding for x in jax.tree.leaves(state._rows())
-        ]
+        assert_close(again, state)
+        assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(state)]
         assert_close(load(f"{directory}/x", alone("cnn")[0]).ensemble, alone("cnn")[0].ensemble)
         assert_close(trainer.step(again, (IMAGES, LABELS))[1], trainer.step(state, (IMAGES, LABELS))[1])
 

@@ -136,7 +136,7 @@ def run(root: Path) -> dict[str, Any]:
             total.step(total.init(members(2)), BATCHES[0])
         save(root / "padded", state)
         again = load(root / "padded", trainer.init(members(5)))
-        for mine, theirs in zip(held(again._rows()), held(state._rows()), strict=True):
+        for mine, theirs in zip(held(again), held(state), strict=True):
             np.testing.assert_array_equal(mine, theirs)
 
     @check
@@ -263,7 +263,7 @@ def test_each_process_has_written_its_members(root: Path) -> None:
     assert manifest["owners"] == [0, 0, 1, 1]
     assert {name.split("/")[1] for name in manifest["files"] if name.startswith("arrays/")} == {"0", "1"}
     manifest = json.loads((root / "files" / "padded" / "plurax.json").read_text())
-    assert manifest["owners"] == [0, 0, 0, 0, 1]
+    assert manifest["owners"] == [0, 0, 0, 0, 0]  # five members do not divide: every process has all
 
 
 class Test_a_group_of_one:

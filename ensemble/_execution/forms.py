@@ -1,0 +1,123 @@
+"""The forms in which a run holds its state between steps, and `stacked`, which returns a `TrainState` again.
+
+A loop over members leaves the arrays of each, and devices over which members do not divide have rows that pad them. To
+stack or to cut those off after each step would cost a copy of the state, or send it to every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...transforms._models.split_model import Structure
+from .._members.sharding import Layout, pad
+from .._step.state import Arrays, TrainState
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["members", "step"], meta_fields=["_structure"])
+@dataclass(frozen=True)
+class Unstacked:
+    """A state as the arrays of each member."""
+
+    _structure: Structure
+    members: Sequence[Arrays]
+    step: jax.Array
+
+    @property
+    def _size(self) -> int:
+        return len(self.members)
+
+    def _member(self) -> Arrays:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.members[0])
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "step"], meta_fields=["_structure", "_size"])
+@dataclass(frozen=True)
+class Padded:
+    """A state of `_size` members and copies of the last one, so that each device has equally many."""
+
+    _structure: Structure
+    _size: int
+    arrays: Arrays
+    step: jax.Array
+
+    def _member(self) -> Arrays:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.arrays)
+
+
+State = TrainState | Unstacked | Padded
+
+
+def stacked(state: State) -> TrainState:
+    """Return a state as a `TrainState`."""
+    if isinstance(state, TrainState):
+        return state
+    if isinstance(state, Padded):
+        return TrainState._of_arrays(state._structure, without_padding(state.arrays, state._size), state.step)
+    # One at a time into an array that is donated: one compiled program for any number of members, and no second copy.
+    arrays = _room(state.members[0], state._size)
+    for i, member in enumerate(state.members):
+        arrays = _put(arrays, member, np.uint32(i))
+    return TrainState._of_arrays(state._structure, arrays, state.step)
+
+
+def unstacked(state: State) -> Unstacked:
+    """Return a state with the arrays of each member; copies, unless it has that form."""
+    if isinstance(state, Unstacked):
+        return state
+    arrays = stacked(state)._arrays()
+    members = [_take(arrays, np.uint32(i)) for i in range(state._size)]
+    return Unstacked(state._structure, members, state.step)
+
+
+def padded(state: State, layout: Layout) -> Padded:
+    """Return a state with its members on the devices of a layout."""
+    if isinstance(state, Padded) and Layout.around(state.arrays) == layout:
+        return state
+    arrays, size = layout.place(stacked(state)._arrays()), state._size
+    if size % layout.devices:
+        arrays = _pad(arrays, layout, layout.padded(size) - size)
+    return Padded(state._structure, size, arrays, layout.place_shared(state.step))
+
+
+def without_padding(rows: Any, size: int) -> Any:
+    """Return the rows of `size` members."""
+    if len(jax.tree.leaves(rows)[0]) == size:
+        return rows
+    layout = Layout.around(rows)
+    with nullcontext() if layout is None else layout.context():
+        return _cut(rows, size, layout)
+
+
+@partial(jax.jit, static_argnums=1)
+def _room(member: Any, size: int) -> Any:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), member)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(arrays: Any, member: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), arrays, member)
+
+
+@jax.jit
+def _take(arrays: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arrays)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _pad(arrays: Any, layout: Layout, more: int) -> Any:
+    return layout.constrain(jax.tree.map(lambda x: pad(x, 0, more), arrays))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _cut(arrays: Any, size: int, layout: Layout | None) -> Any:
+    arrays = jax.tree.map(lambda x: x[:size], arrays)
+    return arrays if layout is None else layout.constrain(arrays)
