@@ -4,8 +4,6 @@ What flows in is a state, a batch and its `in_axes`; what comes out is the new s
 the `Execution` (strategy, chunk size, products, devices) that computed them. In the order of a step:
 
 - `stepper.py`: `Stepper.advance`, all that `Trainer` and its loop know of this folder. It goes through the files below.
-- `step_inputs.py`: the state, the arguments of the loss and their axes as one value, with the `kind` under which
-  programs and choices are cached.
 - `data_parallel.py`: only checks: where the mesh axis `data` splits the batch, it raises if the loss is not a mean over
   the examples, or would leave different state on different devices. The batch is split in `_members/sharding.py`.
 - `choose_strategy.py`: `StrategyChoice`, which decides by what the user asked for, by what an earlier step or a
@@ -15,7 +13,9 @@ the `Execution` (strategy, chunk size, products, devices) that computed them. In
 - `autotune.py`: `tune`, the search over candidates: which are tried, how they are timed, which is taken; the table
   (`Tuning`) that `Trainer.explain` prints; and what is remembered, in the process and in `tune_cache`.
 - `executor.py`: `Executor`, which compiles and runs the step: as one program for all members, or as a Python loop over
-  the program of one; donates the memory of the state; and gives `autotune` its trials.
+  the program of one; donates the memory of the state; and gives `autotune` its trials. `StepInputs` is what a step
+  takes, with the `kind` under which programs and choices are cached.
+- `forms.py`: the forms in which `fit` holds a state between steps: one tree for each member, or padded on a mesh.
 
 The strategies themselves, functions of all members from a function of one, are in `_members/strategy.py`; devices and
 padding in `_members/sharding.py`; the step of one member in `_step/member_step.py`.

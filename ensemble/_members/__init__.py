@@ -16,5 +16,5 @@ Below these, and shared with training:
   or written out ("unroll"); also the loop that writes each member's result in place.
 - `sharding`: the layout of members, and of the batch, over the devices of a mesh: where arrays are placed and split,
   how a number of members that does not divide is padded, and the `shard_map` around a function of members.
-- `rows`: arrays with a row for each member: rows taken, replaced, cut off or chosen, on one device or on many.
+- `rows`: arrays with a row for each member: rows taken, replaced or chosen, on one device or on many.
 """

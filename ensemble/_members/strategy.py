@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from ...transforms import vmap
+from ...transforms._calls.chunk import map_in_chunks
 from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution
 from ...transforms._core.axes import Axes, broadcast_axes
 from ...transforms._models.stacking import stack
@@ -66,10 +66,17 @@ def over_members(
     loops = execution.strategy == "map" or execution.chunk_size is not None
     if in_place and loops and jax.default_backend() == "cpu":
         return _in_place(fun, execution._replace(products=False), in_axes, size)
-    if execution.strategy == "vmap":
-        return vmap(fun, tuple(in_axes), axis_size=size, chunk_size=execution.chunk_size)
+
+    def batched(size: int) -> Callable[..., Any]:
+        # That of JAX: the arguments have been checked.
+        return jax.vmap(fun, tuple(in_axes), axis_size=size)
 
     def mapped(*args: Any) -> Any:
+        if execution.strategy == "vmap":
+            chunk = execution.chunk_size
+            return (
+                batched(size)(*args) if chunk is None else map_in_chunks(batched, args, tuple(in_axes), 0, size, chunk)
+            )
         if execution.strategy == "unroll":
             return stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
         # The loop slices the arrays: taking members by index would make a longer program.

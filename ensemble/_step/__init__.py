@@ -9,7 +9,5 @@ Nothing here knows how many members there are, except where their state is made;
 - `member_step.py`: `MemberStep`: merges the model, takes the loss and its gradients, checks what the loss and `grad_fn`
   return, averages over the mesh axis `data`, and updates the parameters; a member whose step failed is left unchanged.
 - `member_status.py`: `MemberStatus`, which members train, which have stopped and why; what counts as finite.
-- `state.py`: `TrainState`, the ensemble, the optimiser's state, the step and the status, as one pytree. Its arrays may
-  be held in another form until they are read: one tree for each member (`Apart`, which the Python loop leaves),
-  or with rows that pad them on a mesh (`Padded`).
+- `state.py`: `TrainState`, the ensemble, the optimiser's state, the step and the status, as one pytree.
 """
