@@ -67,31 +67,18 @@ def over_members(
     if in_place and loops and jax.default_backend() == "cpu":
         return _in_place(fun, execution._replace(products=False), in_axes, size)
 
+    # That of JAX: the arguments have been checked.
     def batched(size: int) -> Callable[..., Any]:
-        # That of JAX: the arguments have been checked.
         return jax.vmap(fun, tuple(in_axes), axis_size=size)
 
-    def mapped(*args: Any) -> Any:
-        if execution.strategy == "vmap":
-            chunk = execution.chunk_size
-            return (
-                batched(size)(*args) if chunk is None else map_in_chunks(batched, args, tuple(in_axes), 0, size, chunk)
-            )
-        if execution.strategy == "unroll":
-            return stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
-        # The loop slices the arrays: taking members by index would make a longer program.
-        leaves, treedef = jax.tree.flatten(args)
-        axes = broadcast_axes(tuple(in_axes), args)
-        moved = [jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+    def unrolled(size: int) -> Callable[..., Any]:
+        return lambda *args: stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
 
-        def of_slices(slices: list[Any]) -> Any:
-            rest = iter(slices)
-            taken = [leaf if axis is None else next(rest) for leaf, axis in zip(leaves, axes, strict=True)]
-            return fun(*jax.tree.unflatten(treedef, taken))
-
-        return lax.map(of_slices, moved)
-
-    return mapped
+    mapped = batched if execution.strategy == "vmap" else unrolled
+    chunk = 1 if execution.strategy == "map" else execution.chunk_size
+    if chunk is None:
+        return mapped(size)
+    return lambda *args: map_in_chunks(mapped, args, tuple(in_axes), 0, size, chunk)
 
 
 def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int) -> Callable[..., Any]:
