@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
 from .._models.mutation import call_with_models, check_structure, passing_through, refuse_changes, update
+from .._models.opaque import Opaque
 from .._models.split_model import (
     SplitModel,
     bound_model,
@@ -156,10 +157,8 @@ class Call:
                     "keep values that fun computes in another kind of variable, such as nnx.BatchStat."
                 )
             after.append(now)
-        # JAX transforms return arrays alone: whatever else is in `aux` waits here for `finish`.
         out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
-        arrays, self._join_aux = separate_arrays(aux)
-        return out, (arrays, after)
+        return out, (Opaque.of(aux), after)
 
     def evaluate(self, primals: Sequence[Any], replaced: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return the output and the auxiliary output for other arguments; raise if the call changes a model's state.
@@ -181,13 +180,13 @@ class Call:
 
     def finish(self, rest: Any) -> Any:
         """Write what `fun` changed into the models; return the auxiliary output."""
-        arrays, after = rest
+        aux, after = rest
         call = self._owner_parts, self._parts, self._kwarg_parts
         before = splits_of(call)
         # The trainable arrays stay as they were: they are other objects after the transform, but equal.
         left = [SplitModel(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
         update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, call))
-        return self._join_aux(arrays)
+        return aux.value
 
     def gradient(self, i: int, values: Any) -> Any:
         """Return `values` for the `i`-th of the primals in the form of its models: an `nnx.State` for a module."""
@@ -227,17 +226,3 @@ def pair_of(api: str, out: Any) -> tuple[Any, Any]:
             f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
         )
     return tuple(out)
-
-
-def separate_arrays(tree: Any) -> tuple[list[jax.Array], Callable[[list[Any]], Any]]:
-    """Return the arrays of `tree`, which alone pass through a transform, and a function that merges them back."""
-    leaves, treedef = jax.tree.flatten(tree)
-    which = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-    def join(arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        return jax.tree.unflatten(
-            treedef, [next(given) if is_array else leaf for leaf, is_array in zip(leaves, which, strict=True)]
-        )
-
-    return [leaf for leaf, is_array in zip(leaves, which, strict=True) if is_array], join

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.compat import Tracer
+from .._models.opaque import Opaque
 from .._models.split_model import merge_tree, split_tree
-from .call import separate_arrays
 
 
 def explicit_spec(x: Any) -> PartitionSpec:
@@ -99,15 +99,16 @@ def with_automatic(
       place: from the result to partition specs over these axes, one for each of its arrays.
     """
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, split_tree(arguments))
-    leaves, join = separate_arrays(arrays)
+    given = Opaque.of(arrays)
+    leaves = given.arrays
     mesh = next(jax.typeof(x).sharding.mesh for x in leaves if set(axes) & set(axis_names(explicit_spec(x))))
     found: list[Any] = []
 
     def run(leaves: list[Any]) -> list[jax.Array]:
-        out = function(*merge_tree(join(leaves)))
-        arrays, join_result = separate_arrays(out)
-        found[:] = [join_result, [_merged(jax.typeof(x), spec) for x, spec in zip(arrays, place(out), strict=True)]]
-        return arrays
+        out = Opaque.of(function(*merge_tree(given.filled(leaves).value)))
+        specs = zip(out.arrays, place(out.value), strict=True)
+        found[:] = [out, [_merged(jax.typeof(x), spec) for x, spec in specs]]
+        return out.arrays
 
     def run_for_types(leaves: list[Any]) -> jax.Array:
         run(leaves)
@@ -126,9 +127,10 @@ def with_automatic(
             "argument, which all examples share, or make a mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."
         ) from error
     if not found[1]:
-        return found[0]([])
+        return found[0].value
     shardings = [NamedSharding(mesh, spec) for spec in found[1]]
-    return found[0](jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves))
+    arrays = jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves)
+    return found[0].filled(arrays).value
 
 
 def _is_array(x: Any) -> bool:

@@ -196,16 +196,15 @@ def of_scalar(
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        # One for the value and the auxiliary output, one to be differentiated: a call keeps those of its last trace.
-        plain, call = (_prepared(api, fun, positions, has_aux, args, kwargs) for _ in range(2))
-        value, rest = plain(*plain.primals)
+        call = _prepared(api, fun, positions, has_aux, args, kwargs)
+        value, rest = call(*call.primals)
         seed_of(api, value)  # raises if it is not a scalar
         chunk = chunk_size
         if budget is not None:
             size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
             chunk = chunk_within(api, partial(compute, call), size, budget)
         result = result_of(call, compute(call, chunk))
-        aux = plain.finish(rest)
+        aux = call.finish(rest)
         return (result, aux) if has_aux else result
 
     def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._calls.call import Call, pair_of, separate_arrays
+from .._calls.call import Call, pair_of
 from .._core.arguments import (
     Argnums,
     argument_name,
@@ -26,6 +26,7 @@ from .._core.compat import Tracer
 from .._core.memory import check_budget
 from .._core.weak_types import weak_like
 from .._models.hashable import HashablePytree
+from .._models.opaque import Opaque
 from .._models.split_model import bound_model, is_model
 from .._vmap import vmap, vmap_of
 from .dense import sizes_of
@@ -109,16 +110,11 @@ def batch_jacobian(
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         size = mapped_size("batch_jacobian", fun, args, kwargs, axes, None, None, "the batch")
         if rows == "vmap":
-            joins = []
 
-            def of_sample(owner: Any, kwargs: Any, *args: Any) -> list[jax.Array]:
-                arrays, join = separate_arrays(by_sample(*args, owner=owner, kwargs=kwargs))
-                joins.append(join)
-                return arrays
+            def of_sample(owner: Any, kwargs: Any, *args: Any) -> Opaque:
+                return Opaque.of(by_sample(*args, owner=owner, kwargs=kwargs))
 
-            arrays = vmap_of("batch_jacobian", of_sample, (None, None, *axes), **limits)(owner, kwargs, *args)
-            # A chunk, or the search for one, traces again: the last trace is that of the arrays.
-            return joins[-1](arrays)
+            return vmap_of("batch_jacobian", of_sample, (None, None, *axes), **limits)(owner, kwargs, *args).value
         call = Call("batch_jacobian", fun, positions, has_aux, args, kwargs, holomorphic=holomorphic)
         call.check_floating(complex_too=False)
         for i in call.selected:

@@ -271,8 +271,8 @@ def jacobian_of(
         symmetric = inner is not None and has_symmetric_hessian(prepare(args, kwargs, None))
         return sparse_evaluator(api, call, partial(nest, call), sparsity, check, mode, symmetric)
 
-    def compute(call: Call, evaluator: Evaluator, args: Any, kwargs: Any) -> tuple[Call, Any, list[list[Any]], Any]:
-        """Evaluate in chunks that fit into the budget: the call that was used, its output, the blocks and the rest."""
+    def compute(call: Call, evaluator: Evaluator, args: Any, kwargs: Any) -> tuple[Any, list[list[Any]], Any]:
+        """Evaluate in chunks that fit into the budget: the output, the blocks, and the rest for `call.finish`."""
         chunk = chunk_size
         if budget is not None:
             # One search serves both Jacobians of a Hessian: k = (slices of the outer one) * (slices of the inner one).
@@ -284,7 +284,7 @@ def jacobian_of(
 
             unchunked, size = call, evaluator.slices() * inner_size
             call, chunk = chunked(chunk_within(api, lambda k: evaluator.compute(api, *chunked(k)), size, budget))
-        return call, *evaluator.compute(api, call, chunk)
+        return evaluator.compute(api, call, chunk)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         call = prepare(args, kwargs)
@@ -297,8 +297,7 @@ def jacobian_of(
                 found = compute(call, sparse_of(call, args, kwargs)[0], args, kwargs)
             else:
                 found = in_cheaper_mode(api, call, dense, origin) if mode == "auto" else dense(mode)
-            # Of the call that was traced last, which with a budget may be another: only it knows what `fun` left.
-            call, out, blocks, rest = found
+            out, blocks, rest = found
             aux = call.finish(rest)
             result = nest(call, out, blocks)
         return (result, aux) if has_aux else result

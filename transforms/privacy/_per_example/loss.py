@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..._calls.call import Call, separate_arrays
+from ..._calls.call import Call
 from ..._calls.explicit_sharding import along, explicit_axes, with_automatic
 from ..._core.arguments import (
     argument_name,
@@ -24,6 +24,7 @@ from ..._core.arguments import (
 )
 from ..._core.compat import varying, varying_axes
 from ..._grad import scalar_seed
+from ..._models.opaque import Opaque
 from ..._models.split_model import separate_filters
 from .example_program import ExampleProgram
 
@@ -165,8 +166,8 @@ class PerExample:
                 "that it is not the loss of one example; do that outside of it."
             )
 
-    def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the loss of one example, and the arrays among what else `fun` returns."""
+    def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, Opaque]:
+        """Return the loss of one example, and what else `fun` returns."""
         batch, keys, kwargs = jax.tree.unflatten(self._example_treedef, example)
         if self._keep:
             batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), batch)
@@ -177,19 +178,18 @@ class PerExample:
         # Numbers become arrays, so that they come out once for each example like all else.
         numbers = (bool, int, float, complex, np.ndarray, np.generic)
         aux = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numbers) else x, aux)
-        arrays, self._join = separate_arrays(aux)
-        return value, arrays
+        return value, Opaque.of(aux)
 
     @cached_property
     def program(self) -> ExampleProgram:
         """Trace the loss. What it closes over belongs to the trace in which this is first asked for."""
         return ExampleProgram(self.loss, self.parameters, self.examples)
 
-    def aux(self, arrays: list[Any]) -> Any:
+    def aux(self, found: Opaque) -> Any:
         """Return what `fun` returned in addition to the loss, without the axis of size 1 that it got."""
         if self._keep:
-            arrays = [x.squeeze(1) if x.ndim > 1 and x.shape[1] == 1 else x for x in arrays]
-        return self._join(arrays)
+            found = jax.tree.map(lambda x: x.squeeze(1) if x.ndim > 1 and x.shape[1] == 1 else x, found)
+        return found.value
 
     def names(self) -> list[str]:
         """List the paths of the parameters, in the order of `parameters`."""

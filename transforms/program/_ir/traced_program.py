@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._calls.call import separate_arrays
 from ..._core.arguments import argument_name, check_callable
 from ..._core.compat import Jitted, Tracer
 from ..._core.source_lines import call_users
 from ..._models.mutation import call_with_models, changes
+from ..._models.opaque import Opaque
 from ..._models.split_model import bound_model, models_of, refuse_shared_state, split, split_tree
 from .attribution import Attribution, is_mixed, shares
 from .hlo import HloProgram, Instruction
@@ -80,11 +80,9 @@ class TracedProgram:
                 numbers = (float, complex) if jitted else (bool, int, float, complex)
                 kinds_of_arrays = (np.ndarray, np.generic, *numbers)
                 parts = split_tree((owner, args, {}))
-                arrays, join = separate_arrays(
-                    jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds_of_arrays) else x, parts)
-                )
-                self._args = (arrays,)
-                self.traced = call_users(jax.jit(_of_arrays(function, join, self.name)).trace, arrays)
+                parts = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds_of_arrays) else x, parts)
+                self._args = (Opaque.of(parts),)
+                self.traced = call_users(jax.jit(_of_arrays(function, self.name)).trace, *self._args)
             self._lowered: Any = self.traced.lower()
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
@@ -204,15 +202,15 @@ def names_in_cache_key() -> Iterator[None]:
         jax.config.update(setting, before)
 
 
-def _of_arrays(function: Callable[..., Any], join: Callable[[list[Any]], Any], name: str) -> Callable[..., Any]:
+def _of_arrays(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return `function` as one of arrays alone, to its arrays and those that it changes of modules."""
 
-    def call(arrays: list[jax.Array]) -> list[jax.Array]:
-        parts = join(arrays)
+    def call(arguments: Opaque) -> list[jax.Array]:
+        parts = arguments.value
         out, models = call_with_models(function, parts)
         changed = zip(map(split, models), changes(function, parts, models), strict=True)
         kept = [x for after, paths in changed for path, x in after.arrays().items() if path in paths]
-        return [*separate_arrays(split_tree(out))[0], *kept]
+        return [*Opaque.of(split_tree(out)).arrays, *kept]
 
     call.__name__ = name
     return call
