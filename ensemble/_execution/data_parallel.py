@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ...transforms._core.arguments import describe
 from ...transforms._core.compat import Tracer
-from ...transforms._core.jaxpr import CALLS, aval, bodies, called, evaluate, interpret
+from ...transforms._core.jaxpr import CALLS, aval, called, evaluate, interpret, with_inner
 from ...transforms._core.prng import is_key
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import dotted
@@ -161,8 +161,7 @@ def _names(eqn: JaxprEqn) -> list[Any]:
 
 def _reads_device_number(eqn: JaxprEqn) -> bool:
     """Return whether an operation, or one inside of it, asks for the number of the device."""
-    here = eqn.primitive.name == "axis_index" and DATA in _names(eqn)
-    return here or any(_reads_device_number(inner) for body in bodies(eqn) for inner in body.eqns)
+    return any(x.primitive.name == "axis_index" and DATA in _names(x) for x in with_inner([eqn]))
 
 
 @partial(jax.jit, static_argnums=(1,))
@@ -193,7 +192,7 @@ def _with_fixed_numbers(fun: Any, args: tuple[Any, ...]) -> Any:
             kind = aval(eqn.outvars[0])
             # A third of the range: no value at an edge, where a distribution's inverse may be infinite.
             return [jnp.full(kind.shape, jnp.iinfo(kind.dtype).max // 3, kind.dtype)]
-        if name in _DRAWING or any(map(_draws_numbers, bodies(eqn))):
+        if any(x.primitive.name in _DRAWING for x in with_inner([eqn])):
             raise _CannotBeFixed
         return evaluate(eqn, *values)
 
@@ -204,13 +203,8 @@ def _with_fixed_numbers(fun: Any, args: tuple[Any, ...]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out), values)
 
 
-_DRAWING = frozenset({"random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"})
+_DRAWING = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"})
 
 
 class _CannotBeFixed(Exception):
     """Numbers are drawn where they are not replaced."""
-
-
-def _draws_numbers(jaxpr: Jaxpr) -> bool:
-    names = {*_DRAWING, "random_bits"}
-    return any(eqn.primitive.name in names or any(map(_draws_numbers, bodies(eqn))) for eqn in jaxpr.eqns)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret
+from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret, with_inner
 
 # A window of more positions than this stays as it is: each is one slice in the program.
 _MOST_SLICES = 64
@@ -53,9 +53,7 @@ def run_by(run: Callable[..., list[Any]], fun: Callable[..., Any]) -> Callable[.
 
 def has_convolution(jaxpr: Jaxpr) -> bool:
     """Return whether a program contains a convolution, at any depth."""
-    return any(
-        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolution, bodies(eqn))) for eqn in jaxpr.eqns
-    )
+    return any(eqn.primitive.name == "conv_general_dilated" for eqn in with_inner(jaxpr.eqns))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -96,6 +96,14 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the programs inside an operation: those it calls, repeats or chooses from."""
     found = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
     return [x for x in found if isinstance(x, Jaxpr)]
+
+
+def with_inner(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Yield operations, each followed by those in its bodies, at any depth."""
+    for eqn in eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from with_inner(body.eqns)
 
 
 def holds_refs(eqn: JaxprEqn) -> bool:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.compat import PERMUTES_AS_MESH
-from ..._core.jaxpr import CALLS, aval, bodies, called, interpret
+from ..._core.jaxpr import CALLS, aval, called, interpret, with_inner
 from .control_flow import ITERATIONS, branched, unrolled
 from .index_sets import (
     UNKNOWN,
@@ -71,11 +72,12 @@ def on_devices(eqn: JaxprEqn, values: list[Any], visit: Visit, without_rule: lis
 
 def communicates(eqn: JaxprEqn) -> bool:
     """Return whether an operation, or one inside it, sends numbers from one device to another."""
-    named = [eqn.params.get(key) for key in ("axes", "axis_name")]
-    names = [name for names in named for name in (names if isinstance(names, (tuple, list)) else (names,))]
-    if any(isinstance(name, str) for name in names):
-        return eqn.primitive.name not in _LOCAL
-    return any(communicates(inner) for body in bodies(eqn) for inner in body.eqns)
+
+    def sends(eqn: JaxprEqn) -> bool:
+        names = jax.tree.leaves([eqn.params.get(key) for key in ("axes", "axis_name")])
+        return any(isinstance(name, str) for name in names) and eqn.primitive.name not in _LOCAL
+
+    return any(map(sends, with_inner([eqn])))
 
 
 def _block(x: Any, spec: Any, at: dict[str, int], axes: dict[str, int]) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.compat import Tracer, scan_counts
-from ..._core.jaxpr import CALLS, IDENTITIES, aval, bodies, called, evaluate, holds_refs, interpret
+from ..._core.jaxpr import CALLS, IDENTITIES, aval, called, evaluate, holds_refs, interpret, with_inner
 from .collectives import communicates, on_devices
 from .control_flow import ITERATIONS, branched, iterated, slice_of, unrolled
 from .fallback_rules import program_of, sets_by_batches
@@ -128,8 +128,7 @@ def _constant(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _always_the_same(eqn: JaxprEqn) -> bool:
     """Return whether an operation, with all that is inside it, has the same result on every platform and each time."""
-    inner = (x for body in bodies(eqn) for x in body.eqns)
-    return eqn.primitive.name not in _ELSEWHERE and all(map(_always_the_same, inner))
+    return all(x.primitive.name not in _ELSEWHERE for x in with_inner([eqn]))
 
 
 def _operand(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from ..._convolutions.as_products import has_convolution
 from ..._core.compat import one_of
-from ..._core.jaxpr import aval, bodies, holds_refs
+from ..._core.jaxpr import aval, bodies, holds_refs, with_inner
 from .parameter_uses import find_uses
 
 # Operations that name an axis of devices, though each device does them alone.
@@ -53,10 +53,10 @@ class ExampleProgram:
 
         self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
         self.treedef = jax.tree.structure(shapes)
-        self.has_refs = any(map(holds_refs, _with_inner(self.closed.jaxpr.eqns)))
+        self.has_refs = any(map(holds_refs, with_inner(self.closed.jaxpr.eqns)))
         self.plan = find_uses(self.closed, len(self.parameters))
         self.uses = self.plan.uses
-        drawing = (use.eqn for use in self.uses if any(map(_draws_as_mapped, _with_inner([use.eqn]))))
+        drawing = (use.eqn for use in self.uses if any(map(_draws_as_mapped, with_inner([use.eqn]))))
         self.draws_inside = next((eqn.primitive.name for eqn in drawing), "")
 
     def exchanged_over(self, axes: Iterable[str]) -> str:
@@ -67,7 +67,7 @@ class ExampleProgram:
             named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
             return eqn.primitive.name not in _ALONE and not over.isdisjoint(jax.tree.leaves(named))
 
-        return next((eqn.primitive.name for eqn in _with_inner(self.closed.jaxpr.eqns) if exchanges(eqn)), "")
+        return next((eqn.primitive.name for eqn in with_inner(self.closed.jaxpr.eqns) if exchanges(eqn)), "")
 
     def mapped_wrongly(self) -> bool:
         """Return whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
@@ -83,14 +83,6 @@ class ExampleProgram:
         """
         found = (use.eqn for use in self.uses if any(map(has_convolution, bodies(use.eqn))))
         return next((eqn.primitive.name for eqn in found), "")
-
-
-def _with_inner(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yield operations, each followed by those in its bodies."""
-    for eqn in eqns:
-        yield eqn
-        for body in bodies(eqn):
-            yield from _with_inner(body.eqns)
 
 
 def _draws_as_mapped(eqn: JaxprEqn) -> bool:

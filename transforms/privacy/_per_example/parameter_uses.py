@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from ..._core.compat import scan_counts
-from ..._core.jaxpr import REMAT, aval, bodies, evaluate, interpret
+from ..._core.jaxpr import REMAT, aval, evaluate, interpret, with_inner
 
 
 class Origin(Enum):
@@ -272,9 +272,12 @@ def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
 
     A `jax.custom_vjp` may do anything with them, and a rounding (to float8 too) rounds them.
     """
-    inside = (inner for body in bodies(eqn) for inner in body.eqns)
-    rounds = eqn.primitive.name == "reduce_precision" or (is_cast(eqn) and aval(eqn.outvars[0]).dtype.itemsize == 1)
-    return rounds or eqn.primitive.name.startswith("custom_vjp") or any(map(has_nonlinear_backward, inside))
+
+    def is_nonlinear(eqn: JaxprEqn) -> bool:
+        to_float8 = is_cast(eqn) and aval(eqn.outvars[0]).dtype.itemsize == 1
+        return to_float8 or eqn.primitive.name.startswith(("reduce_precision", "custom_vjp"))
+
+    return any(map(is_nonlinear, with_inner([eqn])))
 
 
 def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:
