@@ -191,6 +191,7 @@ def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
                 f"{api}: the cotangent of {place} is {describe(seed)}, but that output is {_outline(leaf)}, which has "
                 "no derivative; give zeros of its shape and dtype jax.dtypes.float0."
             )
+        # Arrays are not broadcast: a cotangent of another shape most likely belongs to another output.
         seed = jnp.asarray(seed)
         if seed.shape != jnp.shape(leaf) or seed.dtype != jnp.result_type(leaf):
             raise ValueError(

@@ -91,6 +91,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """
     call = all_of("vjp", fun, primals, has_aux)
     call.check_arrays()
+    # `rest` is what `fun` returns in addition and what it leaves in models: it is known now, before any cotangent.
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
     # Only the types of primals and outputs are kept, to check cotangents by: the arrays are free to be deleted.

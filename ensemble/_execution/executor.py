@@ -74,6 +74,8 @@ class Executor:
             jax.jit(partial(self._step_of_all, in_place), static_argnums=(0, 1, 2, 3), donate_argnums=(4,) * in_place)
             for in_place in (False, True)
         ]
+        # It always takes over the memory of the member: unstacked arrays are copies, or what the last step has made,
+        # and nobody else has either.
         self._member_program = jax.jit(self._step_of_member, static_argnums=(0, 1, 2), donate_argnums=3)
 
     def execute(self, execution: Execution, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array]]:
@@ -121,6 +123,7 @@ class Executor:
 
     def member_program(self, inputs: StepInputs) -> Jaxpr:
         """Trace the step of one member on one device."""
+        # The program of one device, without padding: this is what is measured, hashed and searched for convolutions.
         shape = {} if self.layout is None else dict(self.layout.mesh.shape)
         step = partial(self._step, inputs.state._structure, split=shape.get(DATA, 1) > 1)
         # The step averages over the axis `data`, which exists inside `shard_map` alone: here its size is declared.

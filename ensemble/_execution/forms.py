@@ -84,6 +84,8 @@ def padded(state: State, layout: Layout) -> Padded:
         return state
     arrays, size = layout.place(stacked(state)._arrays()), state._size
     if size % layout.devices:
+        # Copies of a member and not zeros: what a loss makes of zeros may not be finite, and `jax_debug_nans` would
+        # raise for a member that does not exist.
         arrays = _pad(arrays, layout, layout.padded(size) - size)
     return Padded(state._structure, size, arrays, layout.place_shared(state.step))
 

@@ -96,6 +96,7 @@ class Stepper:
             kind = inputs.kind
             if kind not in self._checked_splits and check_split(self._step, self.executor, inputs):
                 self._checked_splits.add(kind)
+        # After the checks, since to choose may take seconds of measuring, and compiles.
         execution = self.choice.choose(inputs, execution, donate, tell)
         if donate:
             # A loader may fill the same buffer again, while the step still reads it.

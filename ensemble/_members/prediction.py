@@ -104,6 +104,8 @@ def _regress(outputs: Any) -> Prediction:
             f"Ensemble.predict: the members' means have shape {members.shape[1:]}, but their variances "
             f"{variances.shape[1:]}; return one variance for each mean."
         )
+    # Models that return log-variances are the usual cause. Without this their numbers would be added up as variances,
+    # and those above 0 would look plausible.
     if found := first(lambda x: x < 0, variances):
         (member, *index), value = found
         raise ValueError(

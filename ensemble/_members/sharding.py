@@ -96,6 +96,7 @@ class Layout:
 
     def padded(self, size: int) -> int:
         """Return the number of rows for `size` members, a multiple of the devices; the last member fills them up."""
+        # Rounded up: `-(-a // b)` is the ceiling of the quotient, in integers.
         return -(-size // self.devices) * self.devices
 
     def place(self, tree: Any) -> Any:
@@ -134,6 +135,7 @@ class Layout:
 
     def part(self, x: Any, spec: P) -> tuple[int, ...]:
         """Return the shape of one device's part of one member's array `x` of the batch."""
+        # Without the members' axis, which an array of one member does not have any more.
         names = [name for name in spec if name != ENSEMBLE]
         return tuple(n // self.shards if name == DATA else n for n, name in zip(x.shape, names, strict=True))
 

@@ -74,6 +74,8 @@ def over_members(
     def unrolled(size: int) -> Callable[..., Any]:
         return lambda *args: stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
 
+    # One member at a time is a chunk of one that is not batched: even of one member, a batched convolution is a
+    # grouped one, which XLA computes by another and slower kernel.
     mapped = batched if execution.strategy == "vmap" else unrolled
     chunk = 1 if execution.strategy == "map" else execution.chunk_size
     if chunk is None:

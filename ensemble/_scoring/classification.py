@@ -166,6 +166,7 @@ def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15)
 def _mean(term: Callable[[jax.Array, jax.Array], jax.Array], p: jax.Array, labels: jax.Array, bounded: bool) -> Any:
     """Return the mean over the examples of a `term` of probabilities and labels."""
     p, labels, valid = prepared(p, labels, bounded)
+    # NaN, not an error: labels and probabilities may be traced, and a score of a wrong label must not look like one.
     return jnp.where(valid, term(p, labels), jnp.nan).mean(axis=-1)
 
 
@@ -192,6 +193,7 @@ def _squared_distance(p: jax.Array, labels: jax.Array) -> jax.Array:
 def _ece(p: jax.Array, labels: jax.Array, bins: int, equally_many: bool) -> jax.Array:
     """Return the calibration error over bins of equal width, or of equally many examples."""
     p, labels, valid = prepared(p, labels, True)
+    # The confidence is that of the predicted class, whether it is right or not.
     confidence = p.max(axis=-1)
     gap = jnp.where(valid, confidence - _right(p, labels), jnp.nan)
     if equally_many:

@@ -162,6 +162,7 @@ def _log_density(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> ja
 
 def _wide(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return mean, variance and targets in one dtype of at least float32; variances not above 0 are NaN."""
+    # At least float32: in half precision the square of an error of 300 is infinite.
     dtype = jnp.result_type(*map(at_least_float32, arrays), jnp.float32)
     mean, variance, targets = (x.astype(dtype) for x in arrays)
     return mean, jnp.where(variance > 0, variance, jnp.nan), targets

@@ -79,6 +79,7 @@ def check_scored(
     name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True, what: str = "probabilities"
 ) -> tuple[Any, Any]:
     """Return probabilities (or logits, as `what` says) and labels as arrays; raise if they cannot be scored."""
+    # Floating labels would be truncated by the cast to classes; booleans are no numbers of classes either.
     labels = unwrapped(labels)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be an array of integers, but got {say(labels)}.")
@@ -116,6 +117,7 @@ def check_probabilities(
     shape = jnp.shape(probabilities)
     if len(shape) < least_ndim:
         raise ValueError(f"{name}: {what} must have shape {expected}, but got {shape}.")
+    # One column is nearly always the probability of the second of two classes, of which argmax would give the first.
     if shape[-1] < 2:
         raise ValueError(
             f"{name}: {what} must be those of at least 2 classes, but got shape {shape}; {_REMEDIES[what][1]}."

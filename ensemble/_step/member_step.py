@@ -101,6 +101,7 @@ class MemberStep:
         for name in metrics:
             if name in self.loss.per_member or name in self.optimizer.per_member:
                 raise ValueError(_taken(name))
+        # Checked by path: an optimiser would broadcast a gradient of another shape against the parameter.
         gradients = _checked_gradients(gradients, trainable)
         after = split_model(model)
         _check_left(SplitModel(structure, trainable, rest), after)

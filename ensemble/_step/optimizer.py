@@ -92,6 +92,8 @@ class MemberOptimizer:
         def init_member(params: Any, values: dict[str, Any]) -> Any:
             return self._inject(**self._shared, **values).init(params)
 
+        # Mapped over the members, so that each has its own number in `hyperparams` of its state. That is where
+        # `update` reads it, and where `exploit` changes it.
         return jax.vmap(init_member)(trainable, self.per_member)
 
     def update(
@@ -113,6 +115,7 @@ class MemberOptimizer:
                 for name, which in schedules.items()
             }
             state = state._replace(hyperparams={**state.hyperparams, **now})
+        # The extra arguments reach those transforms alone that ask for them.
         updates, state = self._transform.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 

@@ -91,6 +91,7 @@ class Batches:
         # NumPy arrays may be changed by the caller, and are copied; JAX arrays cannot.
         self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
+        # Two keys, so that the examples a member draws are independent of the order in which it sees them.
         to_draw, self._to_shuffle = jax.random.split(key)
         self.indices: jax.Array | None = None
         if draw != "all":
@@ -141,6 +142,7 @@ class BatchIterator(Iterator[Any]):
         epoch, i = divmod(self._next, batches.per_epoch)
         if batches._epochs is not None and epoch >= batches._epochs:
             raise StopIteration
+        # One order is kept, not those of all epochs: they would take as much memory as many small data sets.
         if epoch != self._epoch:
             self._epoch, self._order = epoch, batches.order(epoch)
         self._next += 1
@@ -177,6 +179,7 @@ def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each:
         return jax.random.permutation(key, each).astype(jnp.int32)
 
     def of_member(i: jax.Array) -> jax.Array:
+        # Folded in by the member's number: the order of a member does not depend on how many others there are.
         shuffled = jax.random.permutation(jax.random.fold_in(key, i), each)
         return (shuffled if indices is None else indices[i][shuffled]).astype(jnp.int32)
 

@@ -156,6 +156,7 @@ def write_state(
 
 def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
     """Return the training state, as `like`, and those parts of `more` that the checkpoint has."""
+    # An ensemble has no optimiser's state: to begin with a fresh one would be another run, in silence.
     if "opt_state" not in checkpoint.manifest["arrays"]:
         raise ValueError(
             f"{checkpoint.api}: the checkpoint at {checkpoint.path} holds an ensemble, but no training state; load it "
@@ -211,6 +212,7 @@ def _outline_members(trainable: Any, rest: Any) -> list[dict[str, Any]]:
 
 def _step(step: int, like: Any) -> jax.Array:
     """Return the number of a step, on the devices of `like`."""
+    # In the sharding of `like`, or the first step after a resumption would be another program than that of the run.
     value = np.asarray(step, like.dtype)
     sharding = getattr(like, "sharding", None)
     if sharding is None or len(sharding.device_set) == 1:

@@ -261,6 +261,8 @@ class Watch:
     ) -> TrainState:
         """Return the state after an evaluation, without the members that have stopped once these are a quarter."""
         stopped, restarts = _known(state)
+        # Members that have stopped are evaluated with the others, since one program evaluates all; their values are
+        # ignored.
         trains = stopped == Stop.TRAINS
         best, sign = self.values[self.active], 1 if early.mode == "min" else -1
         # Not "<": the best is NaN before there is one, which nothing is less than, and so the first finite value is
@@ -291,6 +293,7 @@ class Watch:
 
     def _leave(self, state: TrainState, going: np.ndarray) -> TrainState:
         """Return the state of those members that go on, from that of all, and keep the latter for the end."""
+        # Rows are counted among the active members, but `going` has their numbers among all.
         places = np.flatnonzero(np.isin(self.active, going))
         self.full_state, self.active = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))

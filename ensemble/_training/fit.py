@@ -87,6 +87,7 @@ def fit(
     watch = Watch(early_stopping, restarts, state._size, start)
     store = None if checkpoint_dir is None else RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
     found = None if store is None else store.newest(partial(_resume, state, stepper.settings(), watch))
+    # A checkpoint from before the state is passed over: whoever passes a later state has gone on from elsewhere.
     begin = found if found is not None and int(found.state.step) >= start else RunStart(state)
     done = int(begin.state.step) - start
     if target is not None and start + done > target:
@@ -274,6 +275,7 @@ def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
             f"Trainer.fit: the checkpoint {checkpoint.path} is of a run of something else; use another checkpoint_dir."
         )
     before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
+    # By name and numbers, all that JSON can hold; a ready optimiser is known by the structure of its state alone.
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             raise ValueError(
@@ -285,6 +287,7 @@ def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
 
 def _loss_range(metrics: Mapping[str, Any]) -> str:
     """Return the range of the loss over the members that train, for the bar."""
+    # Of those that train: a member that stopped with a large loss would keep the range wide to the end.
     loss = np.asarray(metrics["loss"])[np.asarray(metrics["stopped"]) <= 0]
     finite = loss[np.isfinite(loss)]
     others = loss.size - finite.size

@@ -51,6 +51,7 @@ def select(members: Members, indices: ArrayLike) -> Members:
     ensemble = members if isinstance(members, Ensemble) else members.ensemble
     rows = _checked_indices(indices, len(ensemble))
     arrays = (ensemble.trainable, ensemble.rest) if isinstance(members, Ensemble) else members._arrays()
+    # A traced index is part of the user's own program, which decides where its results are.
     selected: Any = jax.tree.map(lambda x: x[rows], arrays) if isinstance(rows, Tracer) else take(arrays, rows)
     made: Any
     if isinstance(members, Ensemble):

@@ -142,10 +142,12 @@ class Call:
         return filled
 
     def __call__(self, *primals: Any) -> tuple[Any, Any]:
+        # The models are merged anew in each trace: JAX may trace a call several times, each with tracers of its own.
         before = (self._owner_parts, tuple(self._filled(primals)), self._kwarg_parts)
         out, left = call_with_models(self._function, before)
         after = []
         for i, (then, model) in enumerate(zip(splits_of(before), left, strict=True)):
+            # With the filter of before: under another one the two would have other parts, and not compare.
             now = split(model, getattr(then.structure, "trains", None))
             check_structure(f"{self._api}: fun", type(model).__name__, then, now)
             assigned = set(then.changes(now)) & set(named_arrays(then.trainable))

@@ -41,6 +41,7 @@ def short(value: Any) -> str:
 def argument_name(fun: Any, args: Sequence[Any], position: int) -> str:
     """Return the name that `fun` gives its positional argument `position`, or its number where it has none."""
     try:
+        # Only for errors: to read a signature takes longer than most checks.
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # many builtins have no signature
         return f"argument {position}"
@@ -138,6 +139,7 @@ def resolve_argnums(
 
 def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[Any]) -> int:
     """Return the size of axis 0 of all arrays that `batch_argnums` selects; raise if they have several."""
+    # The first array names what the others are compared with, so that the error has both.
     size, first = None, ""
     for i in positions:
         for path, leaf in leaves_with_path(args[i]):

@@ -57,6 +57,7 @@ def broadcast_axes(axes: Axes, tree: Any, is_leaf: Callable[[Any], bool] | None 
     """Return the axis of each leaf of `tree`; JAX raises a `ValueError` where `axes` is not a prefix of it."""
     found: list[Any] = []
 
+    # `jax.tree.map` over a prefix hands each of its leaves the whole subtree that is below it.
     def collect(axis: Any, subtree: Any) -> None:
         found.extend([axis] * len(jax.tree.leaves(subtree, is_leaf=is_leaf)))
 

@@ -163,6 +163,8 @@ def hutchinson_trace(
 
         (found,) = map_slices(sample, int(samples), 0, chunk_size)
         call.finish(rest)
+        # The standard error of a mean, with the unbiased variance of the samples (n - 1): with n it would be too
+        # small for the few samples that one takes.
         return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
 
     return estimate
@@ -197,6 +199,8 @@ def of_scalar(
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         call = _prepared(api, fun, positions, has_aux, args, kwargs)
+        # Evaluated once by itself for the auxiliary output and the state that `fun` leaves: second derivatives drop
+        # both. Under `jit` XLA merges it with the evaluation inside of them.
         value, rest = call(*call.primals)
         seed_of(api, value)  # raises if it is not a scalar
         chunk = chunk_size

@@ -234,6 +234,7 @@ def _check_independent(call: Call, axes: tuple[Axes, ...], args: Any, kwargs: An
     """Raise if the output of a sample changes with another one: along one sample, the others' derivatives are zero."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise ValueError("batch_jacobian: check=True needs values, but the arguments are traced; check outside jit.")
+    # The same directions in each call: a check that passes once passes again.
     generator = np.random.default_rng(0)
     primals = call.primals
     out, push, _ = jax.linearize(call, *primals, has_aux=True)

@@ -25,6 +25,7 @@ Basis = Callable[[Any], list[Any]]
 
 def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
     """Return the output, the derivative of each of its arrays by each input array, and the rest of the call."""
+    # Linearized once, whatever the number of columns: each is one evaluation of the linear part.
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     check_output(api, out)
     if call.holomorphic:
@@ -40,12 +41,14 @@ def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[
     blocks: list[list[Any]] = [[] for _ in jax.tree.leaves(out)]
     for x, part in zip(inputs, by_array(inputs, columns, -1, chunk_size), strict=True):
         for row, y, array in zip(blocks, jax.tree.leaves(out), part, strict=True):
+            # The columns are stacked along the last axis, which becomes the axes of the input.
             row.append(weak_like(array.reshape(*jnp.shape(y), *jnp.shape(x)), y))
     return out, blocks, rest
 
 
 def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tuple[Any, list[list[Any]], Any]:
     """Return what `by_columns` does, in reverse mode; the axes of the output come before axis `axis` of an argument."""
+    # One forward pass, whose residuals serve all rows.
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     check_output(api, out)
     (check_complex if call.holomorphic else check_real)(api, out)

@@ -32,6 +32,8 @@ def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any,
 
     `arguments` is the triple of `owner`, `args` and `kwargs`, with split models.
     """
+    # `function` gets merged copies: what it assigns is found in them afterwards, and the user's models stay as they
+    # are until the caller knows that the whole call has succeeded.
     owner, args, kwargs = merged = merge_tree(arguments)
     out = function(owner, *args, **kwargs)
     return out, models_of(merged)
@@ -86,6 +88,7 @@ def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]])
     def put(before: SplitModel, new: dict[str, Any]) -> SplitModel:
         if not new:
             return before
+        # `path[1:]`, since the first key of a path is the number of the half.
         halves = before.trainable, before.rest
         return SplitModel(
             before.structure, *jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), halves)
@@ -233,6 +236,7 @@ def _sources(jaxpr: Any) -> list[_Source | None]:
     for eqn in jaxpr.eqns:
         for variable, operands in zip(eqn.outvars, _operands_left(eqn), strict=True):
             found = {_followed(known, eqn.invars, operand) for operand in operands}
+            # Branches that return different inputs leave it to the data which one it is.
             source = found.pop() if len(found) == 1 else None
             if source is not None:
                 known[id(variable)] = source

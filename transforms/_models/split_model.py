@@ -61,6 +61,7 @@ class Members(Protocol):
 
 def is_module(x: Any) -> bool:
     """Return whether `x` is a Flax NNX module (or another NNX object: an optimizer, a metric, `Rngs`)."""
+    # Looked up and not imported: Flax takes a second to import, and whoever has a module has imported it.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree)
 
@@ -189,12 +190,14 @@ class SplitModel:
 
     def changes(self, after: SplitModel) -> list[str]:
         """Return the dotted paths of the arrays that are other objects `after` a call, or "configuration"."""
+        # By identity, since traced values cannot be compared: an array that a call leaves alone is the same object.
         then, now = self.arrays(), after.arrays()
         paths = [path for path in now if path not in then or now[path] is not then[path]]
         paths += [path for path in then if path not in now]
         return paths or ([] if self.structure == after.structure else ["configuration"])
 
 
+# With keys, so that an error of JAX about a leaf names its path in the model.
 register_pytree_with_keys(
     SplitModel,
     lambda parts: (
@@ -275,6 +278,7 @@ def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
         return fun, lambda model, /, *args, **kwargs: model(*args, **kwargs)
     owner = getattr(fun, "__self__", None)
     if isinstance(fun, MethodType) and is_model(owner):
+        # The function, not the method: that is bound to the user's own module, and a call has a merged copy of it.
         function = fun.__func__
         return owner, function
     transform = transform_of(fun)
@@ -320,6 +324,7 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
         for path, node in nnx.iter_graph(model) if is_module(model) else ():
             if isinstance(node, nnx.Variable):
                 place = i, dotted(path)
+                # By identity: two variables with equal values are still two.
                 first = places.setdefault(id(node), place)
                 if first[0] != i:  # shared within one module it stays shared, since that is split as a whole
                     return first, place

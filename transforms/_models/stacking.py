@@ -40,6 +40,7 @@ class Stacking:
             configurations differ.
         """
         self._check_separate(models)
+        # All of them before any is compared: an error names the first difference, in the order of the models.
         parts = [split(model) for model in models]
         for i, part in enumerate(parts):
             check_leaves(self.api, f"{self.noun} {i}", part)

@@ -202,6 +202,7 @@ def write(
                 array_store.put(home, arrays)
                 for file in [*home.rglob("*"), home]:
                     sync(file)
+            # CRC-32 finds damage, which is what it is for; it protects from nobody who changes a file on purpose.
             checksums = {p: {str(i): [zlib.crc32(a[i].tobytes()) for a in stored[p]] for i in mine} for p in stored}
             files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.rglob("*") if f.is_file()}
             return {"owners": owners, "checksums": checksums, "files": files}
@@ -240,6 +241,7 @@ def write(
 
 def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
     """Return for each member the first process that has all of its arrays, and writes them."""
+    # From the shardings alone, which all processes know: they agree on the owners without a message.
     holders = [set(group.processes) for _ in range(size)]
     for leaf in jax.tree.leaves(parts):
         if getattr(leaf, "is_fully_addressable", True):

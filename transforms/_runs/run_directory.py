@@ -37,6 +37,7 @@ class RunDirectory:
             raise type(error)(
                 f"{api}: checkpoint_dir={str(directory)!r} cannot be made: {error}; give another directory."
             ) from error
+        # One process cleans up for all: two would remove the same directories, and one of them would fail.
         if group.is_first:
             for path in directory.glob(".step_*.unfinished"):
                 if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.unfinished", path.name):

@@ -140,6 +140,7 @@ def load_params(
     with reading("load_params", file) as opened:
         sources = _renamed(opened.keys(), rename, file)
         found = {name: read_array("load_params", opened, file, sources[name]) for name in expected if name in sources}
+    # After renaming, so that the transform is asked by the module's own names.
     if transform is not None:
         found = {name: _transformed(transform, name, x) for name, x in found.items()}
     missing = [f"`{name}`" for name in expected if name not in sources]
@@ -168,6 +169,7 @@ def _path(api: str, path: Any) -> Path:
     """Return the absolute path of a file; raise if it is a directory."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{api}: path must be that of a file, but got {describe(path)}.")
+    # Absolute, so that an error names the file wherever the process was started.
     found = Path(path).expanduser().resolve()
     if found.is_dir():
         raise IsADirectoryError(f"{api}: {found} is a directory; give the path of a file.")
@@ -199,6 +201,7 @@ def _to_host(name: str, leaf: Any) -> np.ndarray:
             f"save_params: `{name}` has dtype {dtype}, which files of safetensors lack; convert it to one of "
             f"{', '.join(DTYPES.values())}."
         )
+    # A number of Python has no dtype of its own; it gets the one that it has as an array of JAX.
     return np.asarray(leaf, dtype)
 
 

@@ -88,6 +88,7 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         if kind is None:
             continue
         of_kind = held.setdefault(kind, {})
+        # For the error about rules that meet nothing: it lists what layers have, and which of it is frozen.
         of_kind[name] = trains or of_kind.get(name, False)
         if trains and name in wanted[kind]:
             at = [i for i in range(len(path)) if path[i] == "layer" and hasattr(type(nodes.get(path[:i])), _STACK)]
@@ -164,6 +165,7 @@ def _drawn(
 ) -> jax.Array:
     """Return new values like `value`, the first `axes` of which count layers."""
     shape = _shape_for(layer, name, value.shape[axes:])
+    # From the path alone, so that the draw of a layer stays when others are added or removed.
     words = np.frombuffer(hashlib.blake2b(dotted(path).encode(), digest_size=8).digest(), "<u4")
     for word in words:  # 64 bits, so that no two of a million paths have one key
         key = jax.random.fold_in(key, word)

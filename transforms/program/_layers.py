@@ -173,6 +173,7 @@ def scan_layers(
     if remat:
         # XLA does not merge common subexpressions across the iterations of a loop, so no barriers are needed.
         body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
+    # What layers change is an output of the scan, not a part of the carry: each layer changes its own slice only.
     carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)
     update("scan_layers", [stack.layer], [parts], with_changes([parts], [changed]))
     return carry, ys

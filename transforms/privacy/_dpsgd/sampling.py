@@ -124,6 +124,7 @@ def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 
 
 def _padded(size: int, sizes: Sequence[int]) -> int:
     """Return the least of the sizes that holds a batch, or the multiple of the largest that does."""
+    # A batch larger than all sizes is never cut: an example that was drawn and left out would break the accounting.
     return next((s for s in sizes if s >= size), sizes[-1] * math.ceil(size / sizes[-1]))
 
 
@@ -134,6 +135,7 @@ def _take(data: Any, drawn: np.ndarray, size: int) -> Any:
         places = np.full(size, len(data), np.int32 if len(data) < 2**31 else np.int64)
         places[: len(drawn)] = drawn
         return _fill(data, places)
+    # In NumPy, on the host: `jax.jit` would compile a program for each number of drawn examples.
     taken = np.zeros((size, *data.shape[1:]), data.dtype)
     taken[: len(drawn)] = data[drawn]
     return taken
@@ -169,6 +171,7 @@ def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
     found = tuple(sizes) if isinstance(sizes, Iterable) else ()
     if not found or not all(is_int(s) and s >= 1 for s in found):
         raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1, but got {sizes!r}.")
+    # A remainder of a batch would be a program, and a group of examples, of a size of its own.
     if any(s % multiple for s in found):
         raise ValueError(f"DPSGD.batches: microbatch_size={multiple} must divide all sizes, but got {sizes!r}.")
     return tuple(sorted({int(s) for s in found}))

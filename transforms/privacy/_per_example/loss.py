@@ -151,6 +151,8 @@ class PerExample:
                     "parameters or examples; name the argument that is a key, or leave prng_argnum out."
                 )
             keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[self._prng])
+        # One flat list of all that differs between examples: it is what is mapped, cut into groups, and divided over
+        # devices, whichever argument an array came in.
         examples, self._example_treedef = jax.tree.flatten((batch, keys, kwargs))
         self.examples = list(map(jnp.asarray, examples))
         # In a `shard_map`, the gradient of what all devices share is a sum over them, and no norm can be taken of that:

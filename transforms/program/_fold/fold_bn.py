@@ -101,6 +101,7 @@ def fold_bn(
     leaf_types = _types(leaves)
     with scoped_calls(kinds):
         flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+    # Before the plan, which would find nothing to fold in a network in training mode, and return it unchanged.
     _refuse_training(flat)
     plan = FoldPlan(flat, names, leaves)
     folded, report, first, answers = plan.parameters(), plan.report(), plan.fingerprint(), plan.answers
@@ -120,6 +121,7 @@ def fold_bn(
             )
         return jax.tree.unflatten(out, plan(new, arguments))
 
+    # Compiled as one program: the folded weights are arguments, so that new ones of the same shapes compile nothing.
     compiled = jax.jit(rewritten, static_argnums=2)
 
     def call(params: dict[str, Any], *args: Any) -> Any:

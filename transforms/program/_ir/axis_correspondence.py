@@ -59,6 +59,7 @@ def _reshaped(source: Sequence[int], target: Sequence[int]) -> Pairs:
             j += 1
         else:
             # Both shapes have the same number of elements, so the smaller product can always take one axis more.
+            # The smallest such groups, so that as many axes as possible correspond one to one.
             a, b = i + 1, j + 1
             while (left := math.prod(source[i:a])) != (right := math.prod(target[j:b])):
                 a, b = (a + 1, b) if left < right else (a, b + 1)

@@ -159,9 +159,11 @@ def insides(node: Node) -> Iterator[FlatProgram]:
             shared, carried = scan_counts(node.eqn.params)
             operands[shared : shared + carried] = [None] * carried
         elif node.name == "while":
+            # The constants of the condition come first, then those of the body, then what is carried.
             shared = node.eqn.params["body_nconsts"]
             operands = [*operands[node.eqn.params["cond_nconsts"] :][:shared], *[None] * (len(jaxpr.invars) - shared)]
         elif node.name == "cond":
+            # The first operand is the number of the branch.
             operands = operands[1:]
         if len(operands) != len(jaxpr.invars):  # an operation whose operands are passed on in a way unknown here
             operands = [None] * len(jaxpr.invars)
@@ -187,6 +189,7 @@ def needed(
     rewrites = rewrites or {}
     seen = set(wanted)
     kept = []
+    # Backwards, so that all users of a value are met before the operation that makes it.
     for node in reversed(nodes):
         if (effects and node.eqn.effects) or not seen.isdisjoint(node.outputs):
             kept.append(node)
@@ -198,6 +201,7 @@ def run(nodes: Sequence[Node], known: dict[Value, Any], rewrites: Mapping[Node, 
     """Evaluate operations in order, and add what they return to the `known` values."""
     rewrites = rewrites or {}
     for node in nodes:
+        # Values may be known before: those of parameters, and what another run has computed.
         if not node.outputs or any(x not in known for x in node.outputs):
             inputs, function = rewrites.get(node) or (node.inputs, partial(evaluate, node.eqn))
             known |= zip(node.outputs, function(*[read(x, known) for x in inputs]), strict=True)

@@ -167,6 +167,7 @@ class HloProgram:
         for x in self.computations[computation or self.entry]:
             if x.opcode not in NAMES:
                 yield x, 1
+            # Not those that a fusion or a reduction calls: they are a part of its own kernel.
             for name in x.called if x.opcode in CONTAINERS else ():
                 yield from ((inner, times * x.iterations) for inner, times in self.runs(name))
 

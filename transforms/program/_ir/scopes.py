@@ -25,6 +25,7 @@ def scope_of(op_name: str) -> tuple[str, str]:
 
 def _parts(name: str) -> list[str]:
     """Split a name at the slashes that are not in parentheses, since `transpose(jvp(a/b))` is one part."""
+    # By hand, since regular expressions do not count parentheses.
     parts, depth = [""], 0
     for character in name:
         depth += (character == "(") - (character == ")")

@@ -178,6 +178,7 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
         found = match(i + 1, k + 1) if fits(i, k) else None
         return match(i + 1, k) if found is None else [i, *found]
 
+    # Where nothing matches, all are taken for dynamic, and JAX says what is wrong with them when the program runs.
     found = match(0, 0)
     return list(range(len(args))) if found is None else found
 
