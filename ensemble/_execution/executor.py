@@ -193,7 +193,7 @@ class Executor:
         self, structure: Structure, execution: Execution, axes: HashablePytree, arrays: Arrays, i: jax.Array, batch: Any
     ) -> Any:
         """Return the new arrays of a member, and its metrics; to be compiled once for all members."""
-        step = partial(self._step, structure)
+        step: Callable[..., Any] = partial(self._step, structure)
         step = convolutions_as_products(step) if execution.products else step
         return step(arrays, *take_member(batch, axes.value, i))
 

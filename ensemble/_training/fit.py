@@ -106,8 +106,9 @@ def fit(
     recorder = Recorder(history_every, begin.history)
     aloud = progress and group.is_first
     steps_of_run = _Run(stepper, watch, recorder, store, callbacks, begin.execution, aloud, start + done)
-    last, step, interrupted = run(
-        watch.begin(jax.tree.map(jnp.copy, begin.state), begin.watched),
+    first: State = watch.begin(jax.tree.map(jnp.copy, begin.state), begin.watched)
+    ended, step, interrupted = run(
+        first,
         source,
         steps_of_run.advance,
         step=start + done,
@@ -123,7 +124,7 @@ def fit(
         total=total_steps(batches, steps),
         finished=lambda: watch.finished,
     )
-    last = watch.all_members(last)
+    last = watch.all_members(ended)
     if watch.finished:  # steps after the last member had stopped do not count
         step = int(last.step)
     if stepper.freezes and step > start and (nonfinite := watch.nonfinite(state, last)).size:

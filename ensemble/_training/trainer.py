@@ -18,6 +18,7 @@ from ...transforms._core.memory import check_budget
 from .._execution.autotune import Tuning
 from .._execution.choose_strategy import StrategyChoice
 from .._execution.executor import Executor
+from .._execution.forms import stacked
 from .._execution.stepper import Stepper
 from .._members.ensemble import Ensemble
 from .._members.sharding import Layout
@@ -212,7 +213,7 @@ class Trainer:
         check_state("Trainer.step", state)
         # "stopped" is for `fit`; a user reads `state.standing`.
         after, metrics, _ = self._stepper.advance(state, batch)
-        return after, {name: x for name, x in metrics.items() if name != "stopped"}
+        return stacked(after), {name: x for name, x in metrics.items() if name != "stopped"}
 
     def fit(
         self,

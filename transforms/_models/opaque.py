@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ class Opaque:
       arrays: the arrays; others after a transform.
     """
 
-    arrays: Sequence[Any]
+    arrays: list[Any]
     _static: _Static
 
     @classmethod
@@ -44,11 +43,11 @@ class Opaque:
         leaves = (next(arrays) if leaf is Placeholder.ARRAY else leaf for leaf in self._static.leaves)
         return jax.tree.unflatten(self._static.treedef, leaves)
 
-    def filled(self, arrays: Sequence[Any]) -> Opaque:
+    def filled(self, arrays: list[Any]) -> Opaque:
         """Return the same with other arrays."""
         return replace(self, arrays=arrays)
 
 
 jax.tree_util.register_pytree_node(
-    Opaque, lambda x: (x.arrays, x._static), lambda static, arrays: Opaque(arrays, static)
+    Opaque, lambda x: (x.arrays, x._static), lambda static, arrays: Opaque(list(arrays), static)
 )
