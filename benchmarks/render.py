@@ -143,7 +143,7 @@ def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
                 times = "" if colour == PALE else f", ×{number(best['times the ordinary step']['median'])}"
                 cells[name] = (best["ms"], colour, f"{number(best['ms']['median'])} ms{times}")
         bars(axis, cells, f"{network.split()[0]}, batch {title.partition('batch ')[2].partition(',')[0]}")
-    figure.suptitle("A step of DP-SGD, noise included, beside the ordinary step of the same library")
+    figure.suptitle("Time of a DP-SGD step, noise included; × the time of an ordinary step of the same library")
     return figure
 
 
