@@ -1,4 +1,25 @@
-"""Many models of one architecture as one: stacked, evaluated, trained and split again.
+"""Many models of one architecture, stored, evaluated and trained as one.
+
+- `Ensemble`: made by `Ensemble.create(make, size, seed=)`, `Ensemble.stack(models)` or `Ensemble.from_apply(...)`.
+  `ens(x)` calls all members, `ens.predict(x)` returns their mean and its uncertainty, `ens[i]` is an ordinary model.
+- `Trainer`: trains all members as one program, each with its own hyperparameters; `fit` has a progress bar, a history,
+  checkpoints, `EarlyStopping` and `Restarts`.
+- `Batches`: random batches, the same for all members or different ones; `grid`: combinations of hyperparameters.
+- `save`, `load`, `load_member`: an ensemble or a training state on disk, and one member of it.
+- `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.
+- `metrics`, `calibration`, `plots`: scores, temperatures and conformal sets, figures.
+
+Functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
+
+Examples:
+  >>> import jax.numpy as jnp, optax
+  >>> from flax import nnx
+  >>> from plurax.ensemble import Ensemble, Trainer
+  >>> trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam, hyperparams={"learning_rate": [0.1, 0.2]})
+  >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 1, rngs=rngs), 2, seed=0))
+  >>> state, history = trainer.fit(state, [jnp.ones((4, 3))] * 10, progress=False)
+  >>> len(history), state.ensemble
+  (20, Ensemble of 2 × Linear, 4 parameters each)
 
 The source, lowest layer first; each folder's own docstring is its map:
 
@@ -12,6 +33,7 @@ The source, lowest layer first; each folder's own docstring is its map:
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from ..transforms._core.version import __version__ as __version__
 from . import calibration, metrics, plots
 from ._members.ensemble import Ensemble
 from ._members.prediction import Prediction

@@ -184,3 +184,11 @@ def test_the_changelog_begins_with_what_is_not_released_and_this_version() -> No
 def test_the_commit_hooks_pin_the_same_ruff() -> None:
     files = [ROOT / "pyproject.toml", ROOT / ".pre-commit-config.yaml"]
     assert len({re.findall(r"ruff==[\d.]+", file.read_text())[0] for file in files}) == 1
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    import plurax.ensemble
+    import plurax.transforms
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert plurax.transforms.__version__ == plurax.ensemble.__version__ == project["version"]

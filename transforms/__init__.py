@@ -1,4 +1,23 @@
-"""Functional transforms on JAX: functions in, functions out.
+"""Functional transforms on JAX: functions in, functions out, for plain functions, pytrees and Flax modules.
+
+- Map a function: `vmap`, with `chunk_size=` or `memory_budget=` where everything at once does not fit.
+- Differentiate it: `grad`, `value_and_grad`, `jvp`, `vjp`, `linearize`, `derivative` (higher orders), `dual`.
+- Jacobians: `jacobian` (the cheaper mode; `sparsity=` for sparse ones), `jacfwd`, `jacrev`, `batch_jacobian`.
+- Hessians: `hessian`; products `hvp`, `vhp`, `gnvp`; `hessian_diagonal`, `hessian_trace`, `laplacian`.
+- One gradient per sample: `per_sample_grad`, `per_sample_norm`, `clipped_grad`.
+
+Three more modules are imported by name: `plurax.transforms.privacy` (`DPSGD`), `plurax.transforms.program` (profiles,
+compile caches, scanned layers) and `plurax.transforms.modules` (freeze, cast, save and load parameters). Ensembles are
+in `plurax.ensemble`. Every function has a docstring with its arguments, errors, cost and an example: `help(vmap)`.
+
+Examples:
+  >>> import jax.numpy as jnp
+  >>> from plurax.transforms import grad, jacobian, vmap
+  >>> vmap(grad(lambda x: x**3))(jnp.arange(3.0))
+  Array([ 0.,  3., 12.], dtype=float32)
+  >>> jacobian(lambda x: x[:2] * x[2])(jnp.array([1.0, 2.0, 3.0]))
+  Array([[3., 0., 1.],
+         [0., 3., 2.]], dtype=float32)
 
 The source, lowest layer first; each folder's own docstring is its map:
 
@@ -14,6 +33,7 @@ The source, lowest layer first; each folder's own docstring is its map:
   parameters of Flax modules. These three are public.
 """
 
+from ._core.version import __version__ as __version__
 from ._curvature.hessian_trace import hessian_diagonal, hessian_trace, hutchinson_trace
 from ._curvature.laplacian import laplacian
 from ._curvature.products import gnvp, hvp, value_grad_and_hvp, vhp

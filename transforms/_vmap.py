@@ -9,7 +9,7 @@ import jax
 
 from ._calls.chunk import map_in_chunks, map_parts_in_chunks
 from ._calls.explicit_sharding import divided_alike
-from ._core.arguments import argument_name, check_callable, check_count, leaf_name, wrap_like
+from ._core.arguments import argument_name, check_callable, check_count, leaf_name, transform_of, wrap_like
 from ._core.axes import (
     Axes,
     axes_per_argument,
@@ -173,8 +173,18 @@ def vmap_of(
                 return map_parts_in_chunks(over_slices, arrays, axes, out_axes, size, parts, chunk)
             return map_in_chunks(over_slices, arrays, axes, out_axes, size, chunk)
 
-        # For a budget `in_chunks` is compiled with several chunks; the one that is taken was found to fit.
-        return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
+        try:
+            # For a budget `in_chunks` is compiled with several chunks; the one that is taken was found to fit.
+            return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
+        except Exception as error:
+            # The error is the model's own, about shapes, and names neither `vmap` nor what to write instead.
+            if getattr(fun, "__name__", "").startswith(("grad(", "value_and_grad(")) and transform_of(fun):
+                batched = tuple(i for i, axes in enumerate(argument_axes) if axes is not None)
+                error.add_note(
+                    f"{api}: each slice is one sample, without an axis for the batch. If the loss needs that axis, "
+                    f"use plurax.transforms.per_sample_grad(loss, batch_argnums={batched})."
+                )
+            raise
 
     def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
         limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble
-from plurax.transforms import grad, value_and_grad, vmap
+from plurax.transforms import grad, per_sample_grad, value_and_grad, vmap
 
 SIZE = 3
 X = np.sin(np.arange(30.0, dtype=np.float32)).reshape(5, 2, 3)
@@ -428,3 +428,21 @@ def test_axes_that_an_ensemble_has_not_are_refused(ens: Ensemble) -> None:
 def test_models_are_stacked_along_axis_0_only(ens: Ensemble, out_axes: Any) -> None:
     with pytest.raises(ValueError, match=r"^vmap: out_axes is .* for the model at output\[0\]\['m'\]; models are"):
         vmap(lambda model: ({"m": model}, np.ones((2, 3))), 0, out_axes)(ens)
+
+
+def test_a_gradient_whose_slices_lack_the_batch_axis_points_to_per_sample_grad() -> None:
+    model = nnx.Sequential(nnx.Conv(1, 2, (3, 3), rngs=nnx.Rngs(0)), lambda x: x.reshape(len(x), -1))
+    x, y = jnp.ones((5, 8, 8, 1)), jnp.ones((5, 128))
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return ((model(x) - y) ** 2).sum(axis=1).mean()
+
+    for transform in (grad, value_and_grad):
+        with pytest.raises(Exception) as raised:  # noqa: PT011 (Flax's own; the note is what is looked at)
+            vmap(transform(loss), in_axes=(None, 0, 0))(model, x, y)
+        notes = "".join(raised.value.__notes__)
+        assert "use plurax.transforms.per_sample_grad(loss, batch_argnums=(1, 2))" in notes
+    assert jax.tree.leaves(per_sample_grad(loss, batch_argnums=(1, 2))(model, x, y))[0].shape[0] == 5
+    with pytest.raises(ZeroDivisionError) as raised:
+        vmap(lambda x: 1 / 0)(x)
+    assert "per_sample_grad" not in "".join(getattr(raised.value, "__notes__", []))
