@@ -57,7 +57,7 @@ docs: $(READY)
 	@$(BIN)/zensical --version >/dev/null 2>&1 || $(INSTALL) --editable '.[docs]'
 	@$(BIN)/pytest --quiet tests/test_links.py
 	@rm -rf build/docs build/types build/site && mkdir -p build/docs
-	@cp -r README.md CHANGELOG.md CONTRIBUTING.md docs examples benchmarks tests build/docs
+	@cp -r README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md docs examples benchmarks tests build/docs
 	@$(INSTALL) --no-deps --no-build-isolation --target build/types .
 	@$(BIN)/zensical build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@! grep -q "exited with errors" build/docs.log || { cat build/docs.log; exit 1; }

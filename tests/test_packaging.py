@@ -192,3 +192,4 @@ def test_the_version_is_that_of_the_project() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert plurax.transforms.__version__ == plurax.ensemble.__version__ == project["version"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()

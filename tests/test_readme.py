@@ -81,6 +81,8 @@ def test_every_command_is_a_target_of_make():
     known = {name for line in targets for name in line.split()}
     assert {"demo", "test", "bench", "bench-smoke"} <= known
     assert set(re.findall(r"make ([a-z-]+)", README)) <= known
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert {name for line in re.findall(r"run: make (.*)", workflow) for name in line.split()} <= known
 
 
 def test_every_name_of_the_tables_exists(namespace):
