@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,18 @@ from ._core.compat import varying, varying_axes
 from ._core.weak_types import weak_like
 from ._models.split_model import separate_filters
 
+P = ParamSpec("P")
+
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     cotangent: Any = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Differentiate `fun` in reverse mode.
 
     As `jax.grad`, but `cotangent` takes outputs of any shape, and a Flax NNX module is differentiated with respect to
@@ -85,14 +87,14 @@ def grad(
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     cotangent: Any = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[Any, Any]]:
     """Evaluate `fun` and differentiate it in reverse mode, in one pass.
 
     As `jax.value_and_grad`, with the additions of `grad` here.

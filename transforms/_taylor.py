@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from ._core.compat import NeedsValues
 from ._core.jaxpr import evaluate, interpret
 from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import bound_model, refuse_shared_state, split_tree
+
+P = ParamSpec("P")
 
 # Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
 _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905 (words read better)
@@ -41,7 +43,7 @@ _EXACT = frozenset(
 _LINEAR_IN_ONE = frozenset(["conv_general_dilated", "div", "dot_general", "mul"])
 
 
-def derivative(fun: Callable[..., Any], order: int) -> Callable[..., Any]:
+def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
     """Differentiate `fun` `order` times, with respect to its first argument along a direction of ones.
 
     As `jax.jvp` with ones for tangents, nested `order` times; for an elementwise function this is its derivative at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -34,9 +34,12 @@ from ._models.split_model import (
     splits_of,
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def vmap(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     *,
@@ -45,7 +48,7 @@ def vmap(
     spmd_axis_name: Any = None,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Map `fun` over an axis of its arguments.
 
     As `jax.vmap`, but the arguments are checked by name before anything is traced, modules and ensembles take part,

@@ -245,7 +245,8 @@ def test_modules_that_share_a_variable_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`first` and `second` share the variable `gain`; .* such as nnx\.Dict"):
         vmap(call, (None, None, 0))(first, {"b": second}, X)
     with pytest.raises(ValueError, match=r"`fun` and `model` share the variable"):
-        vmap(first)(X, model=first)
+        wrong: Any = vmap(first)  # a type checker would refuse the call too
+        wrong(X, model=first)
     pair = nnx.Dict(first=evaluating(first), second=evaluating(second))
     mapped = vmap(lambda pair, x: call(pair["first"], pair["second"], x), (None, 0))
     assert_close(mapped(pair, X), 2 * X * first.gain[...])

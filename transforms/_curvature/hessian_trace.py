@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,17 @@ from .._core.weak_types import weak_like
 from .._jacobian.dense import Basis, by_array, in_form, map_slices
 from .products import gradient_of, seed_of
 
+P = ParamSpec("P")
+
 
 def hessian_diagonal(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Compute the diagonal of the Hessian of a scalar function, exactly.
 
     Args:
@@ -64,13 +66,13 @@ def hessian_diagonal(
 
 
 def hessian_trace(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Compute the trace of the Hessian of a scalar function, exactly.
 
     Args:

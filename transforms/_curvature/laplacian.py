@@ -12,7 +12,7 @@ tanh costs a few operations on each number. Forward over reverse mode takes each
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from .._core.jaxpr import called, evaluate, interpret
 from .._core.weak_types import weak_like
 from .._jacobian.dense import checkpoint
 from .hessian_trace import diagonal, of_scalar, total
+
+P = ParamSpec("P")
 
 # A value, its derivatives along every direction (directions, ...), and its Laplacian; None twice for a constant.
 Triple = tuple[Any, Any, Any]
@@ -43,13 +45,13 @@ _BILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
 
 
 def laplacian(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Compute the Laplacian of a scalar function, the trace of its Hessian, exactly and in one forward pass.
 
     Args:

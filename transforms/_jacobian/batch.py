@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,11 @@ from .dense import sizes_of
 from .jacobian import jacobian_of
 from .mode import output_shapes
 
+P = ParamSpec("P")
+
 
 def batch_jacobian(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
@@ -46,7 +48,7 @@ def batch_jacobian(
     memory_budget: int | str | None = None,
     check: bool = False,
     holomorphic: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Compute the Jacobian of each sample of a batch, for a function that takes the whole batch.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import jax
 
@@ -15,6 +15,8 @@ from ._sparse.compressed import sparse_evaluator
 from ._sparse.pattern import check_sparsity, has_symmetric_hessian
 from .dense import in_form, mesh_of
 from .mode import Evaluator, ModeChoice, choose_mode, dense_evaluator, in_cheaper_mode
+
+P = ParamSpec("P")
 
 
 class Jacobian(Protocol):
@@ -28,14 +30,14 @@ class Jacobian(Protocol):
 
 
 def jacfwd(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     holomorphic: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Compute the Jacobian of `fun` column by column, in forward mode.
 
     As `jax.jacfwd`, but modules are differentiated with respect to their parameters, arguments are checked by name, the
@@ -84,7 +86,7 @@ def jacfwd(
 
 
 def jacrev(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
@@ -92,7 +94,7 @@ def jacrev(
     memory_budget: int | str | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Compute the Jacobian of `fun` row by row, in reverse mode.
 
     As `jax.jacrev`, with what `jacfwd` adds to `jax.jacfwd`.
