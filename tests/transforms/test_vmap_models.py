@@ -244,8 +244,8 @@ def test_modules_that_share_a_variable_are_refused() -> None:
         vmap(call, (None, None, 0))(first, first, X)
     with pytest.raises(ValueError, match=r"`first` and `second` share the variable `gain`; .* such as nnx\.Dict"):
         vmap(call, (None, None, 0))(first, {"b": second}, X)
+    wrong: Any = vmap(first)  # a type checker would refuse the call too
     with pytest.raises(ValueError, match=r"`fun` and `model` share the variable"):
-        wrong: Any = vmap(first)  # a type checker would refuse the call too
         wrong(X, model=first)
     pair = nnx.Dict(first=evaluating(first), second=evaluating(second))
     mapped = vmap(lambda pair, x: call(pair["first"], pair["second"], x), (None, 0))
