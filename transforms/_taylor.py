@@ -192,7 +192,7 @@ def _is_exact(jaxpr: Any, order: int, sources: Sequence[Any]) -> bool:
 
 
 def _has_exact_rule(eqn: Any, order: int, operands: list[bool]) -> bool:
-    """Return whether jet's rule for an operation is as accurate as nesting; `operands` tells which depend on x."""
+    """Return whether jet's rule for an operation is as accurate as nesting; `operands` marks those that depend on x."""
     first, last = eqn.invars[0].aval.dtype, eqn.invars[-1].aval.dtype
     if eqn.primitive not in jet_rules:
         return False

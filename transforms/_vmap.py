@@ -56,8 +56,8 @@ def vmap(
 
     Args:
       fun: a function, a bound method, a Flax NNX module, or an ensemble. A module's parameters are free variables: they
-        are not mapped. An ensemble's members are mapped: `in_axes=None` hands each the same arguments, an int one slice
-        each.
+        are not mapped. An ensemble's members are mapped: `in_axes=None` passes the same arguments to each, an int one
+        slice each.
       in_axes: an int, None (shared), or a tuple or list with one entry for each positional argument: an int, None, or a
         nested container of them that is a prefix of the argument. Negative axes count from the end. An ensemble as an
         argument takes 0, and `fun` receives each member as an ordinary model; or None, and it receives the ensemble.
@@ -79,7 +79,7 @@ def vmap(
         the temporaries of one slice, iteration or evaluation, with a warning.
 
     Returns:
-      A function of the same arguments, whose outputs have the mapped axis where `out_axes` says.
+      A function of the same arguments, whose outputs have the mapped axis at `out_axes`.
 
     Raises:
       TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is not an integer; `in_axes` is a dict.
@@ -144,7 +144,7 @@ def vmap_of(
             raise ValueError(
                 f"{api}: axis_size={axis_size}, but the ensemble has {expected} members; leave axis_size out."
             )
-    # As by `jax.vmap`; but in_axes=None for an ensemble hands each member the same arguments, those by keyword too.
+    # As by `jax.vmap`; but in_axes=None for an ensemble passes each member the same arguments, those by keyword too.
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     def mapped(*args: Any, **kwargs: Any) -> Any:

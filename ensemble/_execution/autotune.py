@@ -1,6 +1,6 @@
 """`tune`: compiles and measures the candidates of `strategy="auto"`, and chooses the quickest; what is found is kept.
 
-What wins depends on the program, its shapes and the machine, and no rule that we know tells: batched operations win for
+What wins depends on the program, its shapes and the machine, and we know of no rule for it: batched operations win for
 small perceptrons, one member after another for convolutions, and by how much changes with the size.
 """
 

@@ -59,7 +59,7 @@ class StrategyChoice:
     def choose(
         self, inputs: StepInputs, earlier: Execution | None, donate: bool, tell: Callable[[str], None]
     ) -> Execution:
-        """Return how a step is executed: as the trainer says, else as an earlier one was, else as is quickest."""
+        """Return how a step is executed: as the trainer asks, else as an earlier one was, else the quickest way."""
         if self.strategy == "vmap" and self.budget is None:
             # The usual case of a training loop: nothing to look up, so the arrays of the state are not visited.
             chunk_size = self.chunk_size
@@ -92,7 +92,7 @@ class StrategyChoice:
         return chosen
 
     def _quickest(self, inputs: StepInputs, donate: bool, traced: bool, tell: Callable[[str], None]) -> Execution:
-        """Return the execution for which "auto" stands, found once for each kind of model and batch."""
+        """Return the execution that "auto" chooses, found once for each kind of model and batch."""
         kind = donate, inputs.kind
         if kind in self._chosen:
             return self._chosen[kind]

@@ -1,4 +1,4 @@
-"""`Stepper`: takes the training steps of all members, and tells a loop all that it must know of them."""
+"""`Stepper`: takes the training steps of all members, and has all that a loop must know of them."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ class Ensemble:
             raise ValueError(
                 "Ensemble: its arrays have other axes than it was made with, so their axis 0 is not the members: "
                 "something that knows no members has sliced or stacked them, as jax.vmap, lax.map and lax.scan do. Map "
-                "over it with plurax.transforms.vmap, which hands the function one member at a time, or hand on all of "
+                "over it with plurax.transforms.vmap, which passes the function one member at a time, or pass all of "
                 "it, with in_axes=None."
             )
 

@@ -48,7 +48,7 @@ class FunctionalModel:
                 return leaf
             return Placeholder.TRAINABLE if rule(dotted(path), leaf) else Placeholder.REST
 
-        # What stands for each leaf in the structure: a placeholder for an array, configuration as it is.
+        # The entry of each leaf in the structure: a placeholder for an array, configuration as it is.
         kinds = tuple(kind_of(path, leaf) for path, leaf in named)
 
         def part(wanted: Placeholder) -> Any:

@@ -164,7 +164,7 @@ def disagreement(probabilities: ArrayLike) -> jax.Array:
     """
     probabilities = check_probabilities("disagreement", probabilities, "(members, ..., classes)", 2, bounded=False)
     if jnp.shape(probabilities)[0] < 2:
-        raise ValueError("disagreement: one member has nobody to disagree with; hand the predictions of at least 2.")
+        raise ValueError("disagreement: a single member cannot disagree; pass the predictions of at least 2.")
     return _disagreement(probabilities)
 
 

@@ -65,12 +65,12 @@ def unwrapped(x: Any) -> Any:
 # The remedies for an argument that is not of floating point, and for one with a single class.
 _REMEDIES = {
     "probabilities": (
-        "hand what jax.nn.softmax gives, or one-hot predictions with .astype(float)",
-        "where p is the probability of the second of two, hand jnp.concatenate([1 - p, p], axis=-1)",
+        "pass the output of jax.nn.softmax, or one-hot predictions with .astype(float)",
+        "where p is the probability of the second of two, pass jnp.concatenate([1 - p, p], axis=-1)",
     ),
     "logits": (
         "cast them with .astype(float)",
-        "where z is the one logit of a sigmoid, hand jnp.concatenate([jnp.zeros_like(z), z], axis=-1)",
+        "where z is the one logit of a sigmoid, pass jnp.concatenate([jnp.zeros_like(z), z], axis=-1)",
     ),
 }
 

@@ -55,7 +55,7 @@ class MemberLoss:
         for name, parameter in takes.items():
             if parameter.default is inspect.Parameter.empty and name not in given:
                 raise ValueError(
-                    f"Trainer: the loss needs `{name}` beside the batch; give it in hyperparams={{{name!r}: ...}}."
+                    f"Trainer: the loss needs the argument `{name}`; give it in hyperparams={{{name!r}: ...}}."
                 )
         if self.per_member or self._shared:
             # None rather than an empty dict: a ready optimiser takes no hyperparameters.

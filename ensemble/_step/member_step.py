@@ -139,7 +139,7 @@ def metrics_of(value: Any) -> dict[str, Any]:
             f"{jax.tree.map(jnp.shape, loss)} (shapes); reduce it, such as by its mean."
         )
     if not isinstance(aux, Mapping):
-        raise TypeError(f"Trainer: beside its scalar, loss must return a dict, but it returned {describe(aux)}.")
+        raise TypeError(f"Trainer: the auxiliary output of the loss must be a dict, but it returned {describe(aux)}.")
     for name in ("loss", "step", "member", "members", "stopped", "validation"):
         if name in aux:
             raise ValueError(_taken(name))
@@ -171,7 +171,7 @@ def _check_left(before: SplitModel, after: SplitModel) -> None:
     for path in then:
         if then[path].shape != now[path].shape or then[path].dtype != now[path].dtype:
             raise ValueError(
-                f"Trainer: loss turns the variable `{path}` of the model, {describe(then[path])}, into "
+                f"Trainer: loss changes the variable `{path}` of the model, {describe(then[path])}, to "
                 f"{describe(now[path])}; keep its shape and dtype."
             )
 

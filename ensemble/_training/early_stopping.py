@@ -212,7 +212,7 @@ class Watch:
             arrays = self._of_all(rows, match_sharding(state._arrays(), rows))
             state = TrainState._of_arrays(state._structure, arrays, state.step)
         # `notice` hears of a step when it is computed, which may be after later steps were dispatched, and checks are
-        # rare. The state at hand tells at once.
+        # rare. The state at hand shows it at once.
         self.finished = self.finished or not self._going(*_known(state)).any()
         # Steps that were taken after the last member had stopped changed nothing but their number: it is taken back,
         # so that the run ends at the same step however late that was noticed.

@@ -247,7 +247,7 @@ def _or_nan(values: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 
 def _resume(like: TrainState, settings: dict[str, Any], watch: Watch, checkpoint: Checkpoint) -> RunStart:
-    """Return what a checkpoint holds; raise if it is of another run."""
+    """Return what a checkpoint holds; raise if another run wrote it."""
     about = checkpoint.manifest
     _check_settings(checkpoint, settings)
     (state, watched), history = read_run(checkpoint, like, watch.likes(like)), checkpoint.history()
@@ -273,7 +273,7 @@ def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     """Raise for a checkpoint of another optimiser or other hyperparameters."""
     if "optimizer" not in checkpoint.manifest:
         raise ValueError(
-            f"Trainer.fit: the checkpoint {checkpoint.path} is of a run of something else; use another checkpoint_dir."
+            f"Trainer.fit: another kind of run wrote the checkpoint {checkpoint.path}; use another checkpoint_dir."
         )
     before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
     # By name and numbers, all that JSON can hold; a ready optimiser is known by the structure of its state alone.

@@ -144,7 +144,7 @@ def exploit(
     if not is_real(fraction) or not 0 < fraction <= 0.5:
         raise ValueError(f"exploit: fraction must be above 0 and at most 0.5, but got {fraction!r}.")
     if size < 2:
-        raise ValueError("exploit: a population of one has nobody to copy; give an ensemble of at least 2.")
+        raise ValueError("exploit: a population of one has no other member to copy; give an ensemble of at least 2.")
     ranked = _ranked("exploit", scores, mode)
     count = max(1, int(float(fraction) * size))
     to_draw, to_renew, *to_perturb = jax.random.split(key, 2 + len(perturb or {}))

@@ -1,4 +1,4 @@
-"""`Trainer`: the public class. Checks what it is given, makes the step and the state, and hands both on."""
+"""`Trainer`: the public class. Checks its arguments, makes the step and the state, and passes both on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Trainer:
         the parts are averaged, and so are other scalars that the loss reports; what the first batch shows to be no
         mean is refused. A mesh may span several processes; then each passes the same batches. "loop" is executed as
         "unroll".
-      tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and goes by a rule: "loop" on
+      tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and uses a rule: "loop" on
         a CPU where the step contains a convolution, else "vmap".
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
       nonfinite: what happens to a member when its loss or its gradients are not finite, or the sums of the latter
@@ -262,7 +262,7 @@ class Trainer:
         Raises:
           TypeError, ValueError: as for `step`; `steps` or another count is not an int, or too small; a checkpoint of
             another ensemble, another factory or other hyperparameters, or later than the steps asked for. (Two ready
-            optimisers with states of one structure cannot be told apart.)
+            optimisers with states of one structure cannot be distinguished.)
           OSError: `checkpoint_dir` cannot be made.
 
         Cost:

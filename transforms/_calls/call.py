@@ -207,7 +207,7 @@ def check_output(api: str, out: Any, name: str = "output") -> None:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"{api}: `{leaf_name(name, path)}` is {describe(leaf)}, but only floating point has derivatives; "
-                "convert it, or return it beside the output with has_aux=True."
+                "convert it, or return it as auxiliary output with has_aux=True."
             )
 
 

@@ -1,4 +1,4 @@
-"""Explicit axes of a mesh: the type of an array tells how it is divided over them.
+"""Explicit axes of a mesh: the type of an array contains how it is divided over them.
 
 With them JAX (0.10, 0.11) refuses much of what it does with automatic ones: to map arrays of which some are divided and
 others are not, to map a lookup, to contract what is divided. Where the examples of a batch are divided, one example is

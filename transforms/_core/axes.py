@@ -57,7 +57,7 @@ def broadcast_axes(axes: Axes, tree: Any, is_leaf: Callable[[Any], bool] | None 
     """Return the axis of each leaf of `tree`; JAX raises a `ValueError` where `axes` is not a prefix of it."""
     found: list[Any] = []
 
-    # `jax.tree.map` over a prefix hands each of its leaves the whole subtree that is below it.
+    # `jax.tree.map` over a prefix passes the whole subtree below each of its leaves.
     def collect(axis: Any, subtree: Any) -> None:
         found.extend([axis] * len(jax.tree.leaves(subtree, is_leaf=is_leaf)))
 
@@ -77,7 +77,7 @@ def mapped_size(
 ) -> int:
     """Return the one size of all mapped axes; raise at the first leaf that does not fit.
 
-    `given_by` says in an error where `axis_size` comes from.
+    `given_by` names, in an error, where `axis_size` comes from.
 
     Raises:
       ValueError: an axis specification is not a prefix of its argument, an axis is out of range, two mapped axes have

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Return the model of the processor, where the system tells it: JAX calls every model a "cpu"."""
+    """Return the model of the processor, where the system has it: JAX calls every model a "cpu"."""
     try:
         found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     except OSError:  # not Linux

@@ -73,7 +73,7 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
             except NeedsValues as error:
                 raise ValueError(
                     f"{api}: memory_budget needs a program that can be compiled, but fun asks for a value (it branches "
-                    "on one, or hands it to NumPy); use lax.cond or jnp.where, or leave the budget out."
+                    "on one, or passes it to NumPy); use lax.cond or jnp.where, or leave the budget out."
                 ) from error
             # Within the larger program, copies of small arrays and the counters of loops are added.
             needs[chunk] = alone + alone // 64 + 256
@@ -127,7 +127,7 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
     chunk = largest_chunk(api, need, size, budget)
     needed, around = found[chunk]
     if around:
-        need_of_part = in_words(needed) if needed else "nothing beside arguments and results"
+        need_of_part = in_words(needed) if needed else "nothing but arguments and results"
         warnings.warn(
             f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
             f"{need_of_part}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "

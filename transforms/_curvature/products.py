@@ -193,7 +193,7 @@ def seed_of(api: str, value: Any) -> Any:
     return scalar_seed(
         f"{api}: fun",
         value,
-        "reduce it, such as by its sum, or return what else it computes beside it with has_aux=True",
+        "reduce it, such as by its sum, or return other values with has_aux=True",
     )
 
 

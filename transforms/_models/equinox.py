@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey, keystr, register_pytree_with_keys
 
 
 def is_equinox(x: Any) -> bool:
-    """Return whether `x` is an Equinox module, which it cannot be if nobody has imported Equinox."""
+    """Return whether `x` is an Equinox module, which it cannot be if Equinox has not been imported."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(x, equinox.Module)
 

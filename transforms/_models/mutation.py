@@ -110,7 +110,7 @@ def update(
       api: what the user called.
       models: the models.
       before: the models, split, as they are.
-      after: the models, split, as they shall be.
+      after: the models, split, as they should be.
       passing: returns what `passing_through` finds for the call, if `after` has other objects for unchanged arrays.
 
     Raises:
@@ -200,7 +200,7 @@ def refuse_changes(
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
     """Return for each model in `arguments` the paths of the arrays that `function` leaves as they are, by its program.
 
-    An inner transform of `nnx` hands back every array of a module as a new object, whether it has changed or not;
+    An inner transform of `nnx` returns every array of a module as a new object, whether it has changed or not;
     so where objects differ, `function` is traced once more and each output is followed back through its program.
     """
     before = splits_of(arguments)

@@ -2,7 +2,7 @@
 
 A model is a Flax NNX module, or an object that follows the small protocol `Model`. JAX sees a model as `SplitModel`: a
 static structure, the trainable arrays and the other arrays. Several models of one structure along axis 0 follow
-`Members`; `vmap` hands a function one of them as an ordinary model.
+`Members`; `vmap` passes a function one of them as an ordinary model.
 
 Flax is never imported here before somebody else has: without `flax.nnx` there is no NNX module to meet.
 """

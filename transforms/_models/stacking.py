@@ -68,7 +68,7 @@ class Stacking:
                 f"{whose} is a {type(other_model).__name__}, but {self.noun} 0 is a {type(model).__name__}; stack "
                 "models of one class."
             )
-        # Arrays before configuration: one that is missing changes the configuration too, but its path says more.
+        # Arrays before configuration: one that is missing changes the configuration too, but its path is more helpful.
         expected, found = ({path: outline(x) for path, x in each.arrays().items()} for each in (parts, other_parts))
         for path in [*expected, *found]:
             if expected.get(path) != found.get(path):
@@ -148,7 +148,7 @@ def _of_variables(variables: Any, other: Any) -> tuple[str, bool]:
     if _same_structure(variables, other):
         both = zip(jax.tree.leaves_with_path(variables), jax.tree.leaves(other), strict=True)
         for (path, value), theirs in both:
-            # By type and value: `HashablePytree.of` tells 1 from 1.0 and True, which are equal.
+            # By type and value: `HashablePytree.of` distinguishes 1, 1.0 and True, which are equal.
             if not HashablePytree.is_array(value) and HashablePytree.of(theirs) != HashablePytree.of(value):
                 return _difference(f"`{dotted(path)}`", theirs, value)
     return "their variables are in other containers, have other static fields, or train in other places", False

@@ -10,7 +10,7 @@ import numpy as np
 
 History = list[dict[str, Any]]
 
-# The entry of a record that tells which members have it; no metric has this name.
+# The entry of a record with the members that have it; no metric has this name.
 _MEMBERS = "members"
 
 

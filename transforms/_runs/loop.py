@@ -49,7 +49,7 @@ def run(
       advance: one step: from a state and a batch to the next state and the metrics. The state it is given is not used
         again.
       step: how many steps `state` has taken.
-      target: how many steps the last state shall have taken; None for as many as there are batches.
+      target: how many steps the last state should have taken; None for as many as there are batches.
       record: takes the number of each step and its metrics, once they are computed and before its state is saved.
       say: what the bar shows after a step, from its number and metrics.
       save: writes a checkpoint of a state; None for no checkpoints.

@@ -91,7 +91,7 @@ def unfreeze(model: Any) -> Any:
       model: an NNX module, or an ensemble of them. One in which nothing is frozen is copied.
 
     Returns:
-      A new module (or ensemble) in which each frozen parameter is of the kind that it was, with its metadata, the
+      A new module (or ensemble) in which each frozen parameter has its original class and metadata, the
       arrays shared. To let only some of them train, freeze the others again.
 
     Raises:

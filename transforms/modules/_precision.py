@@ -75,7 +75,7 @@ def with_precision(
             wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
             if jnp.dtype(first.setdefault(id(node), wanted)) != jnp.dtype(wanted):
                 raise ValueError(
-                    f"with_precision: `{dotted(path)}` stands in several places, for which keep asks for "
+                    f"with_precision: `{dotted(path)}` is shared by several layers, for which keep asks for "
                     f"{jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
                 )
             node.dtype = wanted

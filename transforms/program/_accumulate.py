@@ -61,7 +61,7 @@ def accumulate(
       A function of the same arguments, to be called under `jax.jit`, or `nnx.jit` where a module keeps state. It
       returns what `fun` does, as arrays of the same shapes and dtypes: the mean or sum over the parts, which is taken
       in float32 where they have fewer bits. That holds of every array: one that has the examples as an axis, such as
-      logits as auxiliary output, has the size of one part and mixes the examples of all parts, and nobody can tell it
+      logits as auxiliary output, has the size of one part and mixes the examples of all parts, and no check can tell it
       from a parameter's gradient. Return means or sums over the examples, and nothing for each of them.
 
     Raises:

@@ -26,7 +26,7 @@ def bucketed(
     """Compile `fun` for a few lengths, and call it with arrays of any length.
 
     As `jax.jit`, but arrays are filled up with zeros to the next of some lengths, and `fun` gets one argument more,
-    `mask=`, a bool array (length,) that tells which positions are real. `fun` must not let the others count.
+    `mask=`, a bool array (length,) that is True for actual elements. `fun` must ignore the others.
 
     Args:
       fun: a function of arrays, pytrees and modules, with a keyword argument `mask`. The state that it changes of a

@@ -13,8 +13,8 @@ _Other = TypeVar("_Other")
 def depend(y: _Value, a: _Other) -> tuple[_Value, _Other]:
     """Return `y` and `a` such that both are computed before either is used.
 
-    As `jax.lax.optimization_barrier`, but said of two values: MindSpore's `Depend(y, a)`. XLA neither moves a
-    computation across nor merges what is before with what is behind. It drops what nobody uses, so use both results:
+    As `jax.lax.optimization_barrier`, for two values: MindSpore's `Depend(y, a)`. XLA neither moves a
+    computation across nor merges what is before with what is behind. It drops unused values, so use both results:
     with `depend(y, a)[0]` alone `a` is not computed at all.
 
     A side effect is no value: for the order of prints, writes and the like JAX has ordered callbacks,

@@ -19,9 +19,9 @@ _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 
 
 def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
-    """Raise unless each array that `fun` is told to donate gives its memory to a result.
+    """Raise unless the memory of each donated argument of `fun` is reused for a result.
 
-    JAX only warns, once, where a donated buffer is of no use; the program then needs the memory twice.
+    JAX only warns, once, where a donated buffer is not reused; the program then needs the memory twice.
 
     Args:
       fun: a function under `jax.jit` with `donate_argnums` or `donate_argnames`.

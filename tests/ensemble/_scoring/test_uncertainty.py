@@ -45,7 +45,7 @@ class Test_doubt_about_classes:
         pairs = [votes[i] != votes[j] for i, j in itertools.combinations(range(5), 2)]
         np.testing.assert_allclose(metrics.disagreement(P), np.mean(pairs, axis=0), rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(metrics.disagreement(np.log(P)), np.mean(pairs, axis=0), rtol=1e-6, atol=1e-7)
-        with pytest.raises(ValueError, match="one member has nobody to disagree with"):
+        with pytest.raises(ValueError, match="a single member cannot disagree"):
             metrics.disagreement(P[:1])
 
     @pytest.mark.parametrize("name", ["predictive_entropy", "mutual_information", "disagreement"])

@@ -150,7 +150,7 @@ class Test_exploit:
         with pytest.raises(ValueError, match="'learning_rate' is a schedule, which is not perturbed; leave it out"):
             exploit(state, jnp.ones(2), key=jax.random.key(0), perturb={"learning_rate": (0.8,)})
         alone = Trainer(lambda m, x: jnp.mean(m(x) ** 2), optax.sgd(0.1)).init(Ensemble.create(make, 1, seed=0))
-        with pytest.raises(ValueError, match="a population of one has nobody to copy"):
+        with pytest.raises(ValueError, match="a population of one has no other member to copy"):
             exploit(alone, jnp.ones(1), key=jax.random.key(0))
         with pytest.raises(TypeError, match="exploit: state must be a TrainState from Trainer.init, but got Ensemble"):
             exploit(state.ensemble, jnp.ones(2), key=jax.random.key(0))

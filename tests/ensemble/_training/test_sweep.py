@@ -203,7 +203,7 @@ class Test_refusals:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({}, ValueError, r"the loss needs `weight` beside the batch; give it in hyperparams=\{'weight': ...\}"),
+            ({}, ValueError, r"the loss needs the argument `weight`; give it in hyperparams=\{'weight': ...\}"),
             ({"weight": [1.0, "a"]}, TypeError, "must be a number or a list with one number for each member"),
             ({"weight": 1.0, "other": 3}, ValueError, "sgd takes no hyperparameter 'other'"),
             ({"weight": 1, "learning_rate": [print, "a"]}, TypeError, "must have a number or a schedule for each"),

@@ -605,7 +605,7 @@ class Test_refusals:
         ens = create(plain, 2)
         for loss, error, match in (
             (lambda m, x, y: m(x), TypeError, r"loss must return a scalar, .* \(6, 3\) \(shapes\)"),
-            (lambda m, x, y: (m(x).mean(), 3), TypeError, "beside its scalar, loss must return a dict"),
+            (lambda m, x, y: (m(x).mean(), 3), TypeError, "the auxiliary output of the loss must be a dict"),
             (lambda m, x, y: (m(x).mean(), {"loss": 1}), ValueError, 'reports something called "loss"'),
             (lambda m, x, y: (m(x).mean(), {"step": 1}), ValueError, 'reports something called "step"'),
             (lambda m, x, y: (m(x).mean(), {"member": 1}), ValueError, 'reports something called "member"'),

@@ -187,7 +187,7 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     assert len(caught) == (names is not None)
     for warning in caught:
         name = transform if transform == "vmap" else transform.__name__
-        need = r"[1-9].*B|nothing beside arguments and results"
+        need = r"[1-9].*B|nothing but arguments and results"
         assert re.match(
             rf"{name}: memory_budget=1 MiB is kept .* \(it needs ({need}), with \d+ of \d+", str(warning.message)
         )
@@ -202,7 +202,7 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     ("within", "need"),
     [
         (jacfwd(lambda x: jnp.sin(x), memory_budget="1MiB"), "36 B"),
-        (jacrev(lambda x: jnp.sum(x), memory_budget="1MiB"), "nothing beside"),
+        (jacrev(lambda x: jnp.sum(x), memory_budget="1MiB"), "nothing but"),
     ],
 )
 def test_the_line_of_the_user_is_named_where_jax_calls_what_has_the_budget(outer: Any, within: Any, need: str) -> None:

@@ -138,7 +138,7 @@ def asdex(api: str) -> Any:
         ) from error
     except ImportError as error:  # it imports private names of JAX, which come and go
         raise ImportError(
-            f"{api}: the asdex that is installed cannot be imported beside jax {jax.__version__} ({error}); install "
+            f"{api}: the installed asdex cannot be imported with jax {jax.__version__} ({error}); install "
             "versions that go together with pip install 'plurax[sparse]'."
         ) from error
     return asdex

@@ -40,7 +40,7 @@ class DPSGD:
     Args:
       loss: `loss(model, *batch)` returns a real scalar. `model` is what `init` gets; the batch is one example, as a
         batch of one, so a loss that takes its mean is right as it is.
-      optimizer: an optax `GradientTransformation` that goes by gradients alone.
+      optimizer: an optax `GradientTransformation` that uses only gradients.
       l2_clip_norm: the norm that each example's gradient is scaled down to where it has a larger one.
       noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is for a comparison without
         privacy: its ε is infinite.
@@ -73,7 +73,7 @@ class DPSGD:
 
     Privacy:
       (ε, δ)-differential privacy of everything that depends on the parameters alone, for adding or removing one
-      example. `metrics` are not private. docs/dp-sgd.md says it exactly, and what is not covered.
+      example. `metrics` are not private. docs/dp-sgd.md states it exactly, and what is not covered.
 
     Cost:
       A step is one compiled program: `clipped_grad`, one Gaussian number for each parameter, and the optimizer. With
@@ -152,7 +152,7 @@ class DPSGD:
             floating point train, or an `Ensemble`: all members see the same batches, each with noise of its own: as it
             would be alone with `jax.random.fold_in(key, i)` (a key of "rbg" draws other noise for each under `vmap`).
           key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. Privacy rests on it: for a
-            model that is published take one that nobody can guess, as docs/dp-sgd.md shows, and keep it secret.
+            model that is published take one that cannot be guessed, as docs/dp-sgd.md shows, and keep it secret.
 
         Raises:
           TypeError: `key` is not a key; parameters that are not of real floating point.
@@ -236,7 +236,7 @@ class DPSGD:
             (of which a traced step cannot know); a loss that changes the state of a model, its random keys aside.
 
         Cost:
-          Where a batch says what step it is for, this waits for the step before.
+          Where a batch has the number of its step, this waits for the step before.
         """
         self._check_state("DPSGD.step", state)
         number: Any = getattr(batch, "step", None)

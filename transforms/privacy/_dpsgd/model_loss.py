@@ -84,7 +84,7 @@ def _call(
             )
         found.append({path: arrays[path] for path in paths})
     value = pair_of("DPSGD", out)[0] if has_aux else out
-    scalar_seed("DPSGD: the loss", value, "return the mean over the batch that it is given, which is of one example")
+    scalar_seed("DPSGD: the loss", value, "return the mean over its batch, which has one example")
     return out, found
 
 

@@ -188,7 +188,7 @@ def check_batch(api: str, batch: Any, sampling: tuple[float, int]) -> None:
     if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:
         raise ValueError(
             f"{api}: is_padding_example of a batch must be booleans, one for each of one or more examples, but "
-            f"got {describe(padding)}; a batch in which nobody takes part is all padding."
+            f"got {describe(padding)}; a batch without examples is all padding."
         )
     if batch.sampling not in (None, sampling):
         raise ValueError(

@@ -110,11 +110,11 @@ def _metrics_of(aux: Any) -> dict[str, Any]:
     metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
     for name in ("loss", "clipped"):
         if name in metrics:
-            raise ValueError(f"DPSGD: beside its scalar, the loss returns `{name}`, but DPSGD does itself; rename it.")
+            raise ValueError(f"DPSGD: the auxiliary output of the loss has `{name}`, which DPSGD uses; rename it.")
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise TypeError(
-                f"DPSGD: beside its scalar, the loss must return numbers and arrays of them, but "
+                f"DPSGD: the auxiliary output of the loss must be numbers and arrays of them, but "
                 f"`{leaf_name('aux', path)}` is {describe(leaf)}; leave it out."
             )
     return metrics

@@ -15,7 +15,7 @@ The arguments of a call flow in, and come out as each example's gradient or norm
    dense, scaled constant), with their norms, inner products and weighted sums, and merges those of one parameter.
 6. `norms.py` takes steps 4 and 5 for a batch, adds up the norms over all uses of each parameter, rounds them up to clip
    by, and pulls the weighted sum back to the parameters.
-7. `report.py` says what was done at each use, for `.explain`.
+7. `report.py` describes what was done at each use, for `.explain`.
 
 docs/how-per-sample.md derives the method.
 """

@@ -132,7 +132,7 @@ def clipped_grad(
         another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping", or on
         one CPU one of both for some samples at a time, by what each costs as counted from shapes. Where an operation
         allows none of them (one that JAX cannot map over samples, say), `jax.grad` of one sample after another is
-        taken, and `explain` says so.
+        taken, and `explain` reports it.
 
     Returns:
       A function of the same arguments that returns the sum, like the parameters, with None for what of them is not of

@@ -53,7 +53,7 @@ def aot(
 
     Either way values that `fun` closes over are a part of the program, as they were when it was compiled. A module that
     `fun` is, or is a method of, is an argument. Static parts of arguments (the configuration of a module) and values
-    bound by `functools.partial` tell files apart as far as their `repr` does; the rest is covered by your key.
+    bound by `functools.partial` distinguish files as far as their `repr` does; the rest is covered by your key.
 
     There is a file of its own for each kind of device and processor, and for each value of those settings of JAX that
     `jax.enable_x64`, `jax.default_matmul_precision`, `jax.default_prng_impl`, `jax.threefry_partitionable`,
@@ -69,7 +69,7 @@ def aot(
 
     Models are split as by all transforms here, so a module that `fun` changes (a parameter, BatchNorm statistics) is
     changed afterwards. Under `jax.jit`, `jax.grad` or `jax.vmap`, in `jax.disable_jit` and in `jax.debug_nans`, a
-    compiled program is of no use: `fun` itself is called. In a run of several processes nothing is written.
+    compiled program cannot be used: `fun` itself is called. In a run of several processes nothing is written.
 
     Args:
       fun: a function of arrays, numbers and modules in any pytrees, a bound method or a module. It may be under

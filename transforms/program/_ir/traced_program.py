@@ -24,7 +24,7 @@ from .module_scopes import LOCK, module_paths, modules_of, scoped_calls
 from .provenance import Provenance
 from .unnamed_dots import unnamed_dots
 
-# XLA's CPU backend hands parts of a program, or all of it, to a library as one instruction whose parts cannot be timed.
+# XLA's CPU backend passes parts of a program, or all of it, to a library as one instruction. Its parts cannot be timed.
 # With these options each matrix product and convolution is handed over alone.
 _SEPARATE_PRODUCTS = {
     "xla_cpu_experimental_ynn_fusion_type": ",".join(
@@ -178,7 +178,7 @@ def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[
         found = match(i + 1, k + 1) if fits(i, k) else None
         return match(i + 1, k) if found is None else [i, *found]
 
-    # Where nothing matches, all are taken for dynamic, and JAX says what is wrong with them when the program runs.
+    # Where nothing matches, all are taken for dynamic, and JAX raises an error about them when the program runs.
     found = match(0, 0)
     return list(range(len(args))) if found is None else found
 

@@ -79,7 +79,7 @@ class Profile:
         over the quicker half of the calls.
       attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
       estimated: the part of it that several operations share, which XLA has fused; it is divided by their flops.
-      apart: whether XLA's CPU backend would hand several operations at once to a library, or compile a small loop into
+      apart: whether XLA's CPU backend would pass several operations at once to a library, or compile a small loop into
         one function, and was kept from it. The calls that were watched are then of a program of other instructions than
         those of `jitted`.
 
@@ -109,7 +109,7 @@ class Profile:
           by: what the rows are added up by: `op`, `scope`, `source` or several of these.
 
         Returns:
-          The table, with a heading that says what was measured.
+          The table, with a heading that describes what was measured.
 
         Raises:
           ValueError: `sort` or `by` is none of these; `top` is less than one.

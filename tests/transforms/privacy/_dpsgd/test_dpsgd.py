@@ -187,7 +187,7 @@ def test_a_history_has_what_is_one_number_of_each_step() -> None:
     ("beside", "kind", "message"),
     [
         ({"name": "text"}, TypeError, r"`aux\['name'\]` is 'text' of type str; leave it out"),
-        ({"loss": 1.0}, ValueError, r"DPSGD: beside its scalar, the loss returns `loss`, but DPSGD does itself"),
+        ({"loss": 1.0}, ValueError, r"DPSGD: the auxiliary output of the loss has `loss`, which DPSGD uses"),
         (None, TypeError, r"with has_aux=True, fun must return a pair"),
     ],
 )
