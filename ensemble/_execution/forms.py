@@ -73,6 +73,7 @@ def unstacked(state: State) -> Unstacked:
     """Return a state with the arrays of each member; copies, unless it has that form."""
     if isinstance(state, Unstacked):
         return state
+    # One program for all members too: to split every array at once would compile one for each number of members.
     arrays = stacked(state)._arrays()
     members = [_take(arrays, np.uint32(i)) for i in range(state._size)]
     return Unstacked(state._structure, members, state.step)

@@ -43,6 +43,7 @@ def map_in_chunks(
     references = [i for i in axes if isinstance(leaves[i], jax.Ref)]
     chunk_size = min(chunk_size, size)
 
+    # By a dynamic start, so that one body serves all chunks: a static one would be a program for each.
     def evaluate(start: Any, length: int) -> Any:
         """Return the output for `length` slices from `start` on."""
         slices = list(leaves)

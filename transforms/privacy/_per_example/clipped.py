@@ -229,6 +229,7 @@ def clipped_grad(
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
+        # By the first route that can be traced: whether one can, no table of operations tells for certain.
         _, (total, (values, norms, aux)) = first_that_traces(
             "clipped_grad", routes_for(of), partial(compute, of, padding)
         )
