@@ -640,7 +640,7 @@ def test_an_asdex_that_does_not_fit_jax_is_told_from_none(monkeypatch: pytest.Mo
     (tmp_path / "asdex.py").write_text("from jax import no_such_name")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "asdex", raising=False)
-    with pytest.raises(ImportError, match=r"beside jax .*no_such_name.*; install versions that go together with pip"):
+    with pytest.raises(ImportError, match=r"with jax .*no_such_name.*; install versions that go together with pip"):
         jacobian(jnp.sum, sparsity="auto")
 
 
