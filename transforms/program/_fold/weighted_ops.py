@@ -58,11 +58,6 @@ class WeightedOp:
         )
 
     @property
-    def mixes_batch(self) -> bool:
-        """Return whether parts of the batch meet different weights."""
-        return self._convolves and self.node.eqn.params["batch_group_count"] > 1
-
-    @property
     def _convolves(self) -> bool:
         return self.node.name == "conv_general_dilated"
 
@@ -107,7 +102,8 @@ class WeightedOp:
 def weighted_op(node: Node) -> WeightedOp | None:
     """Return an operation as a product of data with static weights; None if it is not one."""
     params = node.eqn.params
-    if node.name not in PRODUCTS:
+    # Parts of the batch that meet different weights, as in the gradient of a convolution, are left alone.
+    if node.name not in PRODUCTS or params.get("batch_group_count", 1) > 1:
         return None
     avals = [x.aval for x in (*node.inputs, *node.outputs)]
     if any(number_kind(x.dtype) != "real" or 0 in x.shape for x in avals):
