@@ -89,13 +89,12 @@ def fold_bn(
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
-                f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit, jax.grad "
-                "and jax.vmap, and use the function it returns inside."
+                f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit."
             )
-    # Traced with types, not values, so that no parameter becomes a constant of the program.
-    leaf_types = _types(leaves)
+    # Only types of the old parameters are kept for later traces, so that their memory can be freed.
+    leaf_types = jax.eval_shape(lambda *x: list(x), *leaves)
     with scoped_calls(kinds):
-        flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+        flat, _ = _trace(fun, leaf_types, structure, arguments, argument_structure)
     plan = FoldPlan(flat, names, leaves)
     folded, report, first, answers = plan.parameters(), plan.report(), plan.fingerprint(), plan.answers
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
@@ -105,13 +104,10 @@ def fold_bn(
         # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
         # and what the first plan found out by them is recorded.
         with scoped_calls(kinds):
-            flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+            flat, out = _trace(fun, leaf_types, structure, arguments, argument_structure)
         plan = FoldPlan(flat, names, (), answers)
         if plan.fingerprint() != first:
-            raise ValueError(
-                "fold_bn: for arguments of these shapes the function combines other parameters than for the example; "
-                "call fold_bn with an example of these shapes."
-            )
+            raise ValueError("fold_bn: for these shapes, fun combines other parameters; fold with such an example.")
         return jax.tree.unflatten(out, plan(new, arguments))
 
     # Compiled as one program: the folded weights are arguments, so that new ones of the same shapes compile nothing.
@@ -154,10 +150,6 @@ def _names(tree: Any) -> list[str]:
     return [name if name not in names[:i] else f"{name}_{i}" for i, name in enumerate(names)]
 
 
-def _types(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return jax.eval_shape(lambda *x: list(x), *arrays)
-
-
 def _trace(
     fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, arguments: Sequence[Any], argument_structure: Any
 ) -> tuple[FlatProgram, Any]:
@@ -168,9 +160,7 @@ def _trace(
         out, models = call_with_models(fun, split)
         for paths in changes(fun, split, models):
             if paths:
-                raise ValueError(
-                    f"fold_bn: the call changes `{paths[0]}` of a module, as in training; call model.eval() before."
-                )
+                raise ValueError(f"fold_bn: fun changes `{paths[0]}` of a module, as in training; call model.eval().")
         return out
 
     closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
@@ -187,6 +177,6 @@ def _check(params: Any, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) != expected.get(name):
             raise ValueError(
-                f"fold_bn: params must be as fold_bn returned them, with shape and dtype {expected.get(name)} for "
-                f"`{name}`, but got {found.get(name)} (None is no such entry)."
+                f"fold_bn: params has {found.get(name, 'nothing')} for `{name}`, but fold_bn returned "
+                f"{expected.get(name, 'nothing')}; pass arrays of these shapes and dtypes."
             )

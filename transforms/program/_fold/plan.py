@@ -100,9 +100,8 @@ class FoldPlan:
         while True:
             value = chain.steps[-1].after if chain.steps else op.out
             if len(value.uses) != 1:
-                for i, user in enumerate(value.uses):
-                    others = [*value.uses[:i], *value.uses[i + 1 :]]
-                    self._because(user, f"what goes into it is also used by {_users(others)}")
+                for user in value.uses:
+                    self._because(user, f"what goes into it has several uses: {_users(value.uses)}")
                 break
             step = step_of(value.uses[0], value) if value.uses[0] else None
             if step is None:
@@ -236,9 +235,9 @@ class FoldPlan:
         for node, fold in self._folds.items():
             kernel = self._only_name(fold.op.weights) or "kernel"
             owner = kernel.rpartition(".")[0]
-            added = [self._only_name(x.static) for x in fold.steps if x.node.name == "add" and x.static is not None]
-            bias = next((name for name in added if name and name.rpartition(".")[0] == owner), "")
-            bias = bias or (f"{owner}.shift" if owner else "shift")
+            added = [self._only_name(x.static) for x in fold.steps if x.node.name == "add" and x.static]
+            default = f"{owner}.shift" if owner else "shift"
+            bias = next((name for name in added if name and name.rpartition(".")[0] == owner), default)
             entries[node] = unique(kernel), unique(bias) if fold.shifts else ""
         return leaves, entries
 
