@@ -113,6 +113,7 @@ class Bucketed:
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(args, is_leaf=is_model), axes, strict=True):
             if axis is None:
                 continue
+            # Zeros behind parameters or keys would be used like any others: a mask says nothing about them.
             if is_model(leaf) or jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.extended):
                 name = leaf_name(argument_name(self._fun, args, path[0].idx), path[1:])
                 kind = "a model" if is_model(leaf) else "an array of keys"

@@ -178,6 +178,6 @@ def _check_leaves(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         for path, leaf in jax.tree.leaves_with_path(value):
             if not isinstance(leaf, _ARRAYS):
                 raise TypeError(
-                    f"aot: argument `{leaf_name(name, path)}` is {describe(leaf)}, not an array, a number or a module; "
-                    "bind it with functools.partial."
+                    f"aot: argument `{leaf_name(name, path)}` is a {type(leaf).__name__}, not an array, a number or a "
+                    "module; bind it with functools.partial."
                 )

@@ -111,6 +111,7 @@ def _surroundings(call: CallSignature) -> AbstractContextManager[Any]:
             jax.config.update(name, value)
     if isinstance(call.mesh, AbstractMesh):
         return jax.sharding.use_abstract_mesh(call.mesh)
+    # An empty mesh where the call had none, since the script may have set one after it.
     return jax.set_mesh(call.mesh or Mesh(np.empty((), object), ()))
 
 

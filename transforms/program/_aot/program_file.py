@@ -42,6 +42,7 @@ def read(file: Path, identity: str) -> tuple[dict[str, Any], bytes] | None:
         raise Unfit("is damaged: it does not have the checksum that it was written with")
     end = content.index(b"\n", _SIZE)
     line = json.loads(content[_SIZE:end])
+    # The name has a part of the identity only, and files can be renamed or copied.
     if line["program"] != identity:
         raise Unfit("was made for another program, and renamed")
     return line, content[end + 1 :]

@@ -90,6 +90,7 @@ class CallSignature:
         else:
             devices = len(jax.devices(self.device.platform))  # a function may use all of them, or ask for their number
             program = [self.key, self.name, described(self.structure), _bound(self.fun), devices]
+        # The text of a mesh names its axes, but not its devices.
         among = [x.id for x in self.mesh.devices.flat] if isinstance(self.mesh, Mesh) else ""
         around = [identity_of_environment(self.device, self.settings), f"{self.mesh} {among}", str(self.device)]
         return digest([_FORMAT, program, around, [_argument(x) for x in self.leaves]])

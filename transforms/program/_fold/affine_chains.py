@@ -59,7 +59,7 @@ class ChannelStep(NamedTuple):
 
 
 def step_of(node: Node, value: Value | None = None) -> ChannelStep | None:
-    """Return an operation as a step of a chain, or None if it is none.
+    """Return an operation as a step of a chain, or None if it is not one.
 
     The chain goes through its only operand that is not static, which must be `value` if that is given.
     """

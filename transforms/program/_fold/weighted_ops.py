@@ -62,7 +62,7 @@ class WeightedOp:
         return self.node.name == "conv_general_dilated"
 
     def factor_before(self, x: np.ndarray) -> np.ndarray:
-        """Turn a factor of the data into a factor of the weights."""
+        """Convert a factor of the data to a factor of the weights."""
         if not self._convolves:
             return _along(x, self.inputs, len(self.weights.aval.shape))
         # Along their input axis the weights have the channels of one group, along the other the features of all
@@ -75,7 +75,7 @@ class WeightedOp:
         return _along(x, {0: features, 1: inputs}, len(self.weights.aval.shape))
 
     def factor_after(self, x: np.ndarray) -> np.ndarray:
-        """Turn a factor of the result into a factor of the weights."""
+        """Convert a factor of the result to a factor of the weights."""
         return _along(x, self.outputs, len(self.weights.aval.shape))
 
     def of_shift(self, x: np.ndarray, weights: Any) -> np.ndarray:

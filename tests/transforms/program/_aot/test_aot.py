@@ -822,13 +822,13 @@ def test_what_cannot_be_a_path_or_key_is_refused(tmp_path):
 
 def test_what_cannot_be_an_argument_is_refused(tmp_path):
     program = aot(lambda x, options, y=1.0: x, tmp_path, key="1")
-    with pytest.raises(TypeError, match=r"aot: argument `options\['mode'\]` is 'sum' of type str, but only .*bind it"):
+    with pytest.raises(TypeError, match=r"aot: argument `options\['mode'\]` is a str, not an array, .*bind it"):
         program(X, {"mode": "sum"})
-    with pytest.raises(TypeError, match="aot: argument `y` is 'a' of type str, but only arrays, numbers and modules"):
+    with pytest.raises(TypeError, match="aot: argument `y` is a str, not an array, a number or a module"):
         program(X, X, y="a")
-    with pytest.raises(TypeError, match="aot: argument `x` is an array of shape .3,. and dtype float32, but only"):
+    with pytest.raises(TypeError, match="aot: argument `x` is a ShapeDtypeStruct, not an array"):
         program(jax.ShapeDtypeStruct((3,), jnp.float32), X)
-    with pytest.raises(TypeError, match="aot: argument `x` is an array of shape .3,. and dtype float32, but only"):
+    with pytest.raises(TypeError, match=r"aot: argument `x` is a \w*Ref\w*, not an array"):
         program(jax.new_ref(jnp.ones(3)), X)
     assert list(tmp_path.iterdir()) == []
 
