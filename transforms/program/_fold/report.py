@@ -121,7 +121,7 @@ def _why_alone(step: ChannelStep) -> str:
         return f"the weights of the `{before.name}` before it depend on data, or differ between parts of the batch"
     if before is not None and _has_product(before):
         return f"the product before it is inside a `{before.name}`"
-    # Two operands that both depend on data, or the root of data, end a gate or a norm: x · sigmoid(y), x · rsqrt(var(x)).
+    # Two operands that depend on data, or a root of data, end a gate or a norm: x · sigmoid(y), x · rsqrt(var(x)).
     if before is not None and before.name in ("mul", "div", "rsqrt") and not any(x.static for x in before.inputs):
         return (
             "it scales a gate, or a norm by statistics of data; if that is batch norm in training mode, call "
