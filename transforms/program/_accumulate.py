@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -143,12 +144,8 @@ def accumulate(
 
         return jax.tree.map(scaled, totals, outline[0])
 
-    return wrap_like(
-        fun,
-        "accumulate",
-        accumulated,
-        lambda fun: accumulate(fun, micro_batches, batch_argnums=batch_argnums, reduction=reduction),
-    )
+    rebuild = partial(accumulate, micro_batches=micro_batches, batch_argnums=batch_argnums, reduction=reduction)
+    return wrap_like(fun, "accumulate", accumulated, rebuild)
 
 
 def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) -> dict[int, Any]:
@@ -157,31 +154,25 @@ def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) 
     for i in selected:
         if models_of(args[i]):
             raise TypeError(
-                f"accumulate: `{argument_name(fun, args, i)}` is a model and no batch; say with batch_argnums which "
-                "arguments have examples."
+                f"accumulate: `{argument_name(fun, args, i)}` is a model, not a batch; name others in batch_argnums."
             )
     size = count_examples("accumulate", fun, selected, args)
     if size % parts:
-        raise ValueError(
-            f"accumulate: micro_batches is {parts}, which does not divide the {size} examples; leave some out, or fill "
-            "up and weigh them by 0 in a sum."
-        )
+        raise ValueError(f"accumulate: micro_batches={parts} does not divide the {size} examples; leave some out.")
     batch = {i: args[i] for i in selected}
     return jax.tree.map(lambda x: jnp.reshape(x, (parts, size // parts, *x.shape[1:])), batch)
 
 
 def _checked(out: Any, reduction: str) -> Any:
     """Return the output as arrays; raise unless each has a mean or a sum."""
+    kind = jnp.inexact if reduction == "mean" else jnp.number
     for path, leaf in jax.tree.leaves_with_path(out, is_leaf=is_model):
-        name = leaf_name("output", path)
-        if is_model(leaf) or not (hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))):
+        number = hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+        if is_model(leaf) or not number or not jnp.issubdtype(jnp.result_type(leaf), kind):
             raise TypeError(
-                f"accumulate: `{name}` is {describe(leaf)}, which has no {reduction} over the parts; return arrays."
+                f"accumulate: `{leaf_name('output', path)}` is {describe(leaf)}, which has no {reduction} over the "
+                'parts; return floats for a mean, and floats or ints for reduction="sum".'
             )
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.inexact if reduction == "mean" else jnp.number):
-            cure = 'convert it, or take reduction="sum"' if jnp.issubdtype(dtype, jnp.integer) else "convert it"
-            raise TypeError(f"accumulate: `{name}` has dtype {dtype}, which has no {reduction}; {cure}.")
     return jax.tree.map(jnp.asarray, out)
 
 

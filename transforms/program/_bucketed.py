@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
 from .._core.axes import Axes, broadcast_axes, check_axes, mapped_size
@@ -17,11 +15,9 @@ from .._core.compat import Tracer
 from .._models.mutation import call_purely, update, with_changes
 from .._models.split_model import bound_model, is_model, models_of, refuse_shared_state, split_tree, splits_of
 
-_POWERS = "pow2"
-
 
 def bucketed(
-    fun: Callable[..., Any], *, axis: Axes = 0, sizes: str | Sequence[int] = _POWERS, out_axes: Axes = None
+    fun: Callable[..., Any], *, axis: Axes = 0, sizes: str | Sequence[int] = "pow2", out_axes: Axes = None
 ) -> Bucketed:
     """Compile `fun` for a few lengths, and call it with arrays of any length.
 
@@ -64,14 +60,8 @@ def bucketed(
       2
     """
     check_callable("bucketed", fun)
-    if not isinstance(axis, (int, np.integer, tuple, list)) or isinstance(axis, bool):
-        raise TypeError(
-            "bucketed: axis must be an int, or a tuple with one entry for each positional argument, but got "
-            f"{describe(axis)}."
-        )
     axis = check_axes("bucketed", "axis", tuple(axis) if isinstance(axis, list) else axis)
     out_axes = check_axes("bucketed", "out_axes", out_axes)
-
     of_any_length = Bucketed(fun, axis, _check_sizes(sizes), out_axes)
     wrap_like(fun, "bucketed", of_any_length, lambda fun: bucketed(fun, axis=axis, sizes=sizes, out_axes=out_axes))
     return of_any_length
@@ -96,9 +86,11 @@ class Bucketed:
             raise TypeError("bucketed: mask is not passed, since it comes from the lengths; leave it out.")
         axes = self._axes_of(args)
         refuse_shared_state("bucketed", self._fun, self._owner, args, kwargs)
-        length = mapped_size("bucketed", self._fun, args, {}, axes, None, None)
+        each = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
+        length = mapped_size("bucketed", self._fun, args, {}, each, None, None)
         size = self._size_for(length)
-        filled = tuple(self._filled(i, value, axes[i], size) for i, value in enumerate(args))
+        leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)
+        filled = jax.tree.unflatten(treedef, [_filled(x, axis, size) for x, axis in zip(leaves, axes, strict=True)])
         arguments = split_tree((self._owner, filled, kwargs))
         # The length is an argument of the program, so one program serves all lengths of one size.
         out, changed = self._compiled(arguments, length, size=size)
@@ -113,118 +105,85 @@ class Bucketed:
         mask = jnp.arange(size) < length
         return call_purely("bucketed", self._function, (owner, args, {**kwargs, "mask": mask}))
 
-    def _axes_of(self, args: tuple[Any, ...]) -> tuple[Axes, ...]:
-        """Return the axis of each positional argument, or of its leaves as a prefix; raise unless it fits."""
-        axes = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
-        if len(axes) != len(args):
-            raise ValueError(
-                f"bucketed: axis has {len(axes)} entries, but the call has {len(args)} positional argument(s); give "
-                "one entry for each, None for one without such an axis."
-            )
-        named = False
-        for i, value in enumerate(args):
-            name = argument_name(self._fun, args, i)
-            try:
-                axes_of_leaves = broadcast_axes(axes[i], value, is_leaf=is_model)
-            except (ValueError, TypeError, KeyError):
-                raise ValueError(
-                    f"bucketed: axis for argument `{name}` is {axes[i]!r}, which is not a prefix of that argument's "
-                    f"structure {jax.tree.structure(value, is_leaf=is_model)}; use the same containers and keys, or "
-                    "one int for all of it."
-                ) from None
-            leaves = jax.tree.leaves_with_path(value, is_leaf=is_model)
-            for (path, leaf), axis in zip(leaves, axes_of_leaves, strict=True):
-                if is_model(leaf) and axis is not None:
-                    raise TypeError(
-                        f"bucketed: `{leaf_name(name, path)}` is a model and has no axis {axis}; give axis as a tuple "
-                        "with None for it."
-                    )
-                named |= axis is not None
-        if not named:
+    def _axes_of(self, args: tuple[Any, ...]) -> list[int | None]:
+        """Return the axis of each array of the arguments, and None for each model; raise unless they have these."""
+        axes = _of_leaves("axis", self._axis, args)
+        if all(axis is None for axis in axes):
             raise ValueError("bucketed: axis names no axis of any array in the call; give one, or use jax.jit.")
+        for (path, leaf), axis in zip(jax.tree.leaves_with_path(args, is_leaf=is_model), axes, strict=True):
+            if axis is None:
+                continue
+            # Zeros behind parameters or keys would be used like any others: a mask says nothing about them.
+            if is_model(leaf) or jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.extended):
+                name = leaf_name(argument_name(self._fun, args, path[0].idx), path[1:])
+                kind = "a model" if is_model(leaf) else "an array of keys"
+                raise TypeError(f"bucketed: `{name}` is {kind}, which cannot be filled up; give it None in axis.")
         return axes
 
     def _size_for(self, length: int) -> int:
         """Return the smallest of the sizes that is not below `length`."""
         if not self._sizes:  # the next power of two, and 1 for an empty array
             return 1 << max(length - 1, 0).bit_length()
-        i = bisect.bisect_left(self._sizes, length)
-        if i == len(self._sizes):
+        if length > self._sizes[-1]:
             raise ValueError(
-                f"bucketed: the arrays have length {length}, but the largest of sizes is {self._sizes[-1]}; add a "
-                "larger one, or cut them."
+                f"bucketed: the arrays have length {length}, above the largest of sizes={self._sizes}; add one."
             )
-        return self._sizes[i]
-
-    def _filled(self, i: int, value: Any, axes: Axes, size: int) -> Any:
-        """Return argument `i` with its arrays filled up with zeros to `size`."""
-        leaves, treedef = jax.tree.flatten(value, is_leaf=is_model)
-
-        def fill(x: Any, axis: int | None) -> Any:
-            """Fill up one array."""
-            if axis is None:
-                return x
-            if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-                raise TypeError(
-                    f"bucketed: argument {i} holds keys, which cannot be filled up; pass one key, with None for its "
-                    "axis, and split it inside of fun."
-                )
-            axis %= x.ndim
-            if isinstance(x, Tracer):
-                return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
-            # By NumPy, as `jnp.pad` would compile a program for each length. An assignment, as `numpy.pad` takes five
-            # times as long for small arrays.
-            filled = np.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
-            filled[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
-            # Back to the device that a committed array was on, so that `fun` runs there.
-            there = isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1
-            return jax.device_put(filled, x.sharding) if there else filled
-
-        of_leaves = broadcast_axes(axes, value, is_leaf=is_model)
-        filled = [fill(x, axis) for x, axis in zip(leaves, of_leaves, strict=True)]
-        return jax.tree.unflatten(treedef, filled)
+        return next(size for size in self._sizes if size >= length)
 
     def _cut(self, out: Any, length: int, size: int) -> Any:
-        """Return the output with the axes of `out_axes` cut to `length`."""
-        if not jax.tree.leaves(self._out_axes):
-            return out
-        try:
-            axes = broadcast_axes(self._out_axes, out)
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(
-                f"bucketed: out_axes={self._out_axes!r} is not a prefix of the output's structure "
-                f"{jax.tree.structure(out)}; use the same containers and keys, or one int for all of it."
-            ) from None
-
-        def cut(path: Any, x: Any, axis: int | None) -> Any:
-            """Cut one array; raise unless `axis` has the size that arguments were filled up to."""
-            if axis is None:
-                return x
-            if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
-                raise ValueError(
-                    f"bucketed: out_axes is {axis} for `{leaf_name('output', path)}`, but it is {describe(x)}, which "
-                    f"has not the {size} places there that the arguments are filled up to; name the axis that has, or "
-                    "None."
-                )
-            if isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-                return lax.slice_in_dim(x, 0, length, axis=axis)
-            return np.asarray(x)[(slice(None),) * (axis % x.ndim) + (slice(length),)]
-
+        """Return the output with the axes of `out_axes` cut to `length`; raise unless they have the size `size`."""
         leaves, treedef = jax.tree.flatten_with_path(out)
-        return jax.tree.unflatten(treedef, [cut(path, x, axis) for (path, x), axis in zip(leaves, axes, strict=True)])
+        cut = []
+        for (path, x), axis in zip(leaves, _of_leaves("out_axes", self._out_axes, out), strict=True):
+            if axis is not None:
+                if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
+                    raise ValueError(
+                        f"bucketed: out_axes is {axis} for `{leaf_name('output', path)}`, but it is {describe(x)}, "
+                        f"without the size {size} of the filled arguments there; name the axis that has it, or None."
+                    )
+                # By NumPy, as JAX would compile a program for each length.
+                x = x if isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+                x = x[(slice(None),) * (axis % x.ndim) + (slice(length),)]
+            cut.append(x)
+        return jax.tree.unflatten(treedef, cut)
+
+
+def _of_leaves(name: str, axes: Axes, tree: Any) -> list[int | None]:
+    """Return the axis of each leaf of a tree, of which models are leaves; raise unless `axes` is a prefix of it."""
+    try:
+        return broadcast_axes(axes, tree, is_leaf=is_model)
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(
+            f"bucketed: {name}={axes!r} is not a prefix of {jax.tree.structure(tree, is_leaf=is_model)}; use the same "
+            "containers and keys with one entry for each argument, or one int for all."
+        ) from None
+
+
+def _filled(x: Any, axis: int | None, size: int) -> Any:
+    """Return an array filled up with zeros to `size` along an axis."""
+    if axis is None:
+        return x
+    axis %= x.ndim
+    if isinstance(x, Tracer):
+        return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+    # By NumPy, as `jnp.pad` would compile a program for each length. An assignment, as `numpy.pad` takes five times as
+    # long for small arrays.
+    filled = np.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+    filled[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
+    # Back to the device that a committed array was on, so that `fun` runs there.
+    there = isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1
+    return jax.device_put(filled, x.sharding) if there else filled
 
 
 def _check_sizes(sizes: Any) -> tuple[int, ...]:
     """Return the lengths in order; none for powers of two."""
-    if isinstance(sizes, str):
-        if sizes != _POWERS:
-            raise ValueError(f'bucketed: sizes must be "pow2" or a list of ints, but got {sizes!r}.')
+    if isinstance(sizes, str) and sizes == "pow2":
         return ()
     if not isinstance(sizes, Iterable):
         raise TypeError(f'bucketed: sizes must be "pow2" or a list of ints, but got {describe(sizes)}.')
-    found = list(sizes)
+    found = [] if isinstance(sizes, str) else list(sizes)
     if not found:
-        raise ValueError("bucketed: sizes is empty; name at least one length.")
+        raise ValueError(f'bucketed: sizes must be "pow2" or a list of ints, at least one, but got {sizes!r}.')
     for i, size in enumerate(found):
         check_count("bucketed", f"sizes[{i}]", size)
     return tuple(sorted(map(int, found)))

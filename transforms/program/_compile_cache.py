@@ -69,18 +69,16 @@ class CompileCache:
         """
         if self._before is None:
             return
-        now = _directory_in_use()
+        now = getattr(jax.config, _DIRECTORY)
         if now is not self._set[_DIRECTORY]:
-            raise ValueError(
-                f"CompileCache.disable: the cache in use, at {now!r}, was set later; disable the later one first."
-            )
+            raise ValueError(f"CompileCache.disable: the cache in use, at {now!r}, was set later; disable that first.")
         before, self._before = self._before, None
         jax.monitoring.unregister_event_listener(self._count)
         _update(before)
 
     def _count(self, event: str, **_: Any) -> None:
         # Listeners hear of every compilation of the process, of other directories too.
-        if _directory_in_use() == str(self.directory):
+        if getattr(jax.config, _DIRECTORY) == str(self.directory):
             self._requests += event == _REQUEST
             self.hits += event == _HIT
 
@@ -142,14 +140,9 @@ def enable_compile_cache(directory: str | os.PathLike[str]) -> CompileCache:
       >>> directory.cleanup()
     """
     path = checked_directory("enable_compile_cache", "directory", directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise type(error)(
-            f"enable_compile_cache: directory={str(path)!r} cannot be written to: {error}; give another directory."
-        ) from error
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path):  # raises where nothing can be written, of which JAX would only warn
+        pass
     return CompileCache(path)
 
 
@@ -160,10 +153,6 @@ def checked_directory(api: str, name: str, directory: Any) -> Path:
     if not os.fspath(directory) or "://" in os.fspath(directory):
         raise ValueError(f"{api}: {name} must be a directory of the file system, but got {os.fspath(directory)!r}.")
     return Path(directory).expanduser().absolute()
-
-
-def _directory_in_use() -> Any:
-    return getattr(jax.config, _DIRECTORY)
 
 
 def _update(settings: dict[str, Any]) -> None:

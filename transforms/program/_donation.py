@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .._core.arguments import check_callable, describe
+from .._core.arguments import describe
 from .._core.compat import Jitted
 from ._ir.hlo import HloProgram
 from ._ir.traced_program import names_in_cache_key
@@ -42,13 +42,10 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
       >>> step = jax.jit(lambda state, x: state + x.sum(), donate_argnums=0)
       >>> assert_donated(step, jnp.zeros(3), jnp.ones(5))
     """
-    check_callable("assert_donated", fun)
     jitted: Any = fun
+    remedy = "pass jax.jit(fun, donate_argnums=...)"
     if not isinstance(fun, Jitted):
-        raise TypeError(
-            f"assert_donated: fun must be a function under jax.jit that donates arguments, but got {describe(fun)}; "
-            "pass jax.jit(fun, donate_argnums=...)."
-        )
+        raise TypeError(f"assert_donated: fun must be a function under jax.jit, but got {describe(fun)}; {remedy}.")
     # The names of arguments in the program are metadata, so an entry of the persistent cache may have those of another.
     with warnings.catch_warnings(), names_in_cache_key():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -58,25 +55,21 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     names = [x or f"array {i}" for i, x in enumerate(traced.jaxpr.jaxpr.debug_info.arg_names)]
     donated = {name: info for name, info in zip(names, given, strict=True) if info.donated}
     if not donated:
-        raise ValueError(
-            "assert_donated: fun donates nothing; name what it may overwrite: jax.jit(fun, donate_argnums=...)."
-        )
+        raise ValueError(f"assert_donated: fun donates nothing; name what it may overwrite: {remedy}.")
     text = compiled.as_text()
     program = HloProgram(text)
     inputs = [x for x in program.computations[program.entry] if x.opcode == "parameter"]
     # Arguments that `fun` does not use are no parameters of the program, so numbers differ; the names stay.
     reused = {int(number) for number in _ALIASED.findall(text.split("\n", 1)[0])}
-    by_name = {x.op_name for i, x in enumerate(inputs) if i in reused}
-    wasted = [name for name in donated if name not in by_name]
-    if not wasted:
-        return
-    first, *others = wasted
-    why = "fun does not use it"
-    if first in {x.op_name for x in inputs}:
-        why = "no result has its shape and dtype that is not in the memory of another argument already"
-    also = f" The same holds for {', '.join(f'`{name}`' for name in others)}." if others else ""
-    info = donated[first]
-    raise AssertionError(
-        f"assert_donated: `{first}`, an array of shape {info.shape} and dtype {info.dtype}, is donated, but its memory "
-        f"is not reused, since {why}; return an array like it, or do not donate it.{also}"
-    )
+    is_reused = {x.op_name: i in reused for i, x in enumerate(inputs)}
+    wasted = []
+    for name, info in donated.items():
+        if not is_reused.get(name):
+            why = (
+                "no result has its shape and dtype, or one that has is taken" if name in is_reused else "it is not used"
+            )
+            wasted.append(f"`{name}`, an array of shape {info.shape} and dtype {info.dtype} ({why})")
+    if wasted:
+        raise AssertionError(
+            f"assert_donated: fun does not reuse the memory of {', '.join(wasted)}; return such arrays, or donate less."
+        )

@@ -12,7 +12,7 @@ from jax import lax
 from .._convolutions.in_scans import with_scannable_gradients
 from .._core.arguments import check_count, describe, leaf_name
 from .._models.mutation import call_purely, update, with_changes
-from .._models.split_model import SplitModel, is_model, is_module, models_of
+from .._models.split_model import SplitModel, is_model, is_module
 from .._models.stacking import Stacking
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
         raise ValueError("stack_layers: the list of layers is empty; a stack has at least one.")
     for i, layer in enumerate(layers):
         if not is_module(layer):
-            raise TypeError(
-                f"stack_layers: layer {i} is {describe(layer)}, not an NNX module; stack other pytrees with "
-                "jax.tree.map(jnp.stack, ...) and scan them with jax.lax.scan."
-            )
+            raise TypeError(f"stack_layers: layer {i} is {describe(layer)}, not an NNX module; use jax.lax.scan.")
     from ._stack import Stack
 
     return Stack(Stacking("stack_layers", "layer", _REMEDY)(layers).merge(), len(layers))
@@ -100,7 +97,8 @@ def scan_layers(
       stack: the result of `stack_layers`.
       carry: arrays, any pytree: the first argument of the first layer, with the structure, shapes and dtypes that each
         layer returns.
-      *shared: further arguments, the same for every layer, such as a mask.
+      *shared: further arguments, the same for every layer, such as a mask. Flax refuses that a layer changes a module
+        among them, such as an `nnx.Rngs` that it draws from: pass `xs=jax.random.split(key, len(stack))` instead.
       xs: arrays with the layers as axis 0, any pytree: each layer gets its slice as its last argument, such as its part
         of a cache.
       remat: whether a gradient computes each layer again instead of keeping its intermediate results; or a policy of
@@ -147,11 +145,10 @@ def scan_layers(
     check_count("scan_layers", "unroll", unroll)
     if not isinstance(remat, bool) and not callable(remat):
         raise TypeError(
-            f"scan_layers: remat must be True, False or a policy of jax.checkpoint_policies, but got {describe(remat)}."
+            f"scan_layers: remat must be a bool or one of jax.checkpoint_policies, but got {describe(remat)}."
         )
     _check_arrays("carry", carry)
     _check_arrays("xs", xs, len(stack))
-    _check_shared(shared)
     parts = stack.parts()
 
     def call(layer: Any, carry: Any, *x: Any) -> Any:
@@ -179,25 +176,13 @@ def scan_layers(
     return carry, ys
 
 
-def _check_shared(shared: tuple[Any, ...]) -> None:
-    """Raise if a stream of random keys is shared, whose count no layer could hand on to the next."""
-    from flax import nnx
-
-    for model in models_of(shared):
-        if isinstance(model, (nnx.Rngs, nnx.RngStream)):
-            raise TypeError(
-                f"scan_layers: a {type(model).__name__} cannot be shared by layers, since each would count on from the "
-                "one before; build layers that keep their own, or pass xs=jax.random.split(key, len(stack))."
-            )
-
-
 def _check_arrays(name: str, tree: Any, size: int | None = None) -> None:
     """Raise if `carry` or `xs` holds a model, or an array whose axis 0 is not the `size` layers."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         if is_model(leaf):
             raise TypeError(
                 f"scan_layers: `{leaf_name(name, path)}` is a {type(leaf).__name__}, but carry and xs hold arrays; "
-                "pass a model that all layers use before xs, or build each layer with one of its own."
+                "pass a model before xs, or build each layer with its own."
             )
         if size is not None and (not hasattr(leaf, "shape") or leaf.shape[:1] != (size,)):
             raise ValueError(
@@ -214,8 +199,8 @@ def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
     if structure != jax.tree.structure(out):
         if type(out) not in (tuple, list) or len(out) != 2 or structure != jax.tree.structure(out[0]):
             raise TypeError(
-                f"scan_layers: {name} must return what the next layer takes, of the structure {structure}, or a pair "
-                f"of that and a y, but it returned {jax.tree.structure(out)}."
+                f"scan_layers: {name} must return what the next layer takes, {structure}, or a pair of that and a y, "
+                f"but it returned {jax.tree.structure(out)}."
             )
         out, y = out
     for (path, before), after in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(out), strict=True):

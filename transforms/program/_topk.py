@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.arguments import describe, is_real
+from .._core.arguments import check_number, describe
 
 
 def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Array:
@@ -52,10 +52,7 @@ def masked_topk_mean(x: jax.Array, mask: jax.Array, fraction: float) -> jax.Arra
         raise TypeError(f"masked_topk_mean: mask must be an array of booleans, but got {describe(mask)}.")
     if x.shape != mask.shape:
         raise ValueError(f"masked_topk_mean: x has shape {x.shape}, but mask has {mask.shape}; give one flag a value.")
-    if not is_real(fraction):
-        raise TypeError(f"masked_topk_mean: fraction must be a number, but got {describe(fraction)}.")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"masked_topk_mean: fraction must be above 0 and at most 1, but got {fraction}.")
+    check_number("masked_topk_mean", "fraction", fraction, lambda x: 0 < x <= 1, "above 0 and at most 1")
     x, mask = jnp.asarray(x), jnp.asarray(mask)
     if not x.size:
         return jnp.zeros((), x.dtype)

@@ -40,13 +40,8 @@ def test_the_memory_analysis_agrees() -> None:
 
 def test_what_is_not_reused_is_named() -> None:
     shrinking = jax.jit(lambda state, x: state["w"][:2] + x.sum(), donate_argnums=0)
-    with pytest.raises(
-        AssertionError, match=r"`state\['w'\]`, an array of shape \(3, 5\) and dtype float32, is donated, "
-    ):
-        assert_donated(shrinking, {"w": f32(3, 5)}, f32(7))
-    with pytest.raises(
-        AssertionError, match="since no result has its shape and dtype that is not in the memory of anoth"
-    ):
+    match = r"`state\['w'\]`, an array of shape \(3, 5\) and dtype float32 \(no result has its shape and dtype, or one"
+    with pytest.raises(AssertionError, match=match):
         assert_donated(shrinking, {"w": f32(3, 5)}, f32(7))
 
 
@@ -58,7 +53,7 @@ def test_another_dtype_is_not_reused() -> None:
 
 def test_of_two_for_one_result_one_is_named() -> None:
     both = jax.jit(lambda x, y: x + y, donate_argnums=(0, 1))
-    with pytest.raises(AssertionError, match="`y`, an array of shape"):
+    with pytest.raises(AssertionError, match="the memory of `y`, an array of shape [^`]*$"):
         assert_donated(both, f32(5), f32(5))
 
 
@@ -68,14 +63,14 @@ def test_what_is_not_used_is_named_and_others_keep_their_names() -> None:
         return x * n + more[0].sum()
 
     with pytest.raises(
-        AssertionError, match="`unused`, an array of shape .2,. .* since fun does not use it; .*donate it.$"
+        AssertionError, match="`unused`, an array of shape .2,. [^`]* .it is not used.; .*donate less.$"
     ):
         assert_donated(fun, f32(2), 3, f32(5), f32(4))
 
 
 def test_all_that_are_not_reused_are_listed() -> None:
     total = jax.jit(lambda x, y, z: (x.sum() + y.sum(), z), donate_argnums=(0, 1, 2))
-    with pytest.raises(AssertionError, match=r"`x`, .* The same holds for `y`\.$"):
+    with pytest.raises(AssertionError, match=r"`x`, an array of shape \(5,\) .*, `y`, an array of shape \(4,\) [^`]*$"):
         assert_donated(total, f32(5), f32(4), f32(3))
 
 
@@ -113,7 +108,9 @@ def test_parts_of_modules_are_named() -> None:
 def test_what_donates_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="assert_donated: fun donates nothing; name what it may overwrite"):
         assert_donated(jax.jit(jnp.sin), f32(3))
-    with pytest.raises(TypeError, match="assert_donated: fun must be a function under jax.jit .* pass jax.jit.fun"):
+    with pytest.raises(
+        TypeError, match="assert_donated: fun must be a function under jax.jit, but got .*; pass jax.jit.fun"
+    ):
         assert_donated(lambda x: x, f32(3))
     with pytest.raises(TypeError, match="assert_donated: fun must be a function"):
         assert_donated(3, f32(3))

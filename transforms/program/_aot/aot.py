@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -17,8 +16,7 @@ from ..._core.compat import inside_a_transform
 from ..._models.mutation import update, with_changes
 from ..._models.split_model import bound_model, merge_tree, models_of, refuse_shared_state, split_tree, splits_of
 from .._compile_cache import checked_directory
-from . import unverified
-from .environment import current_mesh, names_of_settings
+from .environment import current_mesh, settings_of_jax
 from .program import AotProgram, prepare
 from .signature import CallSignature, abstract
 
@@ -40,8 +38,8 @@ def aot(
     found by the key, the name of `fun`, and the kinds of its arguments, and the code is not looked at. Your word is
     checked later: the program of the first call is traced and compared with the file before a second call returns, or
     at the end of the process if there was none, and the programs of other kinds of arguments at once. If one differs,
-    the call raises an error with the word "stale" (at the end there is a warning), the file is replaced, and further
-    calls run the new program. So at most the first result in a process is that of old code, and you hear of it.
+    the call raises an error with the word "stale" (at the end there is a warning), the file is removed, and the next
+    call compiles the new program. So at most the first result in a process is that of old code, and you hear of it.
     With `verify=False` nothing is checked: change the key whenever `fun` changes, or anything that it calls or closes
     over. Two functions of one name need keys of their own, as do two closures, partials or objects.
 
@@ -55,12 +53,10 @@ def aot(
     `fun` is, or is a method of, is an argument. Static parts of arguments (the configuration of a module) and values
     bound by `functools.partial` distinguish files as far as their `repr` does; the rest is covered by your key.
 
-    There is a file of its own for each kind of device and processor, and for each value of those settings of JAX that
-    `jax.enable_x64`, `jax.default_matmul_precision`, `jax.default_prng_impl`, `jax.threefry_partitionable`,
-    `jax.numpy_dtype_promotion` and `jax.numpy_rank_promotion` set. A file that does not fit is never used: made by
-    another version of Python, JAX, Flax, optax, NumPy or this library, with other flags of XLA or other settings of
-    JAX, or damaged. There is a warning, and it is compiled anew and replaced. A program that cannot be written (no
-    permission, a callback of Python) runs with a warning.
+    There is a file of its own for each kind of device and processor, for each version of Python, JAX, Flax, optax,
+    NumPy and this library, and for other flags of XLA or settings of JAX: those of earlier versions stay until you
+    delete them. If a file is damaged, or renamed, there is a warning, and it is compiled anew and replaced. A program
+    that cannot be written (no permission, a callback of Python) runs with a warning.
 
     Such a file is code. Loading it runs its content (JAX reads it with pickle, and the program is machine code), and
     the checksum guards against accidents, not against people. So a file is refused that belongs to another user than
@@ -116,7 +112,7 @@ def aot(
     """
     check_callable("aot", fun)
     directory = checked_directory("aot", "path", path)
-    if directory.exists() and not directory.is_dir():
+    if directory.is_file():
         raise ValueError(f"aot: path must be a directory, but {str(directory)!r} is a file; give the directory of it.")
     if key is not None and not isinstance(key, str):
         raise TypeError(f"aot: key must be a string, but got {describe(key)}.")
@@ -124,15 +120,13 @@ def aot(
         raise ValueError("aot: key is empty; name the program and its version, such as 'loss 1', or leave key out.")
     owner, function = bound_model(fun)
     config: Any = jax.config
-    names = names_of_settings()
     # One getter for all settings: every call reads them, which a loop in Python would slow down.
-    settings = attrgetter(*(name for name in names if hasattr(config, name)))
+    settings = attrgetter(*(name for name in settings_of_jax() if hasattr(config, name)))
     programs: dict[Any, AotProgram] = {}
-    structures: dict[Any, Any] = {}
     without_models = set()
     lock = threading.RLock()  # so that no two threads have a first call
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         """Find the program for these arguments, compiling it at the first call of a kind, and run it."""
         step_by_step = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs
         if step_by_step or inside_a_transform():
@@ -150,32 +144,24 @@ def aot(
         around = current_mesh(), settings(config)
         kind = around, structure, *map(_kind, leaves)
         program = programs.get(kind)
-        if program is None:
+        if program is None or program.line is not None:
             _check_leaves(fun, args, kwargs)
             with lock:
                 # The program of the first call is compared before any second one; it is traced with the settings that
                 # are in force, so a call under others leaves it to a later one.
                 for other, known in programs.items():
-                    if known.line is not None and other[0] == around:
-                        unverified.settle(known)
-                if kind not in programs:
-                    wanted = CallSignature(fun, function, key, verify, [abstract(x) for x in leaves], structure, names)
-                    programs[kind], messages, stale = prepare(wanted, directory, structures)
-                    for message in messages:
-                        warnings.warn(f"aot: {message}", stacklevel=2)
-                    if stale:
-                        raise RuntimeError(f"aot: {stale}")
-                    if programs[kind].line is not None:
-                        unverified.add(programs[kind])
-                program = programs[kind]
-        elif program.line is not None:
-            unverified.settle(program)
+                    if known.line is not None and not known.stale and other[0] == around:
+                        known.compare(known.call.lower)
+                program = programs.get(kind)
+                if program is None or program.stale:
+                    call = CallSignature(fun, function, key, verify, [abstract(x) for x in leaves], structure)
+                    program = programs[kind] = prepare(call, directory, programs.values())
         out, changed = program.run(*leaves)
         if any(changed):
             update("aot", models, splits_of(split), with_changes(splits_of(split), changed))
         return merge_tree(out) if program.returns_models else out
 
-    return wrap_like(fun, "aot", call, lambda fun: aot(fun, path, key=key, verify=verify))
+    return wrap_like(fun, "aot", run, lambda fun: aot(fun, path, key=key, verify=verify))
 
 
 def _kind(x: Any) -> Any:
@@ -192,6 +178,6 @@ def _check_leaves(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         for path, leaf in jax.tree.leaves_with_path(value):
             if not isinstance(leaf, _ARRAYS):
                 raise TypeError(
-                    f"aot: argument `{leaf_name(name, path)}` is {describe(leaf)}, but only arrays, numbers and "
-                    "modules can be; bind it with functools.partial."
+                    f"aot: argument `{leaf_name(name, path)}` is a {type(leaf).__name__}, not an array, a number or a "
+                    "module; bind it with functools.partial."
                 )

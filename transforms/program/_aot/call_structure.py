@@ -90,12 +90,11 @@ def _is_literal(value: Any) -> bool:
     return type(rebuilt) is type(value) and rebuilt == value and repr(rebuilt) == repr(value)
 
 
-def _is_global(x: Any) -> bool:
-    """Return whether a module has `x` under its name."""
+def _is_global(kind: type) -> bool:
+    """Return whether a module has a class under its name."""
     try:
-        module, name = x.__module__, x.__qualname__
-        return isinstance(module, str) and isinstance(name, str) and _find(module, name) is x
-    except Exception:  # AttributeError or ImportError as a rule, but attributes may be the object's own work
+        return _find(kind.__module__, kind.__qualname__) is kind
+    except (AttributeError, ImportError):
         return False
 
 

@@ -7,22 +7,15 @@ import hashlib
 import os
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 
 # The packages whose versions are compared.
 _PACKAGES = ("plurax", "jax", "jaxlib", "flax", "optax", "numpy")
-# Settings of JAX that differ from call to call, by its context managers: there is a program for each value.
-_OF_A_CALL = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-)
+# Where to dump, and how many devices to simulate.
+_FLAGS_WITHOUT_EFFECT = "--xla_(dump|force_host_platform_device_count)"
 _DEVICE = "jax_default_device"  # devices are compared by their kind, not by this setting
 # Settings that do not change the program. Some of the others do not either, and then it is compiled once more: that is
 # the safe direction, so a setting that a new version of JAX adds counts until it is named here.
@@ -33,20 +26,9 @@ _WITHOUT_EFFECT = re.compile(
 )
 
 
-def names_of_settings() -> list[str]:
+def settings_of_jax() -> dict[str, Any]:
     """Return the settings of JAX that a program depends on."""
-    return sorted(name for name in jax.config.values if not _WITHOUT_EFFECT.search(name))
-
-
-def settings_of_a_call() -> str:
-    """Return the values of those settings that differ from call to call, which are part of a file's name."""
-    return " ".join(str(getattr(jax.config, name)) for name in _OF_A_CALL)
-
-
-def settings_of_a_process(names: list[str]) -> dict[str, str]:
-    """Return the values of the others, which a file is compared with and replaced for."""
-    values = jax.config.values
-    return {name: str(values[name]) for name in names if name not in (*_OF_A_CALL, _DEVICE)}
+    return {name: value for name, value in sorted(jax.config.values.items()) if not _WITHOUT_EFFECT.search(name)}
 
 
 def default_device() -> Any:
@@ -65,37 +47,24 @@ def current_mesh() -> Any:
     return mesh if mesh.axis_names == abstract.axis_names else abstract
 
 
-def installation(device: Any) -> dict[str, str]:
+def identity_of_environment(device: Any, settings: dict[str, Any]) -> dict[str, str]:
     """Return by name all that must be equal where a program that was compiled for `device` is run."""
     found = {name: _version(name) for name in _PACKAGES}
     found["Python"] = ".".join(platform.python_version_tuple()[:2])
     found["backend"] = f"{device.platform} {device.client.platform_version}"
     found["device"] = device.device_kind
-    found["XLA_FLAGS"] = " ".join(_flags())
+    flags = [flag for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") for flag in os.environ.get(name, "").split()]
+    found["XLA_FLAGS"] = " ".join(flag for flag in flags if not re.match(_FLAGS_WITHOUT_EFFECT, flag))
     # On a CPU it is machine code for this processor, and would crash on one that lacks an instruction it uses.
-    return found | ({"processor": _processor()} if device.platform == "cpu" else {})
+    found["processor"] = _processor() if device.platform == "cpu" else ""
+    return found | {name: str(value) for name, value in settings.items() if name != _DEVICE}
 
 
-@functools.cache
 def _version(package: str) -> str:
-    """Return the version of a package.
-
-    As `importlib.metadata.version`, but the rest of the metadata is not parsed, which takes longer than loading a file.
-    """
     try:
-        files = distribution(package)
+        return version(package)
     except PackageNotFoundError:
         return "unknown"
-    found = re.search(
-        r"^Version: *(\S+)", files.read_text("METADATA") or files.read_text("PKG-INFO") or "", re.MULTILINE
-    )
-    return found[1] if found else "unknown"
-
-
-def _flags() -> list[str]:
-    """Return XLA's flags, but for two that do not change a program: where to dump, and how many devices to simulate."""
-    flags = [flag for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") for flag in os.environ.get(name, "").split()]
-    return [flag for flag in flags if not re.match("--xla_(dump|force_host_platform_device_count)", flag)]
 
 
 @functools.cache

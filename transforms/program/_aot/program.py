@@ -1,29 +1,34 @@
-"""A function for arguments of one kind as a program: loaded from a file, or compiled and written to one."""
+"""A function for arguments of one kind as a program: loaded from a file, or compiled and written to one.
+
+A program that was found by its key alone runs before it is compared with its function. It waits, to be compared before
+the next call of its function or of its file, or at the end of the process.
+"""
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from ..._core.compat import devices_of, loaded, serialized
 from ..._models.split_model import SplitModel
 from . import program_file as file
-from . import unverified
-from .call_structure import nodes, read, written
-from .environment import installation, settings_of_a_process
-from .signature import CallSignature, Lowered, digest
+from .call_structure import described, nodes, read, written
+from .signature import CallSignature, Lowered
 
-_FORMAT = "2"
-# Custom calls that XLA knows by itself. JAX registers the others with XLA when it first lowers one, so a program that
-# is loaded into a process without having been lowered there would call what is not there.
-_READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
+_waiting: list[AotProgram] = []
 # The files that were found to be stale in this process: two functions may use one alternately.
 _stale: set[Path] = set()
 
@@ -34,128 +39,135 @@ class AotProgram:
     Attributes:
       call: the call that it is for.
       path: its file.
-      line: the line of JSON in the file, while the program runs by its key alone; None once it is compared with `fun`.
       run: a function of the leaves.
+      line: the line of JSON in the file, until the program is found to be that of `fun`; None if it is not to be.
+      stale: whether it was found not to be.
       returns_models: whether there are split models in its result.
     """
 
     def __init__(self, call: CallSignature, path: Path, run: Any, line: dict[str, Any] | None = None) -> None:
-        self.call, self.path, self.line = call, path, line
-        self._set(run)
-
-    def _set(self, run: Any) -> None:
-        self.run = run
+        self.call, self.path, self.run, self.line, self.stale, self._process = call, path, run, line, False, os.getpid()
         # Known from the structure of the result, since looking for split models in every result would take time.
         self.returns_models = any(x.node_data() and x.node_data()[0] is SplitModel for x in nodes(run.out_tree))
 
-    def compare(self, lower: Callable[[], Lowered] | None = None, *, at_end: bool = False) -> str | None:
-        """Compare the loaded program with `fun`; where they differ, compile `fun`, and replace the file.
+    def compare(self, lower: Callable[[], Lowered]) -> None:
+        """Compare the loaded program with `fun`, which `lower` traces and lowers.
 
-        Args:
-          lower: traces and lowers `fun`; given where the program has not returned anything yet.
-          at_end: whether the process ends, so that no directory is to be made anew.
-
-        Returns:
-          A message, where they differ, else None.
+        Raises:
+          RuntimeError: they differ: the program is stale. The file is removed, and the next call compiles `fun`.
         """
         line = self.line
-        if line is None:
-            return None
-        returned, lower = lower is None, lower or functools.cache(self.call.lower)
+        if line is None:  # another thread was first
+            return
         try:
-            stale = not lower().is_of(self.call, line)
-        except Exception as error:
+            self.stale = not lower().is_of(self.call, line)
+        except Exception as error:  # but no interrupt, such as KeyboardInterrupt: then it still waits
+            _forget(self)
+            # What was in the file is not known, so the next process sees the error at its first call.
             error.add_note(f"aot: fun was traced to compare it with {self.path}, which {file.remove(self.path)}.")
-            raise  # what was in the file is not known, so the next process sees it at its first call
-        if not stale:
-            self.line = None
-            return None
-        _stale.add(self.path)
-        if at_end and not self.path.exists():
-            outcome = "The file is gone."
-        else:
-            run, failed = _compiled(self.call, lower, self.path, line)
-            outcome = " ".join([*failed, f"The file {file.remove(self.path)}."]) if failed else "The file is replaced."
-            self._set(run)
-        self.line = None  # last, as another thread may be about to run it
-        code = "other code than fun is, or with other values that it closes over"
-        discard = ", and what has been returned so far is the result of that" if returned else ""
-        then = "Discard those results and what they changed of modules" if returned else "Call it again"
-        return (
-            f"the program of `{self.call.name}` for key {self.call.key!r} was stale: {self.path} was compiled from "
-            f"{code}{discard}. {outcome} {then}, and give new code a new key. (If the code is the same, fun does not "
-            "trace to the same program each time, as with a loop over a set of strings; then verify=False.)"
-        )
+            raise
+        _forget(self)
+        if self.stale:
+            _stale.add(self.path)
+            raise RuntimeError(
+                f"aot: the program of `{self.call.name}` for key {self.call.key!r} was stale: {self.path} was compiled "
+                f"from other code than fun is, or with other values that it closes over. It {file.remove(self.path)}. "
+                "Discard what it has returned and changed of modules so far, call it again, and give new code a new "
+                "key. (If the code is the same, fun does not trace to the same program each time, as with a loop over "
+                "a set of strings; then verify=False.)"
+            )
+        self.line = None
 
 
-def prepare(
-    call: CallSignature, directory: Path, structures: dict[Path, Any]
-) -> tuple[AotProgram, list[str], str | None]:
+def _forget(program: AotProgram) -> None:
+    _waiting[:] = [other for other in _waiting if other is not program]
+
+
+def _compare_all() -> None:
+    """Compare all waiting programs at the end of the process, with warnings instead of errors."""
+    for program in list(_waiting):
+        if program._process != os.getpid():  # this is a fork of it, without the threads of JAX
+            continue
+        try:
+            with _surroundings(program.call):
+                program.compare(program.call.lower)
+        except Exception as error:  # an error of the function itself, say: at the end nobody could catch it
+            message = str(error)
+            if not program.stale:
+                message = (
+                    f"aot: whether {program.path} is stale is not known, since fun cannot be traced at the end of the "
+                    f"process ({type(error).__name__}: {error}), so it {file.remove(program.path)}."
+                )
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")  # a user's filter may make it an error, which would hide the next ones
+                warnings.warn(message, stacklevel=1)
+
+
+def _surroundings(call: CallSignature) -> AbstractContextManager[Any]:
+    """Restore the settings around a call, for good as the process ends, and return a context of its mesh."""
+    values = jax.config.values
+    for name, value in call.settings.items():
+        if values[name] != value:
+            jax.config.update(name, value)
+    if isinstance(call.mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(call.mesh)
+    # An empty mesh where the call had none, since the script may have set one after it.
+    return jax.set_mesh(call.mesh or Mesh(np.empty((), object), ()))
+
+
+def prepare(call: CallSignature, directory: Path, known: Collection[AotProgram]) -> AotProgram:
     """Load or compile the program for a call.
 
     Args:
       call: the call.
       directory: the directory of its file.
-      structures: by file, the structure of the arguments for which this function has found it by its key; empty at the
-        function's first call, whose program is compared later.
+      known: the programs of this function for other calls; without any, it is compared later.
 
-    Returns:
-      The program, which is still to be compared if it has a `line`; warnings; an error, if it was stale.
+    Raises:
+      RuntimeError: it is stale.
     """
+    others = [x.call.structure for x in known if x.call.structure != call.structure]
+    if described(call.structure) in map(described, others):
+        # The name of the file does not tell static parts of the arguments apart: without a key the program's text does.
+        call = replace(call, key=None)
     lower = functools.cache(call.lower)
-    identity, here = call.identity(lower), installation(call.device)
-    # Machines of several kinds may share a directory; other versions are the next ones, and replace the file.
-    name = digest([identity, here["device"], here.get("processor")])[:32]
+    identity = call.identity(lower)
     label = re.sub(r"[^\w.-]+", "_", call.name, flags=re.ASCII)[:60]
-    path = directory / f"{label}-{name}.aot"
-    if call.key is not None:
-        first = not structures and path not in _stale
-        if structures.setdefault(path, call.structure) != call.structure:
-            # The name of the file does not tell static parts of the arguments apart, which differ: without a key the
-            # program's text does.
-            return prepare(replace(call, key=None), directory, structures)
-        unverified.settle_those_of(path)
-    # The first difference is named in the warning: in this order the version is, where its settings differ as well.
-    expected = {"format": _FORMAT, "program": digest(identity), **here, **settings_of_a_process(call.names)}
-    warnings: list[str] = []
+    path = directory / f"{label}-{identity[:32]}.aot"
+    for other in [x for x in _waiting if x.path == path]:
+        other.compare(other.call.lower)
     try:
-        found = file.read(path, expected)
+        found = file.read(path, identity)
         if found:
             line, payload = found
             program = AotProgram(call, path, _load(call, lower, line, payload))
-            stale = None
             if call.key is not None and call.verify:
                 program.line = line
                 # The program of a function's first call is compared later, unless it was traced already to be loaded.
-                if not first or lower.cache_info().currsize:
-                    stale = program.compare(lower)
-            return program, warnings, stale
+                if known or path in _stale or lower.cache_info().currsize:
+                    program.compare(lower)
+                else:
+                    _waiting.append(program)
+                    # What is registered last runs first: before JAX clears any of the backends it has made so far.
+                    atexit.unregister(_compare_all)
+                    atexit.register(_compare_all)
+            return program
     except file.Unfit as unfit:
-        warnings.append(f"{path} {unfit}; the program is compiled anew, and the file replaced.")
-    run, failed = _compiled(call, lower, path, expected)
-    return AotProgram(call, path, run), warnings + failed, None
-
-
-def _compiled(
-    call: CallSignature, lower: Callable[[], Lowered], path: Path, expected: dict[str, Any]
-) -> tuple[Any, list[str]]:
-    """Compile the program and write it; return it, and a warning if it could not be written."""
+        warnings.warn(f"aot: {path} {unfit}; the program is compiled anew, and the file replaced.", stacklevel=3)
     compiled = lower().program.compile()
     try:
-        file.write(path, expected | _line(call, lower(), compiled), serialized(compiled))
+        file.write(path, {"program": identity} | _line(call, lower(), compiled), serialized(compiled))
     except Exception as error:  # of many types, depending on what the program holds
-        return compiled, [f"{path} cannot be written ({error}); other processes will compile the program again."]
-    return compiled, []
+        message = f"aot: {path} cannot be written ({error}); other processes will compile the program again."
+        warnings.warn(message, stacklevel=3)
+    return AotProgram(call, path, compiled)
 
 
 def _line(call: CallSignature, lowered: Lowered, compiled: Any) -> dict[str, Any]:
     """Return the entries of a file's line that depend on the program."""
     if jax.process_count() > 1:
         raise RuntimeError("the run has several processes")
-    line = {
-        "devices": [device.id for device in devices_of(compiled)],
-        "calls": sorted(set(re.findall(r"custom_call @([\w.$]+)", lowered.text)) - _READY),
-    }
+    line = {"devices": [device.id for device in devices_of(compiled)], "calls": lowered.calls}
     if call.key is None:
         return line
     return line | {"identity": lowered.identity, "out": written(compiled.out_tree, nodes(call.structure))}

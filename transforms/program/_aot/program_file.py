@@ -19,14 +19,14 @@ class Unfit(Exception):
     """The reason why a file cannot be used: the end of a sentence that begins with its path."""
 
 
-def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes] | None:
+def read(file: Path, identity: str) -> tuple[dict[str, Any], bytes] | None:
     """Return the line and the program, or None where there is no file.
 
-    To load the program is to run it, so owner, checksum and line are compared first.
+    To load the program is to run it, so owner, checksum and identity are compared first.
 
     Raises:
       PermissionError: somebody else may have written it.
-      Unfit: it cannot be read, is damaged, or its line has another value for a name of `expected`.
+      Unfit: it cannot be read, is damaged, or was written for another identity, under another name.
     """
     try:
         # The owner is that of the opened file, since another may be put under its name at any time.
@@ -40,14 +40,11 @@ def read(file: Path, expected: Mapping[str, str]) -> tuple[dict[str, Any], bytes
     rest = memoryview(content)[_SIZE:]  # without a copy, as a program may be large
     if hashlib.sha256(rest).digest() != content[:_SIZE]:
         raise Unfit("is damaged: it does not have the checksum that it was written with")
-    try:
-        end = content.index(b"\n", _SIZE)
-        line = json.loads(content[_SIZE:end])
-    except ValueError as error:
-        raise Unfit("is damaged: it does not begin with a line of JSON") from error
-    for name, ours in expected.items():
-        if line.get(name) != ours:
-            raise Unfit(f"was made for {name} {line.get(name)!r}, but here it is {ours!r}")
+    end = content.index(b"\n", _SIZE)
+    line = json.loads(content[_SIZE:end])
+    # The name has a part of the identity only, and files can be renamed or copied.
+    if line["program"] != identity:
+        raise Unfit("was made for another program, and renamed")
     return line, content[end + 1 :]
 
 
@@ -59,16 +56,13 @@ def _refuse_others(file: Path, found: os.stat_result) -> None:
     """
     if not hasattr(os, "geteuid"):  # Windows, where the mode says nothing
         return
+    problem = ""
     if found.st_uid not in (os.geteuid(), 0):
         problem = f"belongs to another user (number {found.st_uid})"
     elif found.st_mode & stat.S_IWOTH:
         problem = f"may be written by everybody (its mode is {stat.S_IMODE(found.st_mode):o})"
-    else:
-        return
-    raise PermissionError(
-        f"aot: {file} {problem}, and a program that is read can do whatever you can; delete the file, or give a "
-        "directory of your own."
-    )
+    if problem:
+        raise PermissionError(f"aot: {file} {problem}, and its code would run; delete it, or give your own directory.")
 
 
 def remove(file: Path) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,12 @@ from ..._core.compat import Jitted, lowered_for
 from ..._models.mutation import call_purely
 from ..._models.split_model import split_tree, splits_of
 from .call_structure import described, nodes, without_addresses, written
-from .environment import current_mesh, default_device, settings_of_a_call
+from .environment import current_mesh, default_device, identity_of_environment, settings_of_jax
+
+_FORMAT = "3"
+# Custom calls that XLA knows by itself. JAX registers the others with XLA when it first lowers one, so a program that
+# is loaded into a process without having been lowered there would call what is not there.
+_READY = {"ApproxTopK", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class CallSignature:
       verify: whether a program that was found by a key is to be compared with `fun`.
       leaves: the arguments, as `abstract` ones.
       structure: that of owner, arguments and keyword arguments, with split models, whose leaves these are.
-      names: the settings of JAX that the program depends on.
+      settings: the settings of JAX in which it is made, as far as the program depends on them.
+      mesh: the mesh in which it is made.
     """
 
     fun: Callable[..., Any]
@@ -41,10 +48,8 @@ class CallSignature:
     verify: bool
     leaves: Sequence[Any]
     structure: Any
-    names: list[str]
-    # A part of the program's name, so that JAX's persistent cache does not have it. XLA's CPU backend serializes a
-    # program that was loaded from there into one that does not run: "Function wrapped_sine not found" (jaxlib 0.10.2).
-    tag: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    settings: dict[str, Any] = field(default_factory=settings_of_jax)
+    mesh: Any = field(default_factory=current_mesh)
 
     def lower(self) -> Lowered:
         """Trace and lower `fun`, as a function of the leaves to its result and the arrays it changes of each model."""
@@ -55,12 +60,18 @@ class CallSignature:
             out, changed = call_purely("aot", self.function, arguments, may_assign=True)
             return split_tree(out), changed
 
-        program.__name__ = f"{self.name}_{self.tag}"
+        # The name is a new one each time, so that JAX's persistent cache does not have the program: XLA's CPU backend
+        # serializes what it loads from there into what does not run, "Function wrapped_sine not found" (jaxlib 0.10.2).
+        tag = f"_{uuid.uuid4().hex[:8]}"
+        program.__name__ = self.name + tag
         # All arguments are kept, since the text of a program does not say which of them were left out.
         traced = jax.jit(program, donate_argnums=donated, keep_unused=True).trace(*self.leaves)
         lowered = traced.lower()
+        text = lowered.as_text().replace(tag, "")
+        # The text has all constants, but neither shows which results are weakly typed nor names the devices.
         types = [str(x) for x in jax.tree.leaves(traced.out_info)]
-        return Lowered(lowered, lowered.as_text().replace(f"_{self.tag}", ""), types)
+        identity = [digest(text), types, [device.id for device in lowered_for(lowered)]]
+        return Lowered(lowered, identity, sorted(set(re.findall(r"custom_call @([\w.$]+)", text)) - _READY))
 
     def _donated(self, jitted: Any) -> tuple[int, ...]:
         """Return the numbers of the leaves that a jitted function donates."""
@@ -69,29 +80,26 @@ class CallSignature:
             raise ValueError("aot: fun is under jax.jit and is given a module; pass the function without jax.jit.")
         infos = jax.tree.leaves(jitted.trace(*args, **kwargs).args_info)
         if len(infos) != len(self.leaves):
-            raise ValueError(
-                "aot: fun is under jax.jit with static arguments, which a program has not; bind them: "
-                "functools.partial(fun, name=value)."
-            )
+            raise ValueError("aot: fun is under jax.jit with static arguments; bind them: functools.partial(fun, n=2).")
         return tuple(i for i, info in enumerate(infos) if info.donated)
 
-    def identity(self, lower: Callable[[], Lowered]) -> list[Any]:
-        """Return what tells the program from others, in every process; with a key, only the name of the code."""
+    def identity(self, lower: Callable[[], Lowered]) -> str:
+        """Return a hash of all that tells the program from others; with a key, of the code only the name counts."""
         if self.key is None:
             program: Any = lower().identity
         else:
             devices = len(jax.devices(self.device.platform))  # a function may use all of them, or ask for their number
             program = [self.key, self.name, described(self.structure), _bound(self.fun), devices]
-        mesh = current_mesh()
-        among = [x.id for x in mesh.devices.flat] if isinstance(mesh, Mesh) else ""
-        around = [settings_of_a_call(), f"{mesh} {among}" if mesh else "", str(self.device)]
-        return [program, around, [_argument(x) for x in self.leaves]]
+        # The text of a mesh names its axes, but not its devices.
+        among = [x.id for x in self.mesh.devices.flat] if isinstance(self.mesh, Mesh) else ""
+        around = [identity_of_environment(self.device, self.settings), f"{self.mesh} {among}", str(self.device)]
+        return digest([_FORMAT, program, around, [_argument(x) for x in self.leaves]])
 
     @property
     def name(self) -> str:
         """Return the name of `fun`, of a partial that of its function."""
         fun: Any = self.fun
-        while isinstance(fun, functools.partial):
+        while isinstance(fun, partial):
             fun = fun.func
         return getattr(fun, "__qualname__", type(fun).__qualname__)
 
@@ -105,22 +113,17 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program that is traced and lowered, and all that tells it from others.
+    """A program that is traced and lowered.
 
     Attributes:
       program: the lowered program, `jax.stages.Lowered`.
-      text: its text, with all constants.
-      types: the types of its results, since the text does not show which are weak.
+      identity: all that tells it from others, for `json`.
+      calls: the functions outside of XLA that it calls.
     """
 
     program: Any
-    text: str
-    types: list[str]
-
-    @property
-    def identity(self) -> list[Any]:
-        """Return all that tells it from others, for `json`; the devices too, which the text does not name."""
-        return [digest(self.text), self.types, [device.id for device in lowered_for(self.program)]]
+    identity: list[Any]
+    calls: list[str]
 
     def is_of(self, call: CallSignature, line: dict[str, Any]) -> bool:
         """Return whether it is the program that the `line` of a file was written for."""
@@ -147,12 +150,12 @@ def digest(value: Any) -> str:
 
 
 def _bound(fun: Any) -> list[str]:
-    """Return the arguments that partials bind: types of arrays, and the `repr` of others."""
-    if not isinstance(fun, functools.partial):
+    """Return the arguments that a partial binds: types of arrays, and the `repr` of others."""
+    if not isinstance(fun, partial):
         return []
     leaves, structure = jax.tree.flatten(split_tree((fun.args, fun.keywords)))
     texts = [f"{x.dtype}{x.shape}" if isinstance(x, (jax.Array, np.ndarray)) else repr(x) for x in leaves]
-    return [described(structure), *map(without_addresses, texts), *_bound(fun.func)]
+    return [described(structure), *map(without_addresses, texts)]
 
 
 def _argument(x: Any) -> str:

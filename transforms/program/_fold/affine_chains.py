@@ -18,6 +18,7 @@ from .._ir.axis_correspondence import Pairs, carried, correspondence
 from .._ir.flat_program import Node, Value
 
 _ARITHMETIC = frozenset({"add", "add_any", "sub", "mul", "div", "neg"})
+Affine = tuple[np.ndarray, np.ndarray]
 Read = Callable[[Value], np.ndarray]
 
 
@@ -52,18 +53,13 @@ class ChannelStep(NamedTuple):
         return self.node.name in ("add", "add_any", "sub")
 
     @property
-    def learned(self) -> bool:
-        """Return whether it multiplies or divides by parameters or a constant array."""
-        return self.node.name in ("mul", "div") and self.static is not None and self.static.learned
-
-    @property
-    def differs(self) -> int:
-        """Return the number of axes along which its static operand differs."""
-        return 0 if self.static is None else sum(size > 1 for size in self.static.sizes)
+    def scale(self) -> Value | None:
+        """Return the parameters or the constant array that it multiplies or divides by, if it does."""
+        return self.static if self.node.name in ("mul", "div") and self.static and self.static.learned else None
 
 
 def step_of(node: Node, value: Value | None = None) -> ChannelStep | None:
-    """Return an operation as a step of a chain, or None if it is none.
+    """Return an operation as a step of a chain, or None if it is not one.
 
     The chain goes through its only operand that is not static, which must be `value` if that is given.
     """
@@ -100,7 +96,7 @@ class Chain(NamedTuple):
     @property
     def learned(self) -> bool:
         """Return whether it multiplies by more than numbers in the code."""
-        return any(step.learned for step in self.steps)
+        return any(step.scale for step in self.steps)
 
     @property
     def shifts(self) -> bool:
@@ -112,38 +108,34 @@ class Chain(NamedTuple):
         last = max((i for i, step in enumerate(self.steps) if step.pairs is None), default=-1)
         return Chain(self.base, self.steps[: last + 1])
 
-    def affine(self, read: Read) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the factor and the shift in the axes of `base`, of size 1 where they are constant; None if impossible.
+    def affine(self, read: Read) -> Affine:
+        """Return the factor and the shift in the axes of the value that comes out, of size 1 where they are constant.
 
         Args:
           read: a function from a static value to its array, in float64, of the sizes `Value.sizes`.
         """
-        factor = np.ones((1,) * len(self.base.aval.shape))
-        shift = np.zeros_like(factor)
-        for number, step in enumerate(self.steps):
-            if step.pairs is not None:
-                continue
-            operand: Any = None
-            if step.static is not None:
-                operand = read(step.static)
-                operand = operand.reshape(operand.shape or (1,) * len(step.after.aval.shape))
-                # The operand has the axes of its step; undo the rearrangements before it, the last one first.
-                for other in reversed(self.steps[:number]):
-                    if other.pairs is not None:
-                        pairs = [(target, source) for source, target in other.pairs]
-                        operand = carried(operand, pairs, other.after.aval.shape, other.before.aval.shape)
-                        if operand is None:
-                            return None
-            factor, shift = _applied(step, factor, shift, operand)
+        factor: Any = np.ones((1,) * len(self.base.aval.shape))
+        shift: Any = np.zeros_like(factor)
+        for step in self.steps:
+            before, after = step.before.aval.shape, step.after.aval.shape
+            if step.pairs is None:
+                operand = np.zeros(()) if step.static is None else read(step.static)
+                factor, shift = _applied(step, factor, shift, operand.reshape(operand.shape or (1,) * len(after)))
+            else:
+                # Nothing is lost: only an axis of size 1 becomes nothing, and no array differs along it.
+                factor, shift = (carried(x, step.pairs, before, after) for x in (factor, shift))
         return factor, shift
 
-    def affine_at_end(self, read: Read) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the factor and the shift in the axes of the value that comes out; None if impossible."""
-        found = self.affine(read)
-        for step in self.steps if found else ():
-            if step.pairs is not None and found is not None:
-                factor, shift = (carried(x, step.pairs, step.before.aval.shape, step.after.aval.shape) for x in found)
-                found = None if factor is None or shift is None else (factor, shift)
+    def affine_at_base(self, read: Read) -> Affine | None:
+        """Return the same in the axes of `base`; None if they differ along an axis that a step has added."""
+        found: tuple[Any, Any] = self.affine(read)
+        for step in reversed(self.steps):
+            if step.pairs is not None:
+                pairs = [(target, source) for source, target in step.pairs]
+                factor, shift = (carried(x, pairs, step.after.aval.shape, step.before.aval.shape) for x in found)
+                if factor is None or shift is None:
+                    return None
+                found = factor, shift
         return found
 
 
@@ -163,7 +155,7 @@ def _applied(step: ChannelStep, factor: Any, shift: Any, operand: Any) -> tuple[
     return factor, shift + operand  # add, add_any
 
 
-def axes_of(found: tuple[np.ndarray, np.ndarray]) -> set[int]:
+def axes_of(found: Affine) -> set[int]:
     """Return the axes along which a factor or a shift differs."""
     return {i for x in found for i, size in enumerate(x.shape) if size > 1}
 

@@ -10,19 +10,13 @@ import numpy as np
 
 from ..._core.arguments import check_callable, describe, wrap_like
 from ..._core.compat import Tracer
-from ..._core.source_lines import call_users, where
+from ..._core.source_lines import call_users
 from ..._models.mutation import call_with_models, changes
 from ..._models.split_model import dotted, is_model, split, split_tree
-from .._ir.flat_program import FlatProgram, Value, insides, parameter
+from .._ir.flat_program import FlatProgram, Value, parameter
 from .._ir.module_scopes import module_paths, modules_of, scoped_calls
-from .batch_statistics import batch_statistics
 from .plan import FoldPlan
 from .report import FoldReport
-
-_CURE = (
-    "use the running statistics: model.eval() in Flax NNX, use_running_average=True in Linen, "
-    "eqx.nn.inference_mode(model) in Equinox."
-)
 
 
 def fold_bn(
@@ -34,7 +28,8 @@ def fold_bn(
     alike: a convolution or dense product with weights that depend on `params` alone, followed by any sequence of
     additions, subtractions, multiplications and divisions that are constant along all axes but the channels. Where the
     sequence comes before a product, it is folded too if that is exact: not into a convolution that pads with zeros,
-    unless its shift is zero. Other uses of a value in between are respected: nothing that is used is left out.
+    unless its shift is zero. Other uses of a value in between are respected: nothing that is used is left out. A
+    norm by statistics of the batch (training mode) is computed as before, and the report says so of its scale.
 
     Args:
       fun: called as `fun(params, *args)`, in inference: it returns arrays, and changes no state.
@@ -51,7 +46,7 @@ def fold_bn(
     Raises:
       TypeError: `fun` cannot be called, or is a module; `params` have no values, as under `jax.jit` or another
         transform.
-      ValueError: a batch norm is in training mode, or the call changes a module; or, by the new function: parameters
+      ValueError: the call changes a module, as a batch norm in training mode does; or, by the new function: parameters
         that are not those returned here, or a program that differs for these arguments.
 
     Cost:
@@ -94,15 +89,12 @@ def fold_bn(
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
-                f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit, jax.grad "
-                "and jax.vmap, and use the function it returns inside."
+                f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit."
             )
-    # Traced with types, not values, so that no parameter becomes a constant of the program.
-    leaf_types = _types(leaves)
+    # Only types of the old parameters are kept for later traces, so that their memory can be freed.
+    leaf_types = jax.eval_shape(lambda *x: list(x), *leaves)
     with scoped_calls(kinds):
-        flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
-    # Before the plan, which would find nothing to fold in a network in training mode, and return it unchanged.
-    _refuse_training(flat)
+        flat, _ = _trace(fun, leaf_types, structure, arguments, argument_structure)
     plan = FoldPlan(flat, names, leaves)
     folded, report, first, answers = plan.parameters(), plan.report(), plan.fingerprint(), plan.answers
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
@@ -112,13 +104,10 @@ def fold_bn(
         # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
         # and what the first plan found out by them is recorded.
         with scoped_calls(kinds):
-            flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+            flat, out = _trace(fun, leaf_types, structure, arguments, argument_structure)
         plan = FoldPlan(flat, names, (), answers)
         if plan.fingerprint() != first:
-            raise ValueError(
-                "fold_bn: for arguments of these shapes the function combines other parameters than for the example; "
-                "call fold_bn with an example of these shapes."
-            )
+            raise ValueError("fold_bn: for these shapes, fun combines other parameters; fold with such an example.")
         return jax.tree.unflatten(out, plan(new, arguments))
 
     # Compiled as one program: the folded weights are arguments, so that new ones of the same shapes compile nothing.
@@ -161,10 +150,6 @@ def _names(tree: Any) -> list[str]:
     return [name if name not in names[:i] else f"{name}_{i}" for i, name in enumerate(names)]
 
 
-def _types(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return jax.eval_shape(lambda *x: list(x), *arrays)
-
-
 def _trace(
     fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, arguments: Sequence[Any], argument_structure: Any
 ) -> tuple[FlatProgram, Any]:
@@ -175,7 +160,7 @@ def _trace(
         out, models = call_with_models(fun, split)
         for paths in changes(fun, split, models):
             if paths:
-                raise ValueError(f"fold_bn: the call changes `{paths[0]}` of a module, as in training; {_CURE}")
+                raise ValueError(f"fold_bn: fun changes `{paths[0]}` of a module, as in training; call model.eval().")
         return out
 
     closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
@@ -184,32 +169,14 @@ def _trace(
     return FlatProgram(closed.jaxpr, closed.consts, values), jax.tree.structure(out)
 
 
-def _refuse_training(flat: FlatProgram) -> None:
-    """Raise if the program, or one inside of its operations, has a batch norm in training mode."""
-    node = batch_statistics(flat.nodes)
-    if node is not None:
-        raise ValueError(
-            f"fold_bn: at {where(node.eqn)} channels are normalized by statistics of the batch, as batch norm in "
-            f"training mode does it, which cannot be folded; {_CURE}"
-        )
-    for node in flat.nodes:
-        for inner in insides(node):
-            _refuse_training(inner)
-
-
 def _check(params: Any, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
     """Raise unless parameters are those of the folded function."""
     if not isinstance(params, dict):
         raise TypeError(f"fold_bn: params must be the dict that fold_bn returned, but got {describe(params)}.")
-    missing, unknown = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
-    if missing or unknown:
-        raise ValueError(
-            "fold_bn: params must have the entries that fold_bn returned, but "
-            + (f"`{missing[0]}` is missing." if missing else f"`{unknown[0]}` is none of them.")
-        )
-    for name, (shape, dtype) in expected.items():
-        found = params[name]
-        if np.shape(found) != shape or getattr(found, "dtype", None) != dtype:
+    found = {name: (np.shape(x), getattr(x, "dtype", None)) for name, x in params.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
             raise ValueError(
-                f"fold_bn: `{name}` must be an array of shape {shape} and dtype {dtype}, but got {describe(found)}."
+                f"fold_bn: params has {found.get(name, 'nothing')} for `{name}`, but fold_bn returned "
+                f"{expected.get(name, 'nothing')}; pass arrays of these shapes and dtypes."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +54,11 @@ class Fold:
         """Return the widest dtype on the way, in which the shift is added."""
         return jnp.result_type(*(x.aval.dtype for x in (self.op.out, *(step.after for step in self.steps))))
 
+    @property
+    def shift_shape(self) -> list[int]:
+        """Return the shape of the shift as it is added: that of the result, with 1 for all axes but the channels."""
+        return [n if i in self.op.outputs else 1 for i, n in enumerate(self.op.out.aval.shape)]
+
 
 class FoldPlan:
     """The chains of a program that are folded, and the program without them.
@@ -94,16 +100,15 @@ class FoldPlan:
         while True:
             value = chain.steps[-1].after if chain.steps else op.out
             if len(value.uses) != 1:
-                for i, user in enumerate(value.uses):
-                    others = [*value.uses[:i], *value.uses[i + 1 :]]
-                    self._because(user, f"what goes into it is also used by {_users(others)}")
+                for user in value.uses:
+                    self._because(user, f"what goes into it has several uses: {_users(value.uses)}")
                 break
             step = step_of(value.uses[0], value) if value.uses[0] else None
             if step is None:
                 break
             longer = Chain(op.out, (*chain.steps, step))
             # With ones for all values: only the axes along which factor and shift differ are asked for.
-            found = longer.affine(sizes_only)
+            found = longer.affine_at_base(sizes_only)
             if found is None or not axes_of(found) <= set(op.outputs):
                 self._because(step.node, "it differs between places of one channel of the product before it")
                 break
@@ -126,8 +131,8 @@ class FoldPlan:
             value = step.before
         # The chain was found from its end; its beginning is cut off until the rest is constant along all other axes.
         while steps:
-            found = Chain(steps[0].before, tuple(steps)).affine_at_end(sizes_only)
-            if found is not None and all(axes_of(found) <= set(op.inputs) for op in ops):
+            axes = axes_of(Chain(steps[0].before, tuple(steps)).affine(sizes_only))
+            if all(axes <= set(op.inputs) for op in ops):
                 break
             self._because(steps.pop(0).node, "it differs along axes over which the product after it does not sum")
         chain = Chain(steps[0].before if steps else data, tuple(steps))
@@ -136,8 +141,6 @@ class FoldPlan:
         others = [user for user, op in zip(data.uses, users, strict=True) if op is None]
         if others:
             self._because(steps[-1].node, f"what comes out of it is also used by {_users(others)}")
-        elif any(op.mixes_batch for op in ops):
-            self._because(steps[-1].node, "the convolution after it has a batch_group_count")
         # Padding comes after the shift, so W(s·x + t) with zeros around it is no W'x + t' unless t is zero.
         elif any(op.dilutes for op in ops) and not self._answer(lambda: self._keeps_zero(chain)):
             self._because(steps[-1].node, "the convolution after it pads with zeros, which its shift would change")
@@ -178,11 +181,11 @@ class FoldPlan:
         array = np.asarray(self._value(value), np.float64)
         return array[tuple(slice(0, size) for size in value.sizes)]
 
+    @np.errstate(all="ignore")
     def _keeps_zero(self, chain: Chain) -> bool:
-        with np.errstate(all="ignore"):
-            found = chain.affine(self._read)
-        return found is not None and not np.any(found[1])
+        return not np.any(chain.affine(self._read)[1])
 
+    @np.errstate(all="ignore")
     def _weights(self, fold: Fold) -> tuple[np.ndarray, np.ndarray]:
         """Return the folded weights, and the shift of the result in all its axes, in float64.
 
@@ -190,27 +193,27 @@ class FoldPlan:
         """
         op, original = fold.op, self._value(fold.op.weights)
         weights, shift = np.asarray(original, np.float64), np.zeros(())
-        with np.errstate(all="ignore"):
-            if fold.before and (found := fold.before.affine_at_end(self._read)):
-                weights = weights * op.factor_before(found[0])
-                if fold.before.shifts and not op.dilutes:
-                    shift = op.of_shift(found[1], original)
-            if fold.after and (found := fold.after.affine(self._read)):
-                weights, shift = weights * op.factor_after(found[0]), shift * found[0] + found[1]
+        if fold.before:
+            s, t = fold.before.affine(self._read)
+            weights = weights * op.factor_before(s)
+            if fold.before.shifts and not op.dilutes:
+                shift = op.of_shift(t, original)
+        if fold.after and (found := fold.after.affine_at_base(self._read)):
+            weights, shift = weights * op.factor_after(found[0]), shift * found[0] + found[1]
         return weights, shift
 
+    @np.errstate(all="ignore")
     def _sound(self, fold: Fold) -> bool:
         """Return whether the folded weights are finite, and small ones not lost next to the largest of a feature."""
         weights, shift = self._weights(fold)
         dtype = fold.op.weights.aval.dtype
         axes = tuple(i for i in range(weights.ndim) if i not in fold.op.outputs.values())
-        with np.errstate(all="ignore"):
-            lost = np.abs(weights.astype(dtype).astype(np.float64) - weights)
-            most = np.abs(weights).max(axes, keepdims=True)
-            # Rounding to nearest changes a normal number by at most eps/2 of itself. A weight below the least normal
-            # number loses more, which matters only if it does against the largest weight of its output feature.
-            fits = np.isfinite(weights) & (lost <= float(jnp.finfo(dtype).eps) * most)
-            return bool(fits.all() and np.isfinite(shift.astype(fold.dtype).astype(np.float64)).all())
+        lost = np.abs(weights.astype(dtype).astype(np.float64) - weights)
+        most = np.abs(weights).max(axes, keepdims=True)
+        # Rounding to nearest changes a normal number by at most eps/2 of itself. A weight below the least normal
+        # number loses more, which matters only if it does against the largest weight of its output feature.
+        fits = np.isfinite(weights) & (lost <= float(jnp.finfo(dtype).eps) * most)
+        return bool(fits.all() and np.isfinite(shift.astype(fold.dtype).astype(np.float64)).all())
 
     # ---- The new program
 
@@ -224,19 +227,17 @@ class FoldPlan:
         taken = {self._names[i] for i in leaves}
 
         def unique(name: str) -> str:
-            number = 1
-            while (numbered := name if number == 1 else f"{name}_{number}") in taken:
-                number += 1
-            taken.add(numbered)
-            return numbered
+            numbered = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
+            taken.add(found := next(x for x in numbered if x not in taken))
+            return found
 
         entries = {}
         for node, fold in self._folds.items():
             kernel = self._only_name(fold.op.weights) or "kernel"
             owner = kernel.rpartition(".")[0]
-            added = [self._only_name(x.static) for x in fold.steps if x.node.name == "add" and x.static is not None]
-            bias = next((name for name in added if name and name.rpartition(".")[0] == owner), "")
-            bias = bias or (f"{owner}.shift" if owner else "shift")
+            added = [self._only_name(x.static) for x in fold.steps if x.node.name == "add" and x.static]
+            default = f"{owner}.shift" if owner else "shift"
+            bias = next((name for name in added if name and name.rpartition(".")[0] == owner), default)
             entries[node] = unique(kernel), unique(bias) if fold.shifts else ""
         return leaves, entries
 
@@ -254,10 +255,8 @@ class FoldPlan:
                 devices = getattr(self._value(fold.op.weights), "sharding", None)
                 found[kernel] = jax.device_put(weights.astype(fold.op.weights.aval.dtype), devices)
                 if bias:
-                    channels = sorted(fold.op.outputs)
-                    sizes = [n if i in channels else 1 for i, n in enumerate(fold.op.out.aval.shape)]
-                    shift = np.broadcast_to(shift, sizes).reshape([sizes[i] for i in channels])
-                    found[bias] = jnp.asarray(shift.astype(fold.dtype))
+                    shift = np.broadcast_to(shift, fold.shift_shape).astype(fold.dtype)
+                    found[bias] = jnp.asarray(shift.reshape([shift.shape[i] for i in sorted(fold.op.outputs)]))
         return dict(sorted(found.items()))
 
     def __call__(self, parameters: dict[str, Any], arguments: Sequence[Any]) -> list[Any]:
@@ -293,8 +292,7 @@ class FoldPlan:
         (out,) = evaluate(op.node.eqn, *((weights, data) if op.kernel == 0 else (data, weights)))
         with at_source(op.node.eqn):
             if bias:
-                sizes = [size if i in op.outputs else 1 for i, size in enumerate(out.shape)]
-                out = out.astype(fold.dtype) + parameters[bias].reshape(sizes)
+                out = out.astype(fold.dtype) + parameters[bias].reshape(fold.shift_shape)
             return [out if fold.after else out.astype(op.out.aval.dtype)]
 
     def fingerprint(self) -> tuple[Any, ...]:
@@ -316,13 +314,10 @@ class FoldPlan:
             params = {k: v for k, v in node.eqn.params.items() if not (callable(v) or k == "shape")}
             for i, x in enumerate(node.outputs):
                 prints[x] = hash((i, node.name, str(params), *map(of, node.inputs)))
-        folds = [
-            (
-                *(node.name, self._entries[node], [(step.node.name, step.operand) for step in fold.steps]),
-                *((of(x), x.sizes) for x in fold.statics),
-            )
-            for node, fold in self._folds.items()
-        ]
+        folds = []
+        for node, fold in self._folds.items():
+            steps = [(step.node.name, step.operand) for step in fold.steps]
+            folds.append((node.name, self._entries[node], steps, [(of(x), x.sizes) for x in fold.statics]))
         return folds, self._leaves, self.answers
 
     def report(self) -> FoldReport:

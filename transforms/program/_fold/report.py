@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FoldReport:
-    """The batch norms that were folded, and those that were kept and why; printed, it is a table.
+    """The batch norms that were folded, and those that were kept and why; printed, one in a line.
 
     Attributes:
       folded: the candidates that are part of the weights now.
@@ -54,30 +54,25 @@ class FoldReport:
       >>> norm = Candidate("batch norm", "bn", "block (net.py:12)", "conv.kernel", "")
       >>> print(FoldReport((norm,), ()))
       folded 1, kept 0
-      + batch norm         bn  block (net.py:12)  into conv.kernel
+      + batch norm bn at block (net.py:12): into conv.kernel
     """
 
     folded: tuple[Candidate, ...]
     kept: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        rows = [("+", x.what, x.parameters, x.where, f"into {x.kernel}") for x in self.folded]
-        rows += [("-", x.what, x.parameters, x.where, x.reason) for x in self.kept]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        widths[1:2] = [len("per-channel scale")] if rows else []
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip().replace("  ", " ", 1) for row in rows]
+        lines = [*(f"+ {x}" for x in self.folded), *(f"- {x}" for x in self.kept)]
         return "\n".join([f"folded {len(self.folded)}, kept {len(self.kept)}", *lines])
 
 
 def candidate(steps: Sequence[ChannelStep], names: Sequence[str], *, kernel: str = "", reason: str = "") -> Candidate:
     """Describe a chain by the names of the parameters that it multiplies by."""
-    factors = [step for step in steps if step.learned]
-    statics = [step.static for step in factors if step.static is not None]
-    what = "batch norm" if any(x.rooted for x in statics) else "per-channel scale"
-    paths = [names[leaf] for x in statics for leaf in sorted(x.leaves)]
+    scales = {step.scale: step.node for step in steps if step.scale}
+    what = "batch norm" if any(x.rooted for x in scales) else "per-channel scale"
+    paths = [names[leaf] for x in scales for leaf in sorted(x.leaves)]
     # "bn.scale" and "bn.var" are both of "bn".
     owners = dict.fromkeys(path.rpartition(".")[0] or path for path in paths)
-    return Candidate(what, ", ".join(owners), where(factors[0].node.eqn), kernel, reason)
+    return Candidate(what, ", ".join(owners), where(next(iter(scales.values())).eqn), kernel, reason)
 
 
 def kept(
@@ -108,15 +103,13 @@ def kept(
     for steps in chains.values():
         known = list(dict.fromkeys(reason for step in steps for reason in reasons.get(step.node, ())))
         if any(_scales(step, bool(known)) for step in steps):
-            found = candidate(steps, names, reason=inside or "; ".join(known) or _why_alone(steps[0]))
-            # The scale of a layer norm is no batch norm that could have been folded, so it is not listed.
-            if known or found.what == "batch norm" or not _completes_norm(steps[0].before.node):
-                yield found
+            yield candidate(steps, names, reason=inside or "; ".join(known) or _why_alone(steps[0]))
 
 
 def _scales(step: ChannelStep, at_product: bool) -> bool:
     """Return whether it scales channels; a table of constants, such as that of rotary positions, does not."""
-    return step.static is not None and step.learned and (step.differs < 2 or (at_product and bool(step.static.leaves)))
+    scale = step.scale
+    return scale is not None and (sum(n > 1 for n in scale.sizes) < 2 or (at_product and bool(scale.leaves)))
 
 
 def _why_alone(step: ChannelStep) -> str:
@@ -125,17 +118,16 @@ def _why_alone(step: ChannelStep) -> str:
     if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):
         return "complex numbers are not folded"
     if before is not None and before.name in PRODUCTS:
-        return f"the weights of the `{before.name}` before it depend on data"
+        return f"the weights of the `{before.name}` before it depend on data, or differ between parts of the batch"
     if before is not None and _has_product(before):
         return f"the product before it is inside a `{before.name}`"
+    # Two operands that depend on data, or a root of data, end a gate or a norm: x · sigmoid(y), x · rsqrt(var(x)).
+    if before is not None and before.name in ("mul", "div", "rsqrt") and not any(x.static for x in before.inputs):
+        return (
+            "it scales a gate, or a norm by statistics of data; if that is batch norm in training mode, call "
+            "model.eval() in Flax NNX, use_running_average=True in Linen, inference_mode(model) in Equinox"
+        )
     return "no convolution or dense product is next to it"
-
-
-def _completes_norm(node: Node | None) -> bool:
-    """Return whether the node before a chain is the end of a norm of each example, or a gate, that this scales."""
-    if node is None or node.name not in ("mul", "div", "rsqrt"):
-        return False
-    return not any(x.static for x in node.inputs)
 
 
 def _has_product(node: Node) -> bool:

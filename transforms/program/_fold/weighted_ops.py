@@ -58,16 +58,11 @@ class WeightedOp:
         )
 
     @property
-    def mixes_batch(self) -> bool:
-        """Return whether parts of the batch meet different weights."""
-        return self._convolves and self.node.eqn.params["batch_group_count"] > 1
-
-    @property
     def _convolves(self) -> bool:
         return self.node.name == "conv_general_dilated"
 
     def factor_before(self, x: np.ndarray) -> np.ndarray:
-        """Turn a factor of the data into a factor of the weights."""
+        """Convert a factor of the data to a factor of the weights."""
         if not self._convolves:
             return _along(x, self.inputs, len(self.weights.aval.shape))
         # Along their input axis the weights have the channels of one group, along the other the features of all
@@ -80,7 +75,7 @@ class WeightedOp:
         return _along(x, {0: features, 1: inputs}, len(self.weights.aval.shape))
 
     def factor_after(self, x: np.ndarray) -> np.ndarray:
-        """Turn a factor of the result into a factor of the weights."""
+        """Convert a factor of the result to a factor of the weights."""
         return _along(x, self.outputs, len(self.weights.aval.shape))
 
     def of_shift(self, x: np.ndarray, weights: Any) -> np.ndarray:
@@ -107,7 +102,8 @@ class WeightedOp:
 def weighted_op(node: Node) -> WeightedOp | None:
     """Return an operation as a product of data with static weights; None if it is not one."""
     params = node.eqn.params
-    if node.name not in PRODUCTS:
+    # Parts of the batch that meet different weights, as in the gradient of a convolution, are left alone.
+    if node.name not in PRODUCTS or params.get("batch_group_count", 1) > 1:
         return None
     avals = [x.aval for x in (*node.inputs, *node.outputs)]
     if any(number_kind(x.dtype) != "real" or 0 in x.shape for x in avals):
