@@ -41,7 +41,7 @@ class TensorBoard:
             from tensorboardX import SummaryWriter
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "TensorBoard: no tensorboardX; install it with: pip install 'plurax[tensorboard]'"
+                "TensorBoard needs tensorboardX; install it with: pip install 'plurax[tensorboard]'"
             ) from error
         self._make = SummaryWriter
         self._directory = Path(directory)
