@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..transforms._core.arguments import is_real
+from ..transforms._core.arguments import check_choice, check_number
 from ._scoring.classification import at_labels
-from ._scoring.validation import at_least_float32, check_numbers, check_probabilities, check_scored, prepared, with_nans
+from ._scoring.validation import (
+    at_least_float32,
+    check_numbers,
+    check_probabilities,
+    check_scored,
+    check_shape,
+    prepared,
+    with_nans,
+)
 
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
 
+_SCORES = ("probability", "cumulative")
 # The logarithm of a temperature, in units of the size of the logits, lies between minus and plus this.
 _WIDEST = 10.0
-_STEPS = 100
 
 
 def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = False) -> jax.Array:
@@ -44,7 +52,8 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
       ValueError: shapes that do not fit, or a label that is not traced is not a class.
 
     Cost:
-      At most 100 steps of L-BFGS (optax's) on the logarithm of the temperature, in one compiled program.
+      A bisection on the logarithm of the temperature: a gradient for each bit of the dtype, in one compiled program.
+      (The loss of one model is convex in 1 / temperature, so its slope changes sign once.)
 
     Source:
       Guo et al. 2017, "On Calibration of Modern Neural Networks"; pooled: Rahaman and Thiery 2021, "Uncertainty
@@ -59,9 +68,8 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
     """
     logits, labels = check_scored("fit_temperature", logits, labels, bounded=False, what="logits")
     if pooled and jnp.ndim(logits) != 3:
-        raise ValueError(
-            f"fit_temperature: pooled logits must have shape (members, batch, classes), but got {jnp.shape(logits)}."
-        )
+        shape = jnp.shape(logits)
+        raise ValueError(f"fit_temperature: pooled logits must be (members, batch, classes), but have shape {shape}.")
     return _temperature(logits, labels, pooled)
 
 
@@ -86,7 +94,7 @@ def conformal_threshold(
       exceeds the batch, so that sets hold all classes. NaN where the scores of `metrics` are.
 
     Raises:
-      TypeError, ValueError: as for `plurax.ensemble.metrics.nll`; `error` is out of range, or an unknown score.
+      TypeError, ValueError: as for `plurax.ensemble.metrics.nll`; `error` is not between 0 and 1, or an unknown score.
 
     Source:
       Sadinle et al. 2019, "Least Ambiguous Set-Valued Classifiers with Bounded Error Levels"; Romano et al. 2020,
@@ -101,8 +109,8 @@ def conformal_threshold(
       Array([[ True, False],
              [False, False]], dtype=bool)
     """
-    _check_error("conformal_threshold", error)
-    _check_score("conformal_threshold", score)
+    error = _checked_error("conformal_threshold", error)
+    check_choice("conformal_threshold", "score", score, _SCORES)
     return _threshold(*check_scored("conformal_threshold", probabilities, labels), error, score)
 
 
@@ -127,13 +135,9 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str
       >>> conformal_sets(jnp.array([[0.7, 0.25, 0.05]]), 0.8)
       Array([[ True,  True, False]], dtype=bool)
     """
-    _check_score("conformal_sets", score)
+    check_choice("conformal_sets", "score", score, _SCORES)
     probabilities = check_probabilities("conformal_sets", probabilities, "(..., batch, classes)", 2)
-    if jnp.shape(threshold) != jnp.shape(probabilities)[:-2]:
-        raise ValueError(
-            f"conformal_sets: threshold must have shape {jnp.shape(probabilities)[:-2]}, as probabilities before their "
-            f"last two axes, but got {jnp.shape(threshold)}."
-        )
+    check_shape("conformal_sets", "threshold", threshold, jnp.shape(probabilities)[:-2], "probabilities")
     return _sets(probabilities, jnp.asarray(threshold), score)
 
 
@@ -164,15 +168,11 @@ def conformal_radius(
       >>> conformal_radius(jnp.zeros(4), jnp.array([1.0, -2.0, 3.0, 4.0]), error=0.25)
       Array(4., dtype=float32)
     """
-    _check_error("conformal_radius", error)
+    error = _checked_error("conformal_radius", error)
     predictions = check_numbers("conformal_radius", "predictions", predictions, "(..., batch)")
     targets = check_numbers("conformal_radius", "targets", targets, "(batch,)")
     scales = _check_scales("conformal_radius", scales, predictions)
-    if jnp.shape(targets) != jnp.shape(predictions)[-1:]:
-        raise ValueError(
-            f"conformal_radius: predictions must have shape (..., batch) and targets (batch,), but got "
-            f"{jnp.shape(predictions)} and {jnp.shape(targets)}."
-        )
+    check_shape("conformal_radius", "targets", targets, jnp.shape(predictions)[-1:], "predictions")
     target, centre, scale = map(at_least_float32, (targets, predictions, scales))
     return _kth(jnp.abs(target - centre) / jnp.where(scale > 0, scale, jnp.nan), error)
 
@@ -201,11 +201,7 @@ def conformal_intervals(
     """
     predictions = check_numbers("conformal_intervals", "predictions", predictions, "(..., batch)")
     scales = _check_scales("conformal_intervals", scales, predictions)
-    if jnp.shape(radius) != jnp.shape(predictions)[:-1]:
-        raise ValueError(
-            f"conformal_intervals: radius must have shape {jnp.shape(predictions)[:-1]}, as predictions before their "
-            f"last axis, but got {jnp.shape(radius)}."
-        )
+    check_shape("conformal_intervals", "radius", radius, jnp.shape(predictions)[:-1], "predictions")
     centre, scale = map(at_least_float32, (predictions, scales))
     reach = jnp.asarray(radius)[..., None] * jnp.where(scale > 0, scale, jnp.nan)
     return centre - reach, centre + reach
@@ -228,7 +224,7 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
                 log_p = jax.nn.logsumexp(log_p, axis=0) - math.log(logits.shape[0])
             return -at_labels(log_p, labels).mean(axis=-1)
 
-        # The minimum over the logarithm: a temperature is positive, and its scale is unknown.
+        # Over the logarithm: a temperature is positive, and its scale is unknown.
         return unit * jnp.exp(_minimum(loss, jnp.zeros((), logits.dtype)))
 
     for _ in range(0 if pooled else logits.ndim - 2):
@@ -238,26 +234,19 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
     return jnp.where(can_fit, of_one(jnp.where(jnp.isfinite(logits), logits, 0)), jnp.nan)
 
 
-def _minimum(loss: Any, start: jax.Array) -> jax.Array:
-    """Return the number at which a smooth function of one number has its minimum, within bounds."""
-    optimizer = optax.lbfgs()
-    value_and_grad = optax.value_and_grad_from_state(loss)
+def _minimum(loss: Callable[[jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+    """Return the number at which the slope of a smooth function changes its sign; `start` where it has none there."""
+    slope = jax.grad(loss)
 
-    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, state, _, i = carry
-        value, gradient = value_and_grad(x, state=state)
-        update, state = optimizer.update(gradient, state, x, value=value, grad=gradient, value_fn=loss)
-        new = jnp.clip(optax.apply_updates(x, update), -_WIDEST, _WIDEST)
-        moved = jnp.abs(new - x)
-        return new, state, moved, i + 1
+    def halve(_: Any, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = ends
+        middle = (low + high) / 2
+        rises = slope(middle) > 0
+        return jnp.where(rises, low, middle), jnp.where(rises, middle, high)
 
-    def goes_on(carry: tuple[Any, ...]) -> jax.Array:
-        x, _, moved, i = carry
-        # Until a step is a few roundings.
-        return (moved > 4 * jnp.finfo(x.dtype).eps * (1 + jnp.abs(x))) & (i < _STEPS)
-
-    first = (start, optimizer.init(start), jnp.array(jnp.inf, start.dtype), jnp.int32(0))
-    return lax.while_loop(goes_on, step, first)[0]
+    # Each iteration gives one bit, and a few more those of the width.
+    low, high = lax.fori_loop(0, jnp.finfo(start.dtype).nmant + 6, halve, (start - _WIDEST, start + _WIDEST))
+    return jnp.where(slope(start) == 0, start, (low + high) / 2)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
@@ -290,29 +279,19 @@ def _kth(scores: jax.Array, error: float) -> jax.Array:
     """Return the k-th smallest along the last axis, k = ceil((batch + 1) (1 - error)); NaN where a score is NaN."""
     batch = scores.shape[-1]
     # Rounded, 10 * (1 - 0.7) is 3.0000000000000004, of which the ceiling is not 3.
-    k = math.ceil((batch + 1) * (1 - float(error)) - 1e-9)
+    k = math.ceil((batch + 1) * (1 - error) - 1e-9)
     found = jnp.sort(scores, axis=-1)[..., k - 1] if k <= batch else jnp.inf
     return jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, found)
 
 
-def _check_error(name: str, error: Any) -> None:
-    if not is_real(error) or not 0 < error < 1:
-        raise ValueError(f"{name}: error must be above 0 and below 1, but got {error!r}.")
-
-
-def _check_score(name: str, score: Any) -> None:
-    if score not in ("probability", "cumulative"):
-        raise ValueError(f'{name}: score must be "probability" or "cumulative", but got {score!r}.')
+def _checked_error(name: str, error: Any) -> float:
+    return check_number(name, "error", error, lambda x: 0 < x < 1, "above 0 and below 1")
 
 
 def _check_scales(name: str, scales: Any, predictions: Any) -> Any:
     """Return scales of the shape of the predictions, ones by default; raise if they do not fit."""
     if scales is None:
         return jnp.ones_like(predictions)
-    scales = check_numbers(name, "scales", scales, "(..., batch)", above=0.0)
-    if jnp.shape(scales) != jnp.shape(predictions):
-        raise ValueError(
-            f"{name}: scales must have the shape of the predictions, {jnp.shape(predictions)}, but got "
-            f"{jnp.shape(scales)}."
-        )
+    scales = check_numbers(name, "scales", scales, "(..., batch)", positive=True)
+    check_shape(name, "scales", scales, jnp.shape(predictions), "predictions")
     return scales

@@ -222,8 +222,6 @@ def _axes(ax: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plurax.ensemble.plots needs matplotlib; install it with: pip install 'plurax[plot]'"
-        ) from error
+        raise ModuleNotFoundError("plots needs matplotlib; install it with: pip install 'plurax[plot]'") from error
     # Not by pyplot, which would keep every figure in memory and open windows.
     return Figure(figsize=(5, 4), layout="constrained").subplots()

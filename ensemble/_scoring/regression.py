@@ -12,8 +12,8 @@ from jax.scipy.special import logsumexp, ndtri
 from jax.scipy.stats import norm
 from jax.typing import ArrayLike
 
-from ...transforms._core.arguments import is_real
-from .validation import at_least_float32, check_numbers
+from ...transforms._core.arguments import check_number
+from .validation import at_least_float32, check_numbers, check_shape
 
 
 def gaussian_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax.Array:
@@ -116,9 +116,8 @@ def interval_coverage(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike, 
       >>> interval_coverage(jnp.zeros(4), jnp.ones(4), jnp.array([-1.9, 0.0, 1.9, 2.1]))
       Array(0.75, dtype=float32)
     """
-    if not is_real(level) or not 0 < level < 1:
-        raise ValueError(f"interval_coverage: level must be above 0 and below 1, but got {level!r}.")
-    return _coverage(*_check("interval_coverage", mean, variance, targets), float(level))
+    level = check_number("interval_coverage", "level", level, lambda x: 0 < x < 1, "above 0 and below 1")
+    return _coverage(*_check("interval_coverage", mean, variance, targets), level)
 
 
 @jax.jit
@@ -171,11 +170,8 @@ def _wide(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _check(name: str, mean: Any, variance: Any, targets: Any) -> tuple[Any, Any, Any]:
     """Return mean, variance and targets as arrays of floating point; raise if they do not fit."""
     mean = check_numbers(name, "mean", mean, "(..., batch)")
-    variance = check_numbers(name, "variance", variance, "(..., batch)", above=0.0)
+    variance = check_numbers(name, "variance", variance, "(..., batch)", positive=True)
     targets = check_numbers(name, "targets", targets, "(batch,)")
-    if jnp.shape(mean) != jnp.shape(variance) or jnp.shape(targets) != jnp.shape(mean)[-1:]:
-        raise ValueError(
-            f"{name}: mean and variance must have shape (..., batch) and targets (batch,), but got {jnp.shape(mean)}, "
-            f"{jnp.shape(variance)} and {jnp.shape(targets)}."
-        )
+    check_shape(name, "variance", variance, jnp.shape(mean), "mean")
+    check_shape(name, "targets", targets, jnp.shape(mean)[-1:], "mean")
     return mean, variance, targets

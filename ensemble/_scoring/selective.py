@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .validation import at_least_float32, check_numbers
+from .validation import at_least_float32, check_numbers, check_shape
 
 
 def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
@@ -41,10 +41,8 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
     scores_in = check_numbers("auroc", "scores_in", scores_in, "(..., count)")
     scores_out = check_numbers("auroc", "scores_out", scores_out, "(..., count)")
     if jnp.shape(scores_in)[:-1] != jnp.shape(scores_out)[:-1]:
-        raise ValueError(
-            "auroc: both scores must have the same axes before the last, but got shapes "
-            f"{jnp.shape(scores_in)} and {jnp.shape(scores_out)}."
-        )
+        shapes = f"{jnp.shape(scores_in)} and {jnp.shape(scores_out)}"
+        raise ValueError(f"auroc: both scores must have the same axes before the last, but got shapes {shapes}.")
     return _auroc(scores_in, scores_out)
 
 
@@ -96,11 +94,7 @@ def risk_coverage(doubts: ArrayLike, errors: ArrayLike) -> RiskCoverage:
     """
     doubts = check_numbers("risk_coverage", "doubts", doubts, "(..., batch)")
     errors = check_numbers("risk_coverage", "errors", errors, "(..., batch)", flags=True)
-    if jnp.shape(doubts) != jnp.shape(errors):
-        raise ValueError(
-            f"risk_coverage: doubts and errors must have the same shape, but got {jnp.shape(doubts)} and "
-            f"{jnp.shape(errors)}."
-        )
+    check_shape("risk_coverage", "errors", errors, jnp.shape(doubts), "doubts")
     return _risk_coverage(doubts, errors)
 
 

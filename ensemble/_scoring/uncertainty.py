@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jax.typing import ArrayLike
 
-from .validation import at_least_float32, check_numbers, check_probabilities, with_nans
+from .validation import at_least_float32, check_numbers, check_probabilities, first, with_nans
 
 
 def entropy(probabilities: ArrayLike) -> jax.Array:
@@ -135,8 +135,10 @@ def aleatoric_variance(variances: ArrayLike) -> jax.Array:
       >>> aleatoric_variance(jnp.array([[1.0, 4.0], [3.0, 4.0]]))
       Array([2., 4.], dtype=float32)
     """
-    name = "aleatoric_variance"
-    variances = check_numbers(name, "variances", variances, "(members, ...)", least=0.0)
+    variances = check_numbers("aleatoric_variance", "variances", variances, "(members, ...)")
+    if found := first(lambda x: x < 0, variances):
+        wrong = f"variances{list(found[0])} is {found[1]}"
+        raise ValueError(f"aleatoric_variance: variances must not be negative, but {wrong}.")
     wide = at_least_float32(variances)
     return jnp.where(wide < 0, jnp.nan, wide).mean(axis=0)
 

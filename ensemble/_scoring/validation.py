@@ -85,17 +85,10 @@ def check_scored(
         raise TypeError(f"{name}: labels must be an array of integers, but got {say(labels)}.")
     probabilities = check_probabilities(name, probabilities, "(..., batch, classes)", 2, bounded=bounded, what=what)
     *_, batch, classes = jnp.shape(probabilities)
-    if jnp.shape(labels) != (batch,):
-        raise ValueError(
-            f"{name}: {what} must have shape (..., batch, classes) and labels (batch,), but got "
-            f"{jnp.shape(probabilities)} and {jnp.shape(labels)}."
-        )
+    check_shape(name, "labels", labels, (batch,), what)
     if found := first(lambda x: (np.asarray(x) < 0) | (np.asarray(x) >= classes), labels):
-        (i,), label = found
-        raise ValueError(
-            f"{name}: labels must be classes from 0 to {classes - 1}, but labels[{i}] is {label}; leave such examples "
-            "out."
-        )
+        wrong = f"labels{list(found[0])} is {found[1]}"
+        raise ValueError(f"{name}: labels must be in 0 to {classes - 1}, but {wrong}; leave such examples out.")
     return probabilities, labels
 
 
@@ -111,23 +104,17 @@ def check_probabilities(
     """Return probabilities or logits as an array of at least `least_ndim` axes; raise if they are not."""
     probabilities = unwrapped(probabilities)
     if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
-        raise TypeError(
-            f"{name}: {what} must be an array of floating point, but got {say(probabilities)}; {_REMEDIES[what][0]}."
-        )
+        got, remedy = say(probabilities), _REMEDIES[what][0]
+        raise TypeError(f"{name}: {what} must be an array of floating point, but got {got}; {remedy}.")
     shape = jnp.shape(probabilities)
     if len(shape) < least_ndim:
         raise ValueError(f"{name}: {what} must have shape {expected}, but got {shape}.")
     # One column is nearly always the probability of the second of two classes, of which argmax would give the first.
     if shape[-1] < 2:
-        raise ValueError(
-            f"{name}: {what} must be those of at least 2 classes, but got shape {shape}; {_REMEDIES[what][1]}."
-        )
+        raise ValueError(f"{name}: {what} must be of at least 2 classes, but have shape {shape}; {_REMEDIES[what][1]}.")
     if bounded and (found := first(outside, probabilities)):
-        index, value = found
-        raise ValueError(
-            f"{name}: probabilities must be in 0 to 1, but probabilities[{', '.join(map(str, index))}] is {value}; "
-            "make probabilities of logits with jax.nn.softmax."
-        )
+        wrong = f"probabilities{list(found[0])} is {found[1]}"
+        raise ValueError(f"{name}: probabilities must be in 0 to 1, but {wrong}; apply jax.nn.softmax to logits.")
     return probabilities
 
 
@@ -135,16 +122,13 @@ def say(x: Any) -> str:
     return describe(x) if hasattr(x, "dtype") else f"a {type(x).__name__}"
 
 
-def check_numbers(
-    name: str,
-    what: str,
-    x: Any,
-    expected: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    flags: bool = False,
-) -> Any:
+def check_shape(name: str, what: str, x: Any, expected: tuple[int, ...], other: str) -> None:
+    """Raise if an argument has another shape than the `other` argument requires."""
+    if jnp.shape(x) != expected:
+        raise ValueError(f"{name}: {what} must have shape {expected} to match {other}, but got {jnp.shape(x)}.")
+
+
+def check_numbers(name: str, what: str, x: Any, expected: str, *, positive: bool = False, flags: bool = False) -> Any:
     """Return real numbers as an array of floating point with at least one axis; raise if they are not.
 
     Args:
@@ -152,8 +136,7 @@ def check_numbers(
       what: the name of its argument.
       x: the argument.
       expected: the shape, in words.
-      least: the smallest number that is allowed, where the numbers are known.
-      above: a number that they must exceed, likewise.
+      positive: whether numbers that are known must be above 0.
       flags: whether bool is allowed too.
     """
     x = unwrapped(x)
@@ -162,8 +145,6 @@ def check_numbers(
         raise TypeError(f"{name}: {what} must be an array of real numbers, but got {say(x)}.")
     if not jnp.ndim(x) or 0 in jnp.shape(x)[:1] or 0 in jnp.shape(x)[-1:]:
         raise ValueError(f"{name}: {what} must have shape {expected} and not be empty, but got {jnp.shape(x)}.")
-    if least is not None and (found := first(lambda x: x < least, x)):
-        raise ValueError(f"{name}: {what} must not be below {least:g}, but {what}{list(found[0])} is {found[1]}.")
-    if above is not None and (found := first(lambda x: x <= above, x)):
-        raise ValueError(f"{name}: {what} must be above {above:g}, but {what}{list(found[0])} is {found[1]}.")
+    if positive and (found := first(lambda x: x <= 0, x)):
+        raise ValueError(f"{name}: {what} must be above 0, but {what}{list(found[0])} is {found[1]}.")
     return x if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(x, float)

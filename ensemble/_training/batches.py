@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...transforms._core.arguments import check_count, describe, is_real
+from ...transforms._core.arguments import check_choice, check_count, check_number, describe
 from ...transforms._core.prng import check_key
 from ...transforms._models.split_model import dotted
 
@@ -74,11 +74,8 @@ class Batches:
         for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
             check_count("Batches", name, value, optional=name != "batch_size")
         check_key("Batches", key)
-        if draw not in ("all", "bootstrap", "subset"):
-            raise ValueError(f'Batches: draw must be "all", "bootstrap" or "subset", but got {draw!r}.')
-        if not is_real(fraction) or not 0 < fraction < math.inf:
-            raise ValueError(f"Batches: fraction must be a finite number above 0, but got {fraction!r}.")
-        fraction = float(fraction)  # the product with a number of half precision would be rounded to that
+        check_choice("Batches", "draw", draw, ("all", "bootstrap", "subset"))
+        fraction = check_number("Batches", "fraction", fraction, lambda x: 0 < x < math.inf, "finite and above 0")
         if fraction > 1 and draw == "subset":
             raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}.")
         if draw == "all" and fraction != 1:

@@ -124,9 +124,7 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
         structure, stacked = parts.structure, (parts.trainable, parts.rest)
         expected = outline(parts.trainable) + outline(parts.rest)
     else:
-        raise TypeError(
-            f"load_member: like must be an Ensemble, a TrainState or a model, but got {type(like).__name__}."
-        )
+        raise TypeError(f"load_member: like must be an Ensemble, a TrainState or a model, but got {describe(like)}.")
     size = checkpoint.manifest["size"]
     if isinstance(i, bool) or not hasattr(type(i), "__index__"):
         raise TypeError(f"load_member: i must be an int, but got {describe(i)}.")
@@ -158,10 +156,8 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
     """Return the training state, as `like`, and those parts of `more` that the checkpoint has."""
     # An ensemble has no optimiser's state: to begin with a fresh one would be another run, in silence.
     if "opt_state" not in checkpoint.manifest["arrays"]:
-        raise ValueError(
-            f"{checkpoint.api}: the checkpoint at {checkpoint.path} holds an ensemble, but no training state; load it "
-            "with an Ensemble as like."
-        )
+        where = f"{checkpoint.api}: the checkpoint at {checkpoint.path}"
+        raise ValueError(f"{where} holds an ensemble, but no training state; load it with an Ensemble as like.")
     held = checkpoint.manifest["arrays"]
     read = _read(checkpoint, _parts(like) | {part: tree for part, tree in more.items() if part in held}, like._size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...transforms._core.arguments import check_count, describe, is_real
+from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from .._execution.forms import State, stacked
 from .._members.ensemble import Ensemble
 from .._members.rows import match_sharding, put, take, where_rows
@@ -62,18 +62,11 @@ class EarlyStopping:
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        if not callable(self.evaluate):
-            raise TypeError(
-                f"EarlyStopping: evaluate must be a function of an Ensemble, but got {describe(self.evaluate)}."
-            )
+        check_callable("EarlyStopping", self.evaluate, "evaluate")
         check_count("EarlyStopping", "every", self.every)
         check_count("EarlyStopping", "patience", self.patience)
-        if not is_real(self.min_delta):
-            raise TypeError(f"EarlyStopping: min_delta must be a number, but got {describe(self.min_delta)}.")
-        if not self.min_delta >= 0:
-            raise ValueError(f"EarlyStopping: min_delta must be at least 0, but got {self.min_delta}.")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f'EarlyStopping: mode must be "min" or "max", but got {self.mode!r}.')
+        check_number("EarlyStopping", "min_delta", self.min_delta, lambda x: x >= 0, "at least 0")
+        check_choice("EarlyStopping", "mode", self.mode, ("min", "max"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,10 +301,8 @@ def _checked(values: Any, size: int) -> np.ndarray:
     """Return the values of an evaluation as float32; raise if they are not one number for each member."""
     found = np.asarray(everywhere(values))
     if found.shape != (size,) or (found.dtype.kind not in "fiu" and not jnp.issubdtype(found.dtype, jnp.floating)):
-        raise ValueError(
-            f"EarlyStopping: evaluate must give one number for each of the {size} members in the run, but it gave "
-            f"{describe(found)}."
-        )
+        expected = f"one number for each of the {size} members in the run"
+        raise ValueError(f"EarlyStopping: evaluate must return {expected}, but it returned {describe(found)}.")
     return found.astype(np.float32)
 
 

@@ -91,10 +91,8 @@ def fit(
     begin = found if found is not None and int(found.state.step) >= start else RunStart(state)
     done = int(begin.state.step) - start
     if target is not None and start + done > target:
-        raise ValueError(
-            f"Trainer.fit: the newest checkpoint in {checkpoint_dir} is at step {start + done}, later than "
-            f"step {target} that was asked for; ask for more steps or use another directory."
-        )
+        newest = f"the newest checkpoint in {checkpoint_dir} is at step {start + done}"
+        raise ValueError(f"Trainer.fit: {newest}, after step {target}; ask for more steps or use another directory.")
     if done:
         skip("Trainer.fit", source, done)
     else:
@@ -256,33 +254,26 @@ def _resume(like: TrainState, settings: dict[str, Any], watch: Watch, checkpoint
 
 def _check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -> None:
     """Raise for options of `fit` that are not of their types, or do not go with the trainer."""
-    if early is not None and not isinstance(early, EarlyStopping):
-        raise TypeError(f"Trainer.fit: early_stopping must be an EarlyStopping, but got {describe(early)}.")
-    if restarts is not None and not isinstance(restarts, Restarts):
-        raise TypeError(f"Trainer.fit: restarts must be a Restarts, but got {describe(restarts)}.")
+    for name, value, kind in (("early_stopping", early, EarlyStopping), ("restarts", restarts, Restarts)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"Trainer.fit: {name} must be of type {kind.__name__}, but got {describe(value)}.")
     if restarts is not None and not stepper.freezes:
         raise ValueError('Trainer.fit: restarts need nonfinite="freeze": no other member is ever put back.')
     if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
-        raise TypeError(
-            "Trainer.fit: callbacks must be a list of functions of a step and its metrics, but got "
-            f"{describe(callbacks)}."
-        )
+        raise TypeError(f"Trainer.fit: callbacks must be a list of functions, but got {describe(callbacks)}.")
 
 
 def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     """Raise for a checkpoint of another optimiser or other hyperparameters."""
     if "optimizer" not in checkpoint.manifest:
-        raise ValueError(
-            f"Trainer.fit: another kind of run wrote the checkpoint {checkpoint.path}; use another checkpoint_dir."
-        )
+        raise ValueError(f"Trainer.fit: another kind of run wrote {checkpoint.path}; use another checkpoint_dir.")
     before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
     # By name and numbers, all that JSON can hold; a ready optimiser is known by the structure of its state alone.
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"Trainer.fit: the checkpoint {checkpoint.path} was written with {name}={before.get(name)}, but the "
-                f"trainer has {name}={now.get(name)}; use another checkpoint_dir, or the same optimiser and "
-                "hyperparameters."
+                f"Trainer.fit: the checkpoint {checkpoint.path} has {name}={before.get(name)}, but the trainer has "
+                f"{name}={now.get(name)}; use another checkpoint_dir, or the same optimiser and hyperparameters."
             )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ...transforms._core.arguments import check_count, describe, is_real
+from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import check_key
 from .._members.ensemble import Ensemble
@@ -141,12 +141,11 @@ def exploit(
     check_key("exploit", key)
     if jnp.shape(scores) != (size,):
         raise ValueError(f"exploit: scores must have shape ({size},), but got {jnp.shape(scores)}.")
-    if not is_real(fraction) or not 0 < fraction <= 0.5:
-        raise ValueError(f"exploit: fraction must be above 0 and at most 0.5, but got {fraction!r}.")
+    fraction = check_number("exploit", "fraction", fraction, lambda x: 0 < x <= 0.5, "above 0 and at most 0.5")
     if size < 2:
         raise ValueError("exploit: a population of one has no other member to copy; give an ensemble of at least 2.")
     ranked = _ranked("exploit", scores, mode)
-    count = max(1, int(float(fraction) * size))
+    count = max(1, int(fraction * size))
     to_draw, to_renew, *to_perturb = jax.random.split(key, 2 + len(perturb or {}))
     best = ranked[jax.random.randint(to_draw, (count,), 0, count)]
     source = jnp.arange(size).at[ranked[size - count :]].set(best).astype(jnp.int32)
@@ -163,10 +162,7 @@ def exploit(
         factors = _checked_factors(name, given, {**of_optimizer, **of_loss}, standing.schedules)
         values = of_loss if name in of_loss else of_optimizer
         if not jnp.issubdtype(values[name].dtype, jnp.inexact):
-            raise TypeError(
-                f"exploit: the hyperparameter {name!r} has integers, of which a factor makes none; give the Trainer "
-                "numbers of floating point."
-            )
+            raise TypeError(f"exploit: {name!r} has integers, which factors do not keep; give the Trainer floats.")
         factor = jax.random.choice(own, factors.astype(values[name].dtype), (size,))
         values[name] = jnp.where(copied, values[name] * factor, values[name])
     if of_optimizer:
@@ -233,13 +229,10 @@ def greedy_selection(
       >>> greedy_selection(p, jnp.array([0, 1]), rounds=2).indices
       Array([0, 1], dtype=int32)
     """
-    if not callable(score):
-        raise TypeError(f"greedy_selection: score must be a function, but got {describe(score)}.")
+    check_callable("greedy_selection", score, "score")
     predictions = jnp.asarray(predictions)
     if predictions.ndim < 1 or not predictions.shape[0]:
-        raise ValueError(
-            f"greedy_selection: predictions must have the members along axis 0, but got {describe(predictions)}."
-        )
+        raise ValueError(f"greedy_selection: predictions must be (members, ...), but got {describe(predictions)}.")
     check_count("greedy_selection", "rounds", rounds)
     known = not isinstance(predictions, Tracer) and not isinstance(jnp.zeros(()), Tracer)
     if known:
@@ -247,9 +240,7 @@ def greedy_selection(
     predictions = predictions.astype(jnp.promote_types(predictions.dtype, jnp.float32))
     scored = jax.eval_shape(score, jax.ShapeDtypeStruct(predictions.shape[1:], predictions.dtype), targets)
     if getattr(scored, "shape", None) != ():
-        raise ValueError(
-            f"greedy_selection: score must give one number for a mean prediction, but it gives {describe(scored)}."
-        )
+        raise ValueError(f"greedy_selection: score must return one number, but it returns {describe(scored)}.")
 
     def choose(total: jax.Array, i: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         scores = lax.map(lambda p: score((total + p) / (i + 1).astype(predictions.dtype), targets), predictions)
@@ -342,8 +333,7 @@ def _ranked(api: str, scores: Any, mode: str) -> jax.Array:
     _check_real(api, "scores", scores)
     if scores.ndim != 1 or not scores.size:
         raise ValueError(f"{api}: scores must have shape (size,), but got {scores.shape}.")
-    if mode not in ("min", "max"):
-        raise ValueError(f'{api}: mode must be "min" or "max", but got {mode!r}.')
+    check_choice(api, "mode", mode, ("min", "max"))
     finite = jnp.isfinite(scores)
     if mode == "max":  # ~x = -x - 1 reverses the order of integers, and does not overflow at the smallest
         scores = ~scores if jnp.issubdtype(scores.dtype, jnp.integer) else -scores
@@ -358,8 +348,7 @@ def _checked_factors(name: str, factors: Any, values: Mapping[str, Any], schedul
     if name not in values:
         known = f"has {', '.join(map(repr, values))}" if values else "has none"
         raise ValueError(
-            f"exploit: members have no hyperparameter {name!r} of their own (each {known}); give the Trainer a list of "
-            "its values."
+            f"exploit: members have no {name!r} of their own (each {known}); give the Trainer a list of it."
         )
     found = np.asarray(factors)
     if found.ndim != 1 or not found.size or found.dtype.kind not in "fiu":

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...transforms._core.arguments import check_count, describe, is_real
+from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
 from .._execution.autotune import Tuning
@@ -112,25 +112,17 @@ class Trainer:
         tune_cache: str | os.PathLike[str] | None = None,
         nonfinite: str = "freeze",
     ) -> None:
-        if not callable(loss):
-            raise TypeError(f"Trainer: loss must be a function of a model and a batch, but got {describe(loss)}.")
-        if grad_fn is not None and not callable(grad_fn):
-            raise TypeError(f"Trainer: grad_fn must be a function of the loss, but got {describe(grad_fn)}.")
+        check_callable("Trainer", loss, "loss")
+        if grad_fn is not None:
+            check_callable("Trainer", grad_fn, "grad_fn")
         check_in_axes("Trainer", in_axes)
-        if strategy not in STRATEGIES:
-            raise ValueError(f"Trainer: strategy must be one of {', '.join(STRATEGIES)}, but got {strategy!r}.")
+        check_choice("Trainer", "strategy", strategy, STRATEGIES)
         check_count("Trainer", "chunk_size", chunk_size, optional=True)
-        if chunk_size is not None and strategy not in ("auto", "vmap"):
-            raise ValueError(f'Trainer: chunk_size needs strategy="vmap", but the strategy is {strategy!r}.')
         budget = check_budget("Trainer", memory_budget, chunk_size)
-        if memory_budget is not None and strategy not in ("auto", "vmap"):
-            raise ValueError(
-                f'Trainer: memory_budget needs strategy="auto" or "vmap", but the strategy is {strategy!r}.'
-            )
-        if not is_real(tune_seconds):
-            raise TypeError(f"Trainer: tune_seconds must be a number of seconds, but got {describe(tune_seconds)}.")
-        if not tune_seconds >= 0:
-            raise ValueError(f"Trainer: tune_seconds must be at least 0, but got {tune_seconds}.")
+        for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
+            if value is not None and strategy not in ("auto", "vmap"):
+                raise ValueError(f'Trainer: {name} needs strategy="vmap" or "auto", but the strategy is {strategy!r}.')
+        tune_seconds = check_number("Trainer", "tune_seconds", tune_seconds, lambda x: x >= 0, "at least 0")
         if tune_cache is not None and not isinstance(tune_cache, (str, os.PathLike)):
             raise TypeError(f"Trainer: tune_cache must be the path of a directory, but got {describe(tune_cache)}.")
         if tune_cache is not None and Path(tune_cache).exists() and not Path(tune_cache).is_dir():
@@ -138,19 +130,17 @@ class Trainer:
         self._layout = None if mesh is None else Layout.of("Trainer", mesh)
         if self._layout is not None and self._layout.shards > 1 and grad_fn is not None:
             raise ValueError(
-                'Trainer: grad_fn does not go with a mesh axis "data" of more than one device: it would see a part of '
-                "the batch, and the mean over the parts is not what it computes; leave one of the two out."
+                'Trainer: grad_fn would see parts of the batch on a mesh with "data"; leave one of the two out.'
             )
         # The loss takes its own hyperparameters first; the factory gets the others, and refuses those it does not know.
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
-        if nonfinite not in ("freeze", "ignore"):
-            raise ValueError(f'Trainer: nonfinite must be "freeze" or "ignore", but got {nonfinite!r}.')
+        check_choice("Trainer", "nonfinite", nonfinite, ("freeze", "ignore"))
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         executor = Executor(self._step, self._layout)
         cache = None if tune_cache is None else Path(tune_cache).resolve()
         chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
-        choice = StrategyChoice(executor, strategy, chunk_size, budget, float(tune_seconds), cache)
+        choice = StrategyChoice(executor, strategy, chunk_size, budget, tune_seconds, cache)
         self._stepper = Stepper(self._step, executor, choice, in_axes)
 
     def init(self, ensemble: Ensemble) -> TrainState:
@@ -167,15 +157,11 @@ class Trainer:
           ValueError: a list of hyperparameters does not have one value for each member; nothing trains.
         """
         if not isinstance(ensemble, Ensemble):
-            raise TypeError(
-                f"Trainer.init: needs an Ensemble, but got {type(ensemble).__name__}; make one of models with "
-                "Ensemble.stack([...])."
-            )
+            got = type(ensemble).__name__
+            raise TypeError(f"Trainer.init: needs an Ensemble, but got {got}; make one with Ensemble.stack([...]).")
         if not jax.tree.leaves(ensemble.trainable):
-            raise ValueError(
-                "Trainer.init: the members have no trainable arrays, so there is nothing to train; give them nnx.Param "
-                "variables, or a `trainable` rule that matches."
-            )
+            remedy = "give them nnx.Param variables, or a `trainable` rule that matches"
+            raise ValueError(f"Trainer.init: the members have no trainable arrays; {remedy}.")
         size, step = len(ensemble), np.zeros((), np.int32)
         schedules = {name: x.which for name, x in self._optimizer.schedules.items()}
         of_loss = {name: check_size(name, x, size) for name, x in self._step.loss.per_member.items()}

@@ -88,7 +88,7 @@ class Test_temperature:
 
     def test_refusals(self):
         logits, labels = data()
-        with pytest.raises(ValueError, match=r"pooled logits must have shape \(members, batch, classes\), but got"):
+        with pytest.raises(ValueError, match=r"pooled logits must be \(members, batch, classes\), but have"):
             fit_temperature(logits[0], labels, pooled=True)
         with pytest.raises(TypeError, match="labels must be an array of integers"):
             fit_temperature(logits, labels.astype(float))
@@ -96,11 +96,11 @@ class Test_temperature:
             fit_temperature(logits, np.full(300, 7))
         with pytest.raises(TypeError, match=r"logits must be an array of floating point, .*; cast them with .astype"):
             fit_temperature(logits.astype(int), labels)
-        with pytest.raises(ValueError, match=r"logits must be those of at least 2 classes, .*; where z is the one log"):
+        with pytest.raises(ValueError, match=r"logits must be of at least 2 classes, .*; where z is the one log"):
             fit_temperature(logits[..., :1], labels)
         with pytest.raises(ValueError, match=r"logits must have shape \(..., batch, classes\), but got \(5,\)"):
             fit_temperature(logits[0, 0], labels)
-        with pytest.raises(ValueError, match=r"logits must have shape \(..., batch, classes\) and labels \(batch,\)"):
+        with pytest.raises(ValueError, match=r"labels must have shape \(300,\) to match logits, but got"):
             fit_temperature(logits, labels[1:])
 
 
@@ -158,14 +158,14 @@ class Test_sets:
 
     @pytest.mark.parametrize("error", [0, 1, 1.5, True, "a"])
     def test_refuse_errors(self, error):
-        with pytest.raises(ValueError, match="error must be above 0 and below 1, but got"):
+        with pytest.raises((TypeError, ValueError), match="error must be (a number|above 0 and below 1), but got"):
             conformal_threshold(jnp.ones((3, 2)) / 2, jnp.zeros(3, int), error=error)
 
     def test_refuse_scores_and_thresholds(self):
         p = jnp.ones((3, 2)) / 2
-        with pytest.raises(ValueError, match='score must be "probability" or "cumulative", but got \'aps\''):
+        with pytest.raises(ValueError, match="score must be one of 'probability', 'cumulative', but got 'aps'"):
             conformal_threshold(p, jnp.zeros(3, int), error=0.1, score="aps")
-        with pytest.raises(ValueError, match=r"threshold must have shape \(\), .* but got \(3,\)"):
+        with pytest.raises(ValueError, match=r"threshold must have shape \(\) to match probabilities, but got \(3,\)"):
             conformal_sets(p, jnp.ones(3))
 
 
@@ -194,13 +194,13 @@ class Test_intervals:
         assert abs(np.mean(found) - exact) < 5 * np.std(found) / np.sqrt(repeats)
 
     def test_refusals(self):
-        with pytest.raises(ValueError, match=r"predictions must have shape \(..., batch\) and targets \(batch,\)"):
+        with pytest.raises(ValueError, match=r"targets must have shape \(3,\) to match predictions, but got"):
             conformal_radius(jnp.ones(3), jnp.ones(4), error=0.1)
-        with pytest.raises(ValueError, match=r"scales must have the shape of the predictions, \(3,\), but got \(4,\)"):
+        with pytest.raises(ValueError, match=r"scales must have shape \(3,\) to match predictions, but got \(4,\)"):
             conformal_radius(jnp.ones(3), jnp.ones(3), error=0.1, scales=jnp.ones(4))
         with pytest.raises(ValueError, match=r"scales must be above 0, but scales\[2\] is 0"):
             conformal_radius(jnp.ones(3), jnp.ones(3), error=0.1, scales=jnp.array([1.0, 1, 0]))
-        with pytest.raises(ValueError, match=r"radius must have shape \(\), .* but got \(3,\)"):
+        with pytest.raises(ValueError, match=r"radius must have shape \(\) to match predictions, but got \(3,\)"):
             conformal_intervals(jnp.ones(3), jnp.ones(3))
 
 

@@ -115,6 +115,12 @@ def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool],
     return number
 
 
+def check_choice(api: str, name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise if `value` is not one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{api}: {name} must be one of {', '.join(map(repr, choices))}, but got {value!r}.")
+
+
 def resolve_argnums(
     api: str, fun: Any, positions: tuple[int, ...], args: Sequence[Any], name: str = "argnums"
 ) -> tuple[int, ...]:

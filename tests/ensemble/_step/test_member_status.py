@@ -292,13 +292,13 @@ class Test_restarts:
         trainer, start = self.make(nonfinite="ignore")
         with pytest.raises(ValueError, match='restarts need nonfinite="freeze": no other member is ever put back'):
             trainer.fit(start, [], restarts=Restarts())
-        with pytest.raises(TypeError, match="restarts must be a Restarts, but got"):
+        with pytest.raises(TypeError, match="restarts must be of type Restarts, but got"):
             trainer.fit(start, [], restarts=3)
         with pytest.raises(ValueError, match="Restarts: every must be at least 1, but got 0"):
             Restarts(every=0)
         with pytest.raises(TypeError, match="Restarts: times must be an int, but got"):
             Restarts(times=1.5)
-        with pytest.raises(ValueError, match='nonfinite must be "freeze" or "ignore", but got None'):
+        with pytest.raises(ValueError, match="nonfinite must be one of 'freeze', 'ignore', but got None"):
             self.make(nonfinite=None)
 
 

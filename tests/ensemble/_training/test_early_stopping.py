@@ -175,12 +175,12 @@ class Test_early_stopping:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"evaluate": 3}, TypeError, "evaluate must be a function of an Ensemble, but got"),
+            ({"evaluate": 3}, TypeError, "evaluate must be a function, a bound method or a module, but got"),
             ({"every": 0}, ValueError, "every must be at least 1, but got 0"),
             ({"patience": 1.5}, TypeError, "patience must be an int, but got"),
             ({"min_delta": -1}, ValueError, "min_delta must be at least 0, but got -1"),
             ({"min_delta": "a"}, TypeError, "min_delta must be a number, but got"),
-            ({"mode": "best"}, ValueError, 'mode must be "min" or "max", but got \'best\''),
+            ({"mode": "best"}, ValueError, "mode must be one of 'min', 'max', but got 'best'"),
         ],
     )
     def test_refusals(self, options, error, message):
@@ -191,9 +191,11 @@ class Test_early_stopping:
         trainer = Trainer(loss, optax.adam(0.01))
         start = trainer.init(numbered(3))
         for wrong in (lambda _: 1.0, lambda _: np.ones(2), lambda _: np.ones(3, bool), lambda _: np.ones(3, complex)):
-            with pytest.raises(ValueError, match="evaluate must give one number for each of the 3 members in the run"):
+            with pytest.raises(
+                ValueError, match="evaluate must return one number for each of the 3 members in the run"
+            ):
                 trainer.fit(start, batches(2), progress=False, early_stopping=EarlyStopping(evaluate=wrong, every=1))
-        with pytest.raises(TypeError, match="early_stopping must be an EarlyStopping, but got"):
+        with pytest.raises(TypeError, match="early_stopping must be of type EarlyStopping, but got"):
             trainer.fit(start, batches(2), early_stopping=5)
 
 
@@ -221,7 +223,7 @@ class Test_callbacks:
     def test_are_refused(self):
         trainer = Trainer(loss, optax.adam(0.01))
         for wrong in (print, [3]):
-            with pytest.raises(TypeError, match="callbacks must be a list of functions of a step and its metrics"):
+            with pytest.raises(TypeError, match="callbacks must be a list of functions, but got"):
                 trainer.fit(trainer.init(numbered(2)), [], callbacks=wrong)
 
 

@@ -121,8 +121,8 @@ class Test_exploit:
             ({"fraction": 0.6}, ValueError, "fraction must be above 0 and at most 0.5, but got 0.6"),
             ({"fraction": 0}, ValueError, "fraction must be above 0 and at most 0.5, but got 0"),
             ({"key": 3}, TypeError, "exploit: key must be one key, such as"),
-            ({"mode": "up"}, ValueError, 'mode must be "min" or "max", but got \'up\''),
-            ({"perturb": {"momentum": (1.0,)}}, ValueError, "no hyperparameter 'momentum' of their own"),
+            ({"mode": "up"}, ValueError, "mode must be one of 'min', 'max', but got 'up'"),
+            ({"perturb": {"momentum": (1.0,)}}, ValueError, "no 'momentum' of their own"),
             ({"perturb": {"weight": 1.5}}, TypeError, r"perturb\['weight'\] must be a tuple of numbers"),
         ],
     )
@@ -136,7 +136,7 @@ class Test_exploit:
             lambda m, x, *, weight: weight * jnp.mean(m(x) ** 2), optax.sgd(0.1), hyperparams={"weight": [1, 10]}
         )
         state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0))
-        with pytest.raises(TypeError, match="'weight' has integers, of which a factor makes none"):
+        with pytest.raises(TypeError, match="'weight' has integers, which factors do not keep"):
             exploit(state, jnp.ones(2), key=jax.random.key(0), perturb={"weight": (0.8,)})
 
     def test_refuses_schedules_and_populations_of_one(self):
@@ -193,9 +193,9 @@ class Test_greedy_selection:
             greedy_selection(p, jnp.zeros(3, int), rounds=0)
         with pytest.raises(TypeError, match="rounds must be an int, but got"):
             greedy_selection(p, jnp.zeros(3, int), rounds=1.5)
-        with pytest.raises(TypeError, match="score must be a function, but got"):
+        with pytest.raises(TypeError, match="score must be a function, .* but got"):
             greedy_selection(p, jnp.zeros(3, int), rounds=1, score=3)
-        with pytest.raises(ValueError, match="score must give one number for a mean prediction"):
+        with pytest.raises(ValueError, match="score must return one number, but"):
             greedy_selection(p, jnp.zeros(3, int), rounds=1, score=lambda p, y: p)
         with pytest.raises(ValueError, match="probabilities must be in 0 to 1"):
             greedy_selection(4 * p, jnp.zeros(3, int), rounds=1)

@@ -522,11 +522,11 @@ class Test_refusals:
         return Trainer(lambda model, x, y: (model(x) ** 2).mean(), *args, **kwargs)
 
     def test_things_that_cannot_be_called(self):
-        with pytest.raises(TypeError, match="Trainer: loss must be a function of a model and a batch, but got 3"):
+        with pytest.raises(TypeError, match="Trainer: loss must be a function, .* but got 3"):
             Trainer(3, optax.adam(1e-3))
         with pytest.raises(TypeError, match="optimizer must be an optax factory"):
             self.make("adam")
-        with pytest.raises(TypeError, match="grad_fn must be a function of the loss"):
+        with pytest.raises(TypeError, match="grad_fn must be a function, .* but got"):
             self.make(optax.adam(1e-3), grad_fn=3)
 
     def test_hyperparameters_that_the_factory_does_not_take_or_lacks(self):
@@ -552,12 +552,16 @@ class Test_refusals:
             trainer.init(create(plain, 2))
 
     def test_unknown_strategies_and_chunks(self):
-        with pytest.raises(ValueError, match="strategy must be one of auto, vmap, map, unroll, loop, but got 'pmap'"):
+        with pytest.raises(
+            ValueError, match="strategy must be one of 'auto', 'vmap', 'map', 'unroll', 'loop', but got 'pmap'"
+        ):
             self.make(optax.sgd(0.1), strategy="pmap")
         for chunk_size, error in ((0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError)):
             with pytest.raises(error, match="chunk_size must be (at least 1|an int or None), but got"):
                 self.make(optax.sgd(0.1), chunk_size=chunk_size)
-        with pytest.raises(ValueError, match="chunk_size needs strategy=\"vmap\", but the strategy is 'loop'"):
+        with pytest.raises(
+            ValueError, match='chunk_size needs strategy="vmap" or "auto", but the strategy is \'loop\''
+        ):
             self.make(optax.sgd(0.1), chunk_size=2, strategy="loop")
 
     def test_axes_of_another_kind(self):
@@ -566,19 +570,19 @@ class Test_refusals:
 
     def test_members_in_which_nothing_trains(self):
         ens = Ensemble.stack([nnx.Dropout(0.5, rngs=nnx.Rngs(i)) for i in range(2)])
-        with pytest.raises(ValueError, match="the members have no trainable arrays, so there is nothing to train"):
+        with pytest.raises(ValueError, match="the members have no trainable arrays; give them"):
             self.make(optax.sgd(0.1)).init(ens)
 
     def test_budgets_and_times_of_another_kind(self):
         with pytest.raises(
-            ValueError, match='memory_budget needs strategy="auto" or "vmap", but the strategy is \'map'
+            ValueError, match='memory_budget needs strategy="vmap" or "auto", but the strategy is \'map'
         ):
             self.make(optax.sgd(0.1), memory_budget="1MiB", strategy="map")
         with pytest.raises(ValueError, match="chunk_size and memory_budget both set the chunk"):
             self.make(optax.sgd(0.1), memory_budget="1MiB", chunk_size=2)
         with pytest.raises(ValueError, match="memory_budget must be a number of bytes or a string"):
             self.make(optax.sgd(0.1), memory_budget="much")
-        with pytest.raises(TypeError, match="tune_seconds must be a number of seconds, but got '5' of type str"):
+        with pytest.raises(TypeError, match="tune_seconds must be a number, but got '5' of type str"):
             self.make(optax.sgd(0.1), tune_seconds="5")
         for seconds in (-1, float("nan")):
             with pytest.raises(ValueError, match="tune_seconds must be at least 0, but got"):
