@@ -79,7 +79,8 @@ class ClippedGrad:
             return self.l2_norm_bound
         if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one example leaves, and another comes in
             return 2 * self.l2_norm_bound
-        raise ValueError(f"clipped_grad: {neighboring_relation!r} is no neighbouring relation that it knows.")
+        known = "ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL"
+        raise ValueError(f"clipped_grad: neighboring_relation must be {known}, but got {neighboring_relation!r}.")
 
 
 def clipped_grad(
