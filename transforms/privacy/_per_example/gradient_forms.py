@@ -257,7 +257,8 @@ def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
     XLA on CPU copies what has axes of size 1, and takes twice as long for large products that it fuses with a sum.
     """
     flat = (z.reshape(-1, *z.shape[2:]) for z in (x, y))
-    found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat))
+    # By default an accelerator rounds float32 factors to fewer digits (TF32), which a norm to clip by must not lose.
+    found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat, precision="highest"))
     return found.reshape(*x.shape[:2], *found.shape[1:])
 
 
