@@ -19,7 +19,7 @@ from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
 from ..._models.split_model import is_members, models_of, split_tree
 from ..._runs.checkpoint import Checkpoint
-from .._per_example.method_choice import check_method
+from .._per_example.methods import check_method
 from .checkpoint import read_state, write_state
 from .noise import privatizer
 from .sampling import Batch, SampledBatches, check_batch

@@ -2,19 +2,19 @@
 
 The arguments of a call flow in, and come out as each example's gradient or norm, or as the clipped sum over examples:
 
-1. `clipped.py` and `per_sample.py` hold the public functions, which check their options. `loss.py` splits the arguments
-   into parameters and examples, on any mesh, and makes the loss of one example.
-2. `example_program.py` traces that loss once. `parameter_uses.py` finds the operations in which parameters meet data,
-   also inside of calls and loops, and which operands are only rearrangements (a layout) of the parameters.
-3. `method_choice.py` decides what "auto" takes, and how many examples at a time, by counting bytes and operations.
-   `methods.py` runs a method, falls back to one example at a time, and holds each gradient for "vmap".
-4. `perturbations.py` runs the program with a zero added at each use: one backward pass gives the cotangents there, and
-   the forward pass records the activations. It also computes the operands again, as a function of the parameters.
-5. `rules.py` turns activations and cotangents into gradient forms: products, convolutions, lookups, biases and scales,
-   and any other operation by its own derivative. `gradient_forms.py` defines the forms (outer product, row-sparse,
-   dense, scaled constant), with their norms, inner products and weighted sums, and merges those of one parameter.
-6. `norms.py` takes steps 4 and 5 for a batch, adds up the norms over all uses of each parameter, rounds them up to clip
+1. `clipped.py` and `per_sample.py` hold the public functions, which check their options.
+2. `loss.py` splits the arguments into parameters and examples, on any mesh, and traces the loss of one example once.
+   `parameter_uses.py` finds the operations in which parameters meet data, also inside of calls and loops, and which
+   operands are only rearrangements (a layout) of the parameters.
+3. `methods.py` decides what "auto" takes, and how many examples at a time, by counting bytes and operations. It runs a
+   method, falls back to one example at a time, and holds each gradient for "vmap".
+4. `norms.py` takes steps 5 and 6 for a batch, adds up the norms over all uses of each parameter, rounds them up to clip
    by, and pulls the weighted sum back to the parameters.
+5. `perturbations.py` runs the program with a zero added at each use: one backward pass gives the cotangents there, and
+   the forward pass records the activations. It also computes the operands again, as a function of the parameters.
+6. `rules.py` turns activations and cotangents into gradient forms: products, convolutions, lookups, biases and scales,
+   and any other operation by its own derivative. `gradient_forms.py` defines the forms (outer product, row-sparse,
+   dense), with their norms and weighted sums, and merges those of one parameter.
 7. `report.py` describes what was done at each use, for `.explain`.
 
 docs/how-per-sample.md derives the method.

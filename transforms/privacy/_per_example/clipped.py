@@ -15,10 +15,9 @@ from ..._core.arguments import Argnums, check_count, check_number, describe, is_
 from ..._core.compat import Tracer, varying, varying_axes
 from .gradient_forms import wide
 from .loss import PerExample, on_any_mesh, per_example
-from .method_choice import MethodChoice, check_method, choose
-from .methods import Backward, first_that_traces, routes
+from .methods import Backward, MethodChoice, check_method, choose, first_that_traces, routes
 from .norms import ExampleGradients
-from .report import Report, Use, held_uses
+from .report import Report, Use, report_uses
 
 
 class Aux(NamedTuple):
@@ -80,7 +79,8 @@ class ClippedGrad:
             return self.l2_norm_bound
         if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one example leaves, and another comes in
             return 2 * self.l2_norm_bound
-        raise ValueError(f"clipped_grad: {neighboring_relation!r} is no neighbouring relation that it knows.")
+        known = "ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL"
+        raise ValueError(f"clipped_grad: neighboring_relation must be {known}, but got {neighboring_relation!r}.")
 
 
 def clipped_grad(
@@ -149,7 +149,8 @@ def clipped_grad(
 
     Cost:
       "auto": 0.9 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
-      of the benchmarks. "vmap": memory for batch times parameters.
+      of the benchmarks. "vmap": memory for batch times parameters; so with every method for those parameters that the
+      loss also decays, or normalises before it uses them. Leave weight decay to the optimiser.
 
     Rounding:
       A sample is clipped by its norm and what rounding may have taken from it, so that the bound holds where large
@@ -179,27 +180,22 @@ def clipped_grad(
     if prng_argnum is not None and not is_int(prng_argnum):
         raise TypeError(f"clipped_grad: prng_argnum must be an int or None, but got {describe(prng_argnum)}.")
     if pre_clipping_transform is not None and method not in ("auto", "vmap"):
-        raise ValueError(
-            f'clipped_grad: pre_clipping_transform needs each gradient, which method="{method}" does not compute; '
-            'leave the method out, or take "vmap".'
-        )
+        needs = f'pre_clipping_transform needs each gradient, which method="{method}" does not compute'
+        raise ValueError(f'clipped_grad: {needs}; leave the method out, or take "vmap".')
     bare = not isinstance(argnums, (tuple, list))
 
     def routes_for(of: PerExample) -> list[MethodChoice]:
         """Return the routes to try in order, of which the first is the method that was asked for or chosen."""
         most = of.size if microbatch_size is None else min(microbatch_size, of.size)
         if most and of.size % most:
-            raise ValueError(
-                f"clipped_grad: microbatch_size={microbatch_size} does not divide the batch of {of.size}; pad the "
-                "batch, and pass is_padding_example."
-            )
+            given = f"microbatch_size={microbatch_size} does not divide the batch of {of.size}"
+            raise ValueError(f"clipped_grad: {given}; pad the batch, and pass is_padding_example.")
+        choice = MethodChoice(method, most, f'it was asked for by method="{method}"')
         if pre_clipping_transform is not None:
-            return routes(of, MethodChoice("vmap", most, "pre_clipping_transform needs each gradient"))
-        if of.size == 0:
-            return [MethodChoice("vmap", 0, "there are no examples")]
-        if method == "auto":
-            return routes(of, choose(of.program, of.size, most, spmd_axis_name))
-        return routes(of, MethodChoice(method, most, f'it was asked for by method="{method}"'))
+            choice = MethodChoice("vmap", most, "pre_clipping_transform needs each gradient")
+        elif method == "auto" and of.size:
+            choice = choose(of.program, of.size, most, spmd_axis_name)
+        return routes(of, choice)
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
         """Return the sum, divided, and for each example its loss, its norm and what the loss returns in addition."""
@@ -252,12 +248,13 @@ def clipped_grad(
 
         choice, _ = first_that_traces("clipped_grad", routes_for(of), shapes)
         uses: list[Use] = []
-        if choice.method == "vmap":
-            uses = held_uses(program, f"each example's gradient is held, {choice.examples} at a time")
-        else:
-            jax.eval_shape(lambda examples: uses.extend(ExampleGradients(program, examples).uses()), of.examples)
-        names = of.names()
-        return Report(*choice, [use._replace(parameter=names[use.parameter]) for use in uses])
+
+        def found(examples: Any) -> None:
+            forms = None if choice.method == "vmap" else ExampleGradients(program, examples).forms_summed()
+            uses.extend(report_uses(program, of.names(), forms))
+
+        jax.eval_shape(found, of.examples)
+        return Report(*choice, uses)
 
     bound = (1.0 if rescale_to_unit_norm else l2_clip_norm) / normalize_by
     has_more = has_aux or return_values or return_grad_norms
@@ -311,8 +308,6 @@ def _padding(given: Any, size: int) -> jax.Array:
         return jnp.zeros(size, bool)
     given = jnp.asarray(given)
     if given.shape != (size,) or given.dtype != bool:
-        raise ValueError(
-            f"clipped_grad: is_padding_example is {describe(given)}, but there are {size} examples; give that many "
-            "booleans."
-        )
+        expected = f"there are {size} examples; give that many booleans"
+        raise ValueError(f"clipped_grad: is_padding_example is {describe(given)}, but {expected}.")
     return given

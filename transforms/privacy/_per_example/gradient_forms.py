@@ -3,8 +3,10 @@
 `OuterProduct` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations
 A and cotangents G, with T positions, whose gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d)
 instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `RowSparse` keeps the cotangents of the rows
-that were read from a table. `Dense` keeps the gradient of each example. `ScaledConstant` keeps one gradient for all
-examples, and a factor for each.
+that were read from a table. `Dense` keeps the gradient of each example.
+
+Each form has its squared norm; the sum of the squared norms of the terms that it is a sum of, which may be far larger
+where they cancel each other; the rounding of a term that is summed; and the weighted sum over examples.
 """
 
 from __future__ import annotations
@@ -17,19 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .parameter_uses import ParameterUse
-
-
-class Norms(NamedTuple):
-    """The norms of each example's gradient at a use, in float32 or wider.
-
-    Attributes:
-      squared: the squared norm, shape (batch,).
-      terms: the sum of the squared norms of the terms that the gradient is a sum of, shape (batch,). The terms may
-        cancel each other, so it may be far larger.
-    """
-
-    squared: jax.Array
-    terms: jax.Array
 
 
 class OuterProduct(NamedTuple):
@@ -52,33 +41,17 @@ class OuterProduct(NamedTuple):
         positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
         return positions * (p + d) < p * d
 
-    def choice(self) -> str:
-        """Say how the norm is taken, and why."""
-        positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
-        if positions == 1:
-            return "one position: the product of the norms of both factors"
-        if 2 * positions**2 <= p * d:
-            return f"{positions} positions, 2 * {positions}**2 <= {p} * {d}: inner products between positions"
-        return f"{positions} positions, 2 * {positions}**2 > {p} * {d}: each example's gradient, not kept"
-
-    def norms(self) -> Norms:
-        """Return the squared norm, and that of the positions' parts."""
+    def squared_norm(self) -> jax.Array:
+        """Return the squared norm of each example's gradient, in float32 or wider: shape (batch,)."""
         left, right = widened(self.left), widened(self.right)
-        positions, p, d = left.shape[2], left.shape[3], right.shape[3]
-        if positions == 1:  # ‖agᵀ‖² = ‖a‖² ‖g‖²
-            squares = (jnp.square(left).sum(3) * jnp.square(right).sum(3)).sum((1, 2))
-        elif 2 * positions**2 <= p * d:  # ‖AᵀG‖² = ⟨AAᵀ, GGᵀ⟩, whose diagonals are those of the positions
-            left, right = _gram(left, left), _gram(right, right)
-            squares = (left * right).sum((1, 2, 3))
-            return Norms(squares, _sum_of_products(*(jnp.diagonal(x, axis1=2, axis2=3) for x in (left, right))))
-        else:  # two products between positions hold 2T² numbers, and the gradient p d
-            squares = jnp.square(jnp.einsum("bstp,bstd->bspd", left, right)).sum((1, 2, 3))
-        return Norms(squares, self.terms())
+        return (_gram(left, left) * _gram(right, right)).sum((1, 2, 3))  # ‖AᵀG‖² = ⟨AAᵀ, GGᵀ⟩
 
     def terms(self) -> jax.Array:
         """Sum the squared norms of the positions' parts of each example's gradient: shape (batch,)."""
         left, right = (_magnitudes(widened(x)).sum(3) for x in (self.left, self.right))
-        return _sum_of_products(left, right)
+        # A bound on rounding must not vanish where one factor underflows to zero, however large the other is.
+        least = float(jnp.finfo(left.dtype).tiny) ** 0.8
+        return ((left + least) * (right + least)).sum((1, 2))
 
     def eps(self) -> float:
         """Return the rounding of a term that is summed."""
@@ -89,10 +62,6 @@ class OuterProduct(NamedTuple):
         dtype = jnp.result_type(self.left, self.right)
         # bfloat16 has the range of float32, so that weighted factors fit; float16 has not.
         return dtype if dtype == jnp.bfloat16 else wide(dtype)
-
-    def times(self, factor: jax.Array) -> OuterProduct:
-        """Return these gradients times a number."""
-        return self._replace(right=_times(self.right, factor))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
@@ -110,13 +79,6 @@ class OuterProduct(NamedTuple):
         """Return the gradient of each example: shape (batch, *operand)."""
         return jax.vmap(self.restore)(jnp.einsum("bstp,bstd->bspd", self.left, self.right))
 
-    def inner(self, direction: jax.Array) -> jax.Array:
-        """Return the inner product of each example's gradient with one array like the operand: shape (batch,)."""
-        shape = (self.left.shape[1], self.left.shape[3], self.right.shape[3])
-        along = _unrestored(self.restore, shape, direction)
-        # ⟨AᵀG, V⟩ = Σₜ aₜᵀ V gₜ, for which AᵀG is not needed.
-        return (jnp.einsum("bstp,spd->bstd", widened(self.left), along) * widened(self.right)).sum((1, 2, 3))
-
 
 class RowSparse(NamedTuple):
     """Each example's gradient of a table from which rows were taken.
@@ -133,14 +95,12 @@ class RowSparse(NamedTuple):
     height: int
     restore: Callable[[jax.Array], jax.Array]
 
-    def norms(self) -> Norms:
-        """Return the squared norm, and that of the rows taken."""
+    def squared_norm(self) -> jax.Array:
+        """Return the squared norm of each example's gradient, in float32 or wider: shape (batch,)."""
         right = widened(self.right)
         # Cotangents of the same row add up, so ‖Σₜ gₜ‖² = Σₜᵤ ⟨gₜ, gᵤ⟩ over positions of one row.
         same = self.rows[..., :, None] == self.rows[..., None, :]
-        products = _gram(right, right)
-        squares = jnp.where(same, products, 0).sum((1, 2, 3))
-        return Norms(squares, jnp.diagonal(products, axis1=2, axis2=3).sum((1, 2)))
+        return jnp.where(same, _gram(right, right), 0).sum((1, 2, 3))
 
     def terms(self) -> jax.Array:
         """Sum the squared norms of the rows taken: shape (batch,)."""
@@ -161,10 +121,6 @@ class RowSparse(NamedTuple):
         at_rows = jnp.take_along_axis(widened(along_rows), self.rows[:, :, None, :], axis=3)
         return 2 * (at_rows * _gram(widened(along), widened(self.right))).sum((1, 2, 3))
 
-    def times(self, factor: jax.Array) -> RowSparse:
-        """Return these gradients times a number."""
-        return self._replace(right=_times(self.right, factor))
-
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
         right = widened(kept(self.right, weights)).astype(wide(self.right.dtype, dtype))
@@ -180,12 +136,6 @@ class RowSparse(NamedTuple):
         """Return the gradient of each example: shape (batch, *operand)."""
         return jax.vmap(lambda rows, right: self._table(rows[None], right[None]))(self.rows, self.right)
 
-    def inner(self, direction: jax.Array) -> jax.Array:
-        """Return the inner product of each example's gradient with one array like the operand: shape (batch,)."""
-        along = _unrestored(self.restore, (self.right.shape[1], self.height, self.right.shape[3]), direction)
-        stack = jnp.arange(self.right.shape[1])[None, :, None]
-        return (along[stack, self.rows] * widened(self.right)).sum((1, 2, 3))
-
 
 class Dense(NamedTuple):
     """Each example's gradient of an operand.
@@ -200,10 +150,6 @@ class Dense(NamedTuple):
         """Return the squared norm of each example's gradient, in float32 or wider: shape (batch,)."""
         return _magnitudes(widened(self.gradients)).sum(tuple(range(1, self.gradients.ndim)))
 
-    def norms(self) -> Norms:
-        """Return the squared norm twice: the gradient is one term."""
-        return Norms(*[self.squared_norm()] * 2)
-
     def terms(self) -> jax.Array:
         """Return the squared norm: the gradient is one term."""
         return self.squared_norm()
@@ -211,10 +157,6 @@ class Dense(NamedTuple):
     def eps(self) -> float:
         """Return the rounding of a term that is summed."""
         return float(jnp.finfo(self.gradients.dtype).eps)
-
-    def times(self, factor: jax.Array) -> Dense:
-        """Return these gradients times a number."""
-        return self._replace(gradients=_times(self.gradients, factor))
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
@@ -228,31 +170,8 @@ class Dense(NamedTuple):
         """Return the gradient of each example: shape (batch, *operand)."""
         return self.gradients
 
-    def inner(self, direction: jax.Array) -> jax.Array:
-        """Return the inner product of each example's gradient with one array like the operand: shape (batch,)."""
-        return jnp.tensordot(widened(self.gradients), widened(direction), direction.ndim)
 
-
-class ScaledConstant(NamedTuple):
-    """Each example's gradient as a factor times one direction for all examples, where no data is in the direction.
-
-    Attributes:
-      factors: shape (batch,).
-      direction: by the number of a parameter, an array like it.
-    """
-
-    factors: jax.Array
-    direction: dict[int, jax.Array]
-
-
-# The forms that a rule may give. `ScaledConstant` is of the parameters themselves, and made of a `Dense` of one number.
 GradientForm = OuterProduct | RowSparse | Dense
-FORM_NAMES = {
-    OuterProduct: "outer product",
-    RowSparse: "row-sparse",
-    Dense: "dense",
-    ScaledConstant: "scaled constant",
-}
 
 
 def dtype_of(form: GradientForm) -> Any:
@@ -266,47 +185,52 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
     Two products over positions are one over the positions of both: AᵀG + BᵀH is [A; B]ᵀ[G; H]. Where an operand is
     transposed, the axes of its form are counted in the array before that.
     """
+    n, use, form = forms[0]
+    base = _without_transposes(use)[0]
+    if base is None:
+        return None
+    if len(forms) == 1:
+        return {n: _smallest(form)}
+    axes: Any = None
     factors: dict[int, OuterProduct] = {}
     tables: dict[int, RowSparse] = {}
-    base = _without_transposes(forms[0][1])[0]
     for n, use, form in forms:
         layout, order = _without_transposes(use)
-        if layout != base or layout is None or len(use.value.leaves) != 1:
+        if layout != base or len(use.value.leaves) != 1:
             return None
         if isinstance(form, OuterProduct) and form.axes is not None:
-            stack, p, d = (tuple(order[axis] for axis in axes) for axes in form.axes)
-            factors[n] = form._replace(axes=(stack, p, d))
+            stack, p, d = (tuple(order[axis] for axis in some) for some in form.axes)
+            axes = axes or (stack, p, d)
+            if (stack, d, p) == axes:  # the operand is the transpose of the first one
+                form = form._replace(left=form.right, right=form.left)
+            elif (stack, p, d) != axes:
+                return None
+            factors[n] = form
         elif isinstance(form, RowSparse) and order == tuple(range(len(order))):
             tables[n] = form
         else:
             return None
     result: dict[int, GradientForm] = {}
     if factors:
-        n, first = next(iter(factors.items()))
-        aligned = [_aligned(factor, first.axes) for factor in factors.values()]
-        if any(factor is None for factor in aligned):
-            return None
-        result[n] = _concatenated([factor for factor in aligned if factor], "left", "right")
+        product = _concatenated([*factors.values()], "left", "right")._replace(axes=axes)
+        result[next(iter(factors))] = product if tables else _smallest(product)
     if tables:
         result[next(iter(tables))] = _concatenated([*tables.values()], "rows", "right")
     if factors and tables:  # `RowSparse.cross` wants the rows on one side, and all other axes in order on the other
-        stack, *sides = first.axes or ((), ())
-        if stack or set(sides) != {(0,), tuple(range(1, sum(map(len, sides))))}:
+        sides = (0,), tuple(range(1, len(use.aval.shape)))
+        if axes not in (((), *sides), ((), *reversed(sides))):
             return None
     return result
+
+
+def _smallest(form: GradientForm) -> GradientForm:
+    """Return a product as the gradients themselves where these have fewer numbers than the factors."""
+    return Dense(form.each()) if isinstance(form, OuterProduct) and not form.smaller() else form
 
 
 def _concatenated(forms: Sequence[Any], *names: str) -> Any:
     """Return forms of one kind as one, over the positions of all."""
     return forms[0]._replace(**{name: jnp.concatenate([getattr(x, name) for x in forms], axis=2) for name in names})
-
-
-def _aligned(factors: OuterProduct, axes: Any) -> OuterProduct | None:
-    """Return `factors` with p and d as in `axes`, swapped where the operand is the transpose; None if not even then."""
-    if factors.axes == axes:
-        return factors
-    stack, p, d = factors.axes or ((), (), ())
-    return factors._replace(left=factors.right, right=factors.left) if (stack, d, p) == axes else None
 
 
 def _without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
@@ -333,36 +257,14 @@ def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
     XLA on CPU copies what has axes of size 1, and takes twice as long for large products that it fuses with a sum.
     """
     flat = (z.reshape(-1, *z.shape[2:]) for z in (x, y))
-    found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat))
+    # By default an accelerator rounds float32 factors to fewer digits (TF32), which a norm to clip by must not lose.
+    found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat, precision="highest"))
     return found.reshape(*x.shape[:2], *found.shape[1:])
-
-
-def _sum_of_products(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Sum the products of squared norms: shape (batch,)."""
-    # A bound on rounding must not vanish where one factor underflows to zero, however large the other is.
-    least = float(jnp.finfo(left.dtype).tiny) ** 0.8
-    return ((left + least) * (right + least)).sum((1, 2))
-
-
-def _times(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return `x` times a number, in float32 or wider; numbers that are not finite become infinite."""
-    # Without this choice XLA would take a constant factor out of the square of the product: (cx)² becomes c²x², of
-    # which either may overflow or vanish where the square of the product does not.
-    found = widened(x) * factor.astype(wide(x.dtype))
-    return jnp.where(jnp.isfinite(found), found, jnp.inf)
 
 
 def kept(x: jax.Array, weights: jax.Array) -> jax.Array:
     """Return `x` with zeros for the examples of weight zero, which may hold NaN: 0 * NaN is NaN."""
     return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-
-
-def _unrestored(restore: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], x: jax.Array) -> jax.Array:
-    """Apply the inverse of `restore` to `x`, in float32 or wider."""
-    x = widened(x)
-    # `restore` only moves numbers, so its inverse is its transpose.
-    (found,) = jax.linear_transpose(restore, jax.ShapeDtypeStruct(shape, x.dtype))(x)
-    return found
 
 
 def widened(x: jax.Array) -> jax.Array:

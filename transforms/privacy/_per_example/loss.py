@@ -1,18 +1,20 @@
-"""A loss and the arguments of a call as a function of the parameters and of one example."""
+"""A loss and the arguments of a call as a function of the parameters and of one example, and as a program of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from ..._calls.call import Call
 from ..._calls.explicit_sharding import along, explicit_axes, with_automatic
+from ..._convolutions.as_products import has_convolution
 from ..._core.arguments import (
     argument_name,
     check_argnums,
@@ -22,11 +24,15 @@ from ..._core.arguments import (
     leaf_name,
     resolve_argnums,
 )
-from ..._core.compat import varying, varying_axes
+from ..._core.compat import one_of, varying, varying_axes
+from ..._core.jaxpr import aval, bodies, holds_refs, with_inner
 from ..._grad import scalar_seed
 from ..._models.opaque import Opaque
 from ..._models.split_model import separate_filters
-from .example_program import ExampleProgram
+from .parameter_uses import find_uses
+
+# Operations that name an axis of devices, though each device does them alone.
+_ALONE = frozenset(["axis_index", "pcast", "pvary"])
 
 
 def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callable[..., PerExample]:
@@ -36,17 +42,14 @@ def per_example(api: str, fun: Any, argnums: Any, batch_argnums: Any) -> Callabl
     positions = check_argnums(api, plain)
     batched = check_argnums(api, batch_argnums, "batch_argnums")
     if min(*positions, *batched) < 0:
-        raise ValueError(
-            f"{api}: argnums={argnums!r} and batch_argnums={batch_argnums!r} must not be negative; count from the "
-            "first argument."
-        )
+        given = f"argnums={argnums!r} and batch_argnums={batch_argnums!r}"
+        raise ValueError(f"{api}: {given} must not be negative; count from the first argument.")
     both = sorted({*positions} & {*batched})
     if both:
         raise ValueError(
             f"{api}: argument {both[0]} is in argnums and in batch_argnums, but parameters have no axis of examples; "
             "name it in one of them."
         )
-
     return partial(PerExample, api, fun, positions, filters, batched)
 
 
@@ -137,19 +140,16 @@ class PerExample:
         for name, value in kwargs.items():
             for path, leaf in jax.tree.leaves_with_path(value):
                 if tuple(getattr(leaf, "shape", ()))[:1] != (self.size,):
-                    raise ValueError(
-                        f"{api}: keyword argument `{leaf_name(name, path)}` is {describe(leaf)}, but keyword arguments "
-                        f"have the {self.size} examples along axis 0; let fun close over what they share."
-                    )
+                    given = f"keyword argument `{leaf_name(name, path)}` is {describe(leaf)}"
+                    expected = f"keyword arguments have the {self.size} examples along axis 0"
+                    raise ValueError(f"{api}: {given}, but {expected}; let fun close over what they share.")
         keys: Any = ()
         self._prng: int | None = None
         if prng_argnum is not None:
             (self._prng,) = resolve_argnums(api, fun, (prng_argnum,), args, "prng_argnum")
             if self._prng in (*self._call.selected, *batched):
-                raise ValueError(
-                    f"{api}: prng_argnum={prng_argnum} names `{argument_name(fun, args, self._prng)}`, which has "
-                    "parameters or examples; name the argument that is a key, or leave prng_argnum out."
-                )
+                named = f"prng_argnum={prng_argnum} names `{argument_name(fun, args, self._prng)}`"
+                raise ValueError(f"{api}: {named}, which has parameters or examples; name the argument that is a key.")
             keys = jax.tree.map(lambda key: jax.random.split(key, self.size), args[self._prng])
         # One flat list of all that differs between examples: it is what is mapped, cut into groups, and divided over
         # devices, whichever argument an array came in.
@@ -164,8 +164,8 @@ class PerExample:
         exchanged = self.program.exchanged_over(manual) if manual and self.size else ""
         if exchanged:
             raise ValueError(
-                f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around, so "
-                "that it is not the loss of one example; do that outside of it."
+                f"{api}: the loss of one example has {exchanged}, which combines devices of the shard_map around; do "
+                "that outside of the loss."
             )
 
     def loss(self, parameters: Sequence[Any], example: Sequence[Any]) -> tuple[Any, Opaque]:
@@ -206,3 +206,82 @@ class PerExample:
         values = jax.tree.unflatten(self._treedef, list(leaves))
         forms = tuple(self._call.gradient(i, value) for i, value in enumerate(values))
         return forms[0] if bare else forms
+
+
+class ExampleProgram:
+    """A loss of one example, traced once.
+
+    Args:
+      loss: from the parameters (a list of arrays) and one example (a list of arrays) to a scalar and anything else.
+      parameters: the parameters.
+      examples: the examples, along axis 0 of each array; of which the shapes count.
+
+    Attributes:
+      parameters: the parameters.
+      closed: the program, of the parameters, an example, and a zero.
+      treedef: the structure of what it returns.
+      refusal: why its uses do not say what each example's gradient is; empty if they do.
+      plan: what to do with each of its operations.
+      uses: where parameters meet data.
+    """
+
+    def __init__(
+        self, loss: Callable[..., tuple[Any, Any]], parameters: Sequence[Any], examples: Sequence[Any]
+    ) -> None:
+        self.parameters = list(parameters)
+        one = [one_of(x) for x in examples]
+        # A loss of parameters alone must meet data too: this zero counts as data, and its sum with the loss is a use.
+        zero = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def of_leaves(*leaves: Any) -> Any:
+            (*inputs, zero) = leaves
+            value, aux = loss(inputs[: len(parameters)], inputs[len(parameters) :])
+            value = jnp.asarray(value)
+            return value + zero.astype(value.dtype), aux
+
+        self.closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*self.parameters, *one, zero)
+        self.treedef = jax.tree.structure(shapes)
+        self.plan = find_uses(self.closed, len(self.parameters))
+        self.uses = self.plan.uses
+        # An operation that is taken as a whole is evaluated once more, and would draw other numbers then.
+        drawing = _first(use.eqn for use in self.uses if any(map(_draws_as_mapped, with_inner([use.eqn]))))
+        self.refusal = f"{drawing} draws random numbers that depend on how it is mapped" if drawing else ""
+        if any(map(holds_refs, with_inner(self.closed.jaxpr.eqns))):
+            self.refusal = "the loss has a jax.Ref, through which values go unseen"
+
+    def exchanged_over(self, axes: Iterable[str]) -> str:
+        """Return the name of an operation over the devices of some of these axes; empty if there is none."""
+        over = frozenset(axes)
+
+        def exchanges(eqn: JaxprEqn) -> bool:
+            named = eqn.params.get("axes", ()), eqn.params.get("axis_name", ())
+            return eqn.primitive.name not in _ALONE and not over.isdisjoint(jax.tree.leaves(named))
+
+        return _first(filter(exchanges, with_inner(self.closed.jaxpr.eqns)))
+
+    def mapped_wrongly(self) -> bool:
+        """Return whether `jax.vmap` of its gradient may be wrong where the examples are divided among devices.
+
+        XLA (of jax 0.10 and 0.11) divides the derivatives by kernels of convolutions with the channels last wrongly.
+        """
+        return any(use.eqn.primitive.name == "conv_general_dilated" and use.operand == 1 for use in self.uses)
+
+    def wrong_inside(self) -> str:
+        """Return the name of an operation on parameters that has such a convolution in a body; empty if there is none.
+
+        It has no rule of its own, so its derivative is mapped, by whichever method.
+        """
+        return _first(use.eqn for use in self.uses if any(map(has_convolution, bodies(use.eqn))))
+
+
+def _first(eqns: Iterable[JaxprEqn]) -> str:
+    """Return the name of the first of some operations; empty if there is none."""
+    return next((eqn.primitive.name for eqn in eqns), "")
+
+
+def _draws_as_mapped(eqn: JaxprEqn) -> bool:
+    """Return whether an operation draws random numbers that change with the `jax.vmap` around it."""
+    name, keys = eqn.primitive.name, [str(aval(x).dtype) for x in (*eqn.invars, *eqn.outvars)]
+    drawn = name in ("rng_bit_generator", "rng_uniform") or name.startswith("random_")
+    # Of JAX's own generators, threefry draws the same, mapped or not.
+    return drawn and all(key != "key<fry>" for key in keys)

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..._core.compat import scan_counts
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret, with_inner
@@ -33,17 +33,14 @@ class Parameters(NamedTuple):
 
     Attributes:
       leaves: the parameters that it is computed from.
-      layout: the operations that rearrange the parameters, or a part of them, into it, constant factors included; None
-        where it is computed in another way. Such an operation keeps the norm of a gradient that goes back through it,
-        but for the factor.
+      layout: the operations that rearrange the parameters, or a part of them, into it; None where it is computed in
+        another way. Such an operation keeps the norm of a gradient that goes back through it.
       stacked: the loops around it, by number, in each iteration of which it is another slice of the parameters.
-      linear: whether real gradients go back through all that it is computed by as through one linear map.
     """
 
     leaves: frozenset[int]
     layout: tuple[Any, ...] | None
     stacked: frozenset[int]
-    linear: bool
 
     def slice_in(self, loop: Loop) -> Parameters:
         """Return the slice of it that an iteration of a loop gets."""
@@ -123,7 +120,7 @@ def find_uses(closed: ClosedJaxpr, parameters: int) -> UsePlan:
     """Find the uses of a program whose first `parameters` arguments are the parameters, and all others the data."""
     # Complex parameters have no layout: a cast to or from them drops a part of the gradient.
     args = [
-        Parameters(frozenset([i]), () if is_real(var) else None, frozenset(), is_real(var))
+        Parameters(frozenset([i]), () if is_real(var) else None, frozenset())
         for i, var in enumerate(closed.jaxpr.invars[:parameters])
     ]
     return _Finder().plan(closed, [*args, *[Origin.DATA] * (len(closed.jaxpr.invars) - parameters)], ())
@@ -169,27 +166,24 @@ class _Finder:
         places = [k for k, x in enumerate(operands) if isinstance(x, Parameters)]
         if not places or name == "stop_gradient":
             return None, [_without_gradient(operands)] * count
-        if all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands):
-            outputs: list[Any] = [_of_parameters(eqn, operands, places, k) for k in range(count)]
-            # Outside of the loop, where parameters are pulled back, only the sum over its iterations would be seen.
-            if outputs and has_nonlinear_backward(eqn) and any(loop.number not in outputs[0].stacked for loop in loops):
-                raise _RuleInLoop
-            return None, outputs
-        if name in ("jit", *REMAT, "scan"):
+        alone = all(isinstance(x, Parameters) or x is Origin.CONSTANT for x in operands)
+        if not alone and name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
                 # To find operands again from parameters alone, only a call is run once more. What another program
                 # returns is not known then, so its constants are taken for data.
                 known = [Origin.DATA if x is Origin.CONSTANT and name != "jit" else x for x in inner.outputs]
                 return inner, known
+        # Outside of the loop, where parameters are pulled back, only the sum over its iterations would be seen.
+        shared = any(loop.number not in operands[k].stacked for loop in loops for k in places)
+        if shared and has_nonlinear_backward(eqn):
+            raise _RuleInLoop
+        if alone:
+            return None, [_of_parameters(eqn, operands, places, k) for k in range(count)]
         if not any(jnp.issubdtype(aval(var).dtype, jnp.inexact) for var in eqn.outvars):
             return None, [_without_gradient(operands)] * count
         first = len(self.uses)
-        self.uses += [
-            ParameterUse(eqn, k, operands[k], loops, first, tuple(self.within))
-            for k in places
-            if jnp.issubdtype(aval(eqn.invars[k]).dtype, jnp.inexact)
-        ]
+        self.uses += [ParameterUse(eqn, k, operands[k], loops, first, tuple(self.within)) for k in places]
         return list(range(first, len(self.uses))), [Origin.BOTH] * count
 
     def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
@@ -253,18 +247,15 @@ def _of_parameters(eqn: JaxprEqn, operands: list[Any], places: list[int], output
     values: list[Parameters] = [operands[k] for k in places]
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
-    layouts = [value.layout for value in values if value.layout is not None and value.stacked == stacked]
-    linear = all(value.linear for value in values) and not has_nonlinear_backward(eqn)
+    layouts = tuple(value.layout for value in values if value.layout is not None and value.stacked == stacked)
+    # Of a parameter that is there twice, the two parts of the gradient would add up, and the norm be another.
+    distinct = sum(len(value.leaves) for value in values) == len(leaves)
     step: Any = None
-    if len(layouts) == len(values) == 1:
-        step = _moved(eqn) or _scaled(eqn, places[0]) or _part(eqn, output)
-    elif len(layouts) == len(values) == len(eqn.invars) and eqn.primitive.name == "concatenate":
-        # Of a parameter that is there twice, the two parts of the gradient would add up, and the norm be another. Parts
-        # with factors of their own have no one factor for the whole.
-        distinct = sum(len(value.leaves) for value in values) == len(leaves)
-        if distinct and not any(map(is_scaled, layouts)):
-            return Parameters(leaves, (("concatenate", eqn.params["dimension"], tuple(layouts)),), stacked, linear)
-    return Parameters(leaves, None if step is None else (*layouts[0], step), stacked, linear)
+    if len(layouts) == len(eqn.invars) == 1:
+        step = _moved(eqn) or _part(eqn, output)
+    elif len(layouts) == len(eqn.invars) and eqn.primitive.name == "concatenate" and distinct:
+        return Parameters(leaves, (("concatenate", eqn.params["dimension"], layouts),), stacked)
+    return Parameters(leaves, None if step is None else (*layouts[0], step), stacked)
 
 
 def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
@@ -280,22 +271,11 @@ def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
     return any(map(is_nonlinear, with_inner([eqn])))
 
 
-def rearrange(eqn: JaxprEqn, place: int, values: list[Any]) -> list[Any] | None:
-    """Evaluate an operation that a layout may have, on wider numbers than those of the program.
-
-    Args:
-      eqn: an operation on parameters and constants.
-      place: the first operand that comes from parameters.
-      values: the operands, of which those from parameters are in their wider dtype.
-
-    Returns:
-      Its results; None for any other operation.
-    """
+def rearrange(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
+    """Evaluate an operation that a layout may have, on wider numbers than those of the program; None for any other."""
     if is_cast(eqn):  # the wider dtype stays: only a cast between real dtypes is in a layout
         return values if is_real(eqn.outvars[0]) else None
-    if _scaled(eqn, place):
-        values[1 - place] = jnp.asarray(values[1 - place]).astype(values[place].dtype)
-    elif eqn.primitive.name == "concatenate":
+    if eqn.primitive.name == "concatenate":
         values = [x.astype(jnp.result_type(*values)) for x in values]
     elif not (_moved(eqn) or _part(eqn, 0)):
         return None
@@ -316,17 +296,6 @@ def _moved(eqn: JaxprEqn) -> Any:
     return name, eqn.params["permutation"] if name == "transpose" else str(eqn.params)
 
 
-def _scaled(eqn: JaxprEqn, place: int) -> Any:
-    """Describe a product of the operand at `place` and one constant number."""
-    if (eqn.primitive.name, place) not in (("mul", 0), ("mul", 1), ("div", 0)):
-        return None
-    factor = eqn.invars[1 - place]
-    if aval(factor).shape:
-        return None
-    # A factor that is no literal has no value yet: a new object makes it equal to no other.
-    return "scaled", eqn.primitive.name, factor.val if isinstance(factor, Literal) else object()
-
-
 def _part(eqn: JaxprEqn, output: int) -> Any:
     """Describe a part of an array: its first and last place along each axis."""
     if eqn.primitive.name == "slice":
@@ -338,11 +307,6 @@ def _part(eqn: JaxprEqn, output: int) -> Any:
         stop[axis] = start[axis] + int(sizes[output])
         return "part", tuple(start), tuple(stop), None
     return None
-
-
-def is_scaled(layout: tuple[Any, ...]) -> bool:
-    """Return whether the numbers of a layout are those of the parameters times a factor."""
-    return any(step[0] == "scaled" for step in layout)
 
 
 def disjoint(one: Parameters, other: Parameters) -> bool:

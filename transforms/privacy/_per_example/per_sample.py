@@ -13,8 +13,7 @@ from ..._core.arguments import Argnums, check_count, wrap_like
 from ..._core.memory import check_budget
 from ..._vmap import vmap_of
 from .loss import on_any_mesh, per_example
-from .method_choice import MethodChoice, check_method
-from .methods import Backward, each_gradient, first_that_traces, routes
+from .methods import Backward, MethodChoice, check_method, each_gradient, first_that_traces, routes
 
 
 def per_sample_grad(
@@ -137,8 +136,6 @@ def per_sample_norm(
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
         of = of_call(False, keep_batch_dim, None, args, kwargs)
-        if of.size == 0:
-            return jnp.sqrt(Backward(of, of.examples, "vmap").squares)
 
         def squares(route: MethodChoice) -> jax.Array:
             if route.examples == of.size:

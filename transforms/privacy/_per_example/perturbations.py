@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> t
             outputs, inner = _run_body(eqn, values, step, zeros)
             records.update(inner)
             return outputs
-        outputs = _evaluate(eqn, values)
+        outputs = evaluate(eqn, *values)
         if not step:
             return outputs
         parametric = {plan.uses[n].operand for n in step}
@@ -59,28 +59,6 @@ def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> t
         return [out + next(given) if jnp.issubdtype(out.dtype, jnp.inexact) else out for out in outputs]
 
     return interpret(plan.closed.jaxpr, plan.closed.consts, args, visit), records
-
-
-def _evaluate(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Return the results of an operation; a product is taken without axes of size 1.
-
-    XLA on CPU copies the result of a product that has such axes.
-    """
-    if eqn.primitive.name != "dot_general":
-        return evaluate(eqn, *values)
-    contract, batch = eqn.params["dimension_numbers"]
-    squeezed, contracted, mapped = [], [], []
-    for value, *used in zip(values, contract, batch, strict=True):
-        left = [axis for axis, size in enumerate(value.shape) if size != 1 or any(axis in axes for axes in used)]
-        squeezed.append(value.reshape([value.shape[axis] for axis in left]))
-        contracted.append(tuple(left.index(axis) for axis in used[0]))
-        mapped.append(tuple(left.index(axis) for axis in used[1]))
-    params = eqn.params | {"dimension_numbers": (tuple(contracted), tuple(mapped))}
-    (out,) = evaluate(eqn.replace(params=params), *squeezed)
-    shape = aval(eqn.outvars[0]).shape
-    if 1 < out.ndim < len(shape):
-        out = lax.optimization_barrier(out)  # keeps the reshape out of the product
-    return [out.reshape(shape)]
 
 
 def _run_body(eqn: JaxprEqn, values: list[Any], plan: UsePlan, zeros: Perturbations) -> tuple[list[Any], Records]:
@@ -115,35 +93,22 @@ def _run_body(eqn: JaxprEqn, values: list[Any], plan: UsePlan, zeros: Perturbati
 _UNKNOWN = object()
 
 
-class _Wide(NamedTuple):
-    """The result of a rearrangement: of numbers like the parameters, in a wider dtype, and of the parameters."""
-
-    value: jax.Array
-    plain: jax.Array
-
-
-def operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int]) -> dict[int, Any]:
+def operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int], wider: bool = False) -> dict[int, Any]:
     """Compute the operands of the uses `wanted` from the parameters alone, with axes for stacked loops in front.
 
     Args:
       plan: the plan of the program.
       args: the parameters; the data may be left out.
       wanted: numbers of uses.
+      wider: whether the parameters are of wider dtypes than in the program, and nothing is rounded to fewer digits on
+        the way. All of `wanted` have a layout then.
     """
-    return _operands(plan, args, wanted)[0]
+    return _operands(plan, args, wanted, wider)[0]
 
 
-def rearranged(plan: UsePlan, args: Sequence[Any], parameters: Sequence[Any], wanted: frozenset[int]) -> dict[int, Any]:
-    """Compute the operands of the uses `wanted`, which have a layout, of numbers wider than those of the program.
-
-    A linear function of `args`, in which nothing is rounded to fewer digits on the way; otherwise as `operands`. What
-    they are multiplied by may have been computed from the `parameters`.
-    """
-    found = operands(plan, list(map(_Wide, args, parameters)), wanted)
-    return {n: x.value for n, x in found.items()}
-
-
-def _operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int]) -> tuple[dict[int, Any], list[Any]]:
+def _operands(
+    plan: UsePlan, args: Sequence[Any], wanted: frozenset[int], wider: bool
+) -> tuple[dict[int, Any], list[Any]]:
     """Return the operands of the uses, and the outputs as far as they are known."""
     found: dict[int, Any] = {}
     steps = iter(plan.steps)
@@ -152,39 +117,35 @@ def _operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int]) -> tup
         """Return the results of one operation, unknown where data is in them, and keep the operands that are wanted."""
         step = next(steps)
         unknown = [_UNKNOWN] * len(eqn.outvars)
-        if isinstance(step, UsePlan) and eqn.primitive.name == "jit":
-            inside, outputs = _operands(step, values, wanted)
-            found.update(inside)
-            return outputs
         if isinstance(step, UsePlan):
-            if not wanted.isdisjoint(step.numbers()):
-                is_scan = eqn.primitive.name == "scan"
-                found.update(_in_scan(eqn, step, values, wanted) if is_scan else operands(step, values, wanted))
-            return unknown
+            if eqn.primitive.name != "jit" and wanted.isdisjoint(step.numbers()):
+                return unknown
+            if eqn.primitive.name == "scan":
+                found.update(_in_scan(eqn, step, values, wanted, wider))
+                return unknown
+            inside, outputs = _operands(step, values, wanted, wider)
+            found.update(inside)
+            return outputs if eqn.primitive.name == "jit" else unknown
         found.update((n, values[plan.uses[n].operand]) for n in step or [] if n in wanted)
         if step or any(value is _UNKNOWN for value in values):
             return unknown
-        places = [k for k, value in enumerate(values) if isinstance(value, _Wide)]
-        if not places:
-            return evaluate(eqn, *values)
-        # An operation that is no rearrangement goes on with the parameters' own numbers: it may give a factor.
-        plain = evaluate(eqn, *[x.plain if isinstance(x, _Wide) else x for x in values])
-        moved = rearrange(eqn, places[0], [x.value if isinstance(x, _Wide) else x for x in values])
-        return plain if moved is None else list(map(_Wide, moved, plain))
+        return (rearrange(eqn, values) or unknown) if wider else evaluate(eqn, *values)
 
     missing = [_UNKNOWN] * (len(plan.closed.jaxpr.invars) - len(args))
-    outputs = interpret(plan.closed.jaxpr, plan.closed.consts, [*args, *missing], visit)
+    # No constant is in a layout.
+    known = (lambda _: _UNKNOWN) if wider else (lambda value: value)
+    outputs = interpret(plan.closed.jaxpr, plan.closed.consts, [*args, *missing], visit, known)
     return found, outputs
 
 
-def _in_scan(eqn: JaxprEqn, plan: UsePlan, values: list[Any], wanted: frozenset[int]) -> dict[int, Any]:
+def _in_scan(eqn: JaxprEqn, plan: UsePlan, values: list[Any], wanted: frozenset[int], wider: bool) -> dict[int, Any]:
     """Return the operands of uses in a loop: of stacked parameters for all iterations, of others once."""
     shared, carry = scan_counts(eqn.params)
     before = [*values[:shared], *[_UNKNOWN] * carry]
     known = [None if x is _UNKNOWN else x for x in values[shared + carry :]]  # None is a pytree, which `vmap` takes
 
     def of_iteration(slices: list[Any], wanted: frozenset[int]) -> dict[int, Any]:
-        return operands(plan, [*before, *(_UNKNOWN if x is None else x for x in slices)], wanted)
+        return operands(plan, [*before, *(_UNKNOWN if x is None else x for x in slices)], wanted, wider)
 
     inside = wanted.intersection(plan.numbers())
     stacked = frozenset(n for n in inside if plan.loop in plan.uses[n].value.stacked)

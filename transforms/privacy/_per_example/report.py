@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..._core.source_lines import is_ours
-from .example_program import ExampleProgram
+from .gradient_forms import GradientForm, OuterProduct, RowSparse
+from .loss import ExampleProgram
 from .parameter_uses import ParameterUse
+from .rules import has_rule
 
 
 class Use(NamedTuple):
     """One place where a parameter meets data.
 
     Attributes:
-      parameter: which one: its number, or its path.
-      rule: the form of its gradients: "outer product", "row-sparse", "dense" or "scaled constant".
+      parameter: its path.
+      rule: the form of its gradients: "outer product", "row-sparse" or "dense".
       operation: the primitive.
       where: the line of the source.
       why: a sentence.
     """
 
-    parameter: Any
+    parameter: str
     rule: str
     operation: str
     where: str
@@ -47,14 +49,31 @@ class Report(NamedTuple):
         return "\n".join([f"method: {self.method}, {self.examples} examples at a time: {self.why}", *lines])
 
 
-def reported(use: ParameterUse, rule: str, why: str) -> list[Use]:
-    """Return what to report of a use, once for each parameter that its operand is computed from."""
-    return [Use(leaf, rule, use.eqn.primitive.name, _where(use), why) for leaf in use.value.leaves]
+def report_uses(program: ExampleProgram, names: list[str], forms: dict[int, GradientForm | None] | None) -> list[Use]:
+    """Report each place where a parameter meets data.
 
-
-def held_uses(program: ExampleProgram, why: str) -> list[Use]:
-    """Return the report of all uses where each example's gradient is held."""
-    return sorted(line for use in program.uses for line in reported(use, "dense", why))
+    Args:
+      program: the loss.
+      names: of the parameters.
+      forms: what the gradient at each use is summed from, as `ExampleGradients` says; None where all are held.
+    """
+    found = []
+    for n, use in enumerate(program.uses):
+        rule, form = "dense", None if forms is None else forms[n]
+        if forms is None:
+            why = "each example's gradient is held"
+        elif form is None:
+            how = "computed from the parameters" if use.value.layout is None else "used in other ways too"
+            why = f"the operand is {how}, so each example's gradient is held"
+        elif isinstance(form, OuterProduct):
+            rule, why = "outer product", f"inner products between positions, {form.left.shape[2]} for each example"
+        elif isinstance(form, RowSparse):
+            rule, why = "row-sparse", f"rows of a table are taken, {form.rows.shape[2]} for each example"
+        else:
+            why = f"the gradient at each example has {form.gradients[0].size} numbers"
+            why += "" if has_rule(use) else f", by the derivative of {use.eqn.primitive.name}"
+        found += [Use(names[i], rule, use.eqn.primitive.name, _where(use), why) for i in use.value.leaves]
+    return sorted(found)
 
 
 def _where(use: ParameterUse) -> str:

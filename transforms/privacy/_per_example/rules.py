@@ -18,7 +18,7 @@ from jax import lax
 
 from ..._core.jaxpr import aval, evaluate
 from .gradient_forms import Dense, GradientForm, OuterProduct, RowSparse
-from .parameter_uses import ParameterUse, has_nonlinear_backward
+from .parameter_uses import ParameterUse
 
 
 def forms_at(
@@ -52,12 +52,7 @@ def _by_derivative(
     cotangents: list[jax.Array],
     spmd_axis_name: str | None,
 ) -> list[GradientForm]:
-    """Return the gradients by the operation's own derivative, for each example: it works for any operation.
-
-    Where its backward pass is not linear it must see the cotangents of each iteration of a loop by themselves: then
-    each iteration has an operand of its own, and the gradients are summed.
-    """
-    per_iteration = has_nonlinear_backward(uses[0].eqn)
+    """Return the gradients by the operation's own derivative, for each example: it works for any operation."""
 
     def outputs(operands: list[Any], values: list[Any]) -> list[Any]:
         filled = list(values)
@@ -67,24 +62,11 @@ def _by_derivative(
 
     mapped: Callable[..., Any] = outputs
     for loop in reversed(uses[0].loops):
-        mapped = jax.vmap(
-            mapped, ([0 if per_iteration or loop.number in use.value.stacked else None for use in uses], 0)
-        )
-
-    def in_each_iteration(use: ParameterUse, operand: jax.Array) -> jax.Array:
-        """Return an operand with an axis for each loop, those in which it is the same included."""
-        shape = use.aval.shape
-        sizes = [loop.length if loop.number in use.value.stacked else 1 for loop in use.loops]
-        return jnp.broadcast_to(operand.reshape(*sizes, *shape), (*(loop.length for loop in use.loops), *shape))
+        mapped = jax.vmap(mapped, ([0 if loop.number in use.value.stacked else None for use in uses], 0))
 
     def of_example(values: list[Any], cotangents: list[Any]) -> Any:
         """Return one example's gradients of the operands."""
-        given = list(map(in_each_iteration, uses, operands)) if per_iteration else operands
-        found = jax.vjp(lambda operands: mapped(operands, values), given)[1](cotangents)[0]
-        if not per_iteration:
-            return found
-        axes = [[i for i, loop in enumerate(use.loops) if loop.number not in use.value.stacked] for use in uses]
-        return [x.sum(over) for x, over in zip(found, map(tuple, axes), strict=True)]
+        return jax.vjp(lambda operands: mapped(operands, values), operands)[1](cotangents)[0]
 
     return [Dense(x) for x in jax.vmap(of_example, spmd_axis_name=spmd_axis_name)(values, cotangents)]
 
@@ -226,18 +208,14 @@ def norm_cost(use: ParameterUse) -> tuple[float, int]:
     name, operand = use.eqn.primitive.name, use.aval
     shared = math.prod(loop.length for loop in use.loops if loop.number not in use.value.stacked)
     stack = math.prod(loop.length for loop in use.loops if loop.number in use.value.stacked)
-    if not operand.size or not has_rule(use) or name in _ELEMENTWISE:
+    if not operand.size or name not in ("gather", "dot_general"):
         return 0.0, stack * operand.size
     out = aval(use.eqn.outvars[0])
     if name == "gather":
         positions, d = shared * out.size * operand.shape[0] // operand.size, operand.size // operand.shape[0]
         return 2.0 * stack * positions**2 * d, stack * positions * d
-    if name == "dot_general":
-        (contract, batch), side = use.eqn.params["dimension_numbers"], use.operand
-        p, groups = (math.prod(operand.shape[axis] for axis in axes[side]) for axes in (contract, batch))
-    else:
-        p = operand.size // operand.shape[use.eqn.params["dimension_numbers"].rhs_spec[0]]
-        groups = use.eqn.params["feature_group_count"] * use.eqn.params["batch_group_count"]
+    (contract, batch), side = use.eqn.params["dimension_numbers"], use.operand
+    p, groups = (math.prod(operand.shape[axis] for axis in axes[side]) for axes in (contract, batch))
     d = operand.size // (p * groups)
     positions = shared * out.size // (groups * d)
     if positions * (p + d) >= p * d:

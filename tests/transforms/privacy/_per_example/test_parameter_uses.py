@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from plurax.transforms.privacy._per_example.example_program import ExampleProgram
-from plurax.transforms.privacy._per_example.parameter_uses import _REARRANGING, is_scaled
-from plurax.transforms.privacy._per_example.perturbations import rearranged
+from plurax.transforms.privacy._per_example.loss import ExampleProgram
+from plurax.transforms.privacy._per_example.parameter_uses import _REARRANGING
+from plurax.transforms.privacy._per_example.perturbations import operands
 
 W = np.random.default_rng(0).normal(size=(3, 1, 4))
 # By the operation whose place in the table is tried.
@@ -44,6 +44,8 @@ OTHERS: dict[str, Any] = {
     "rows taken twice": lambda w: w[np.array([0, 0, 1])],
     "a part beside itself": lambda w: jnp.concatenate([w[:2], w[1:]]),
     "a product": lambda w: w * jnp.arange(1.0, 5.0),
+    "a factor": lambda w: 0.5 * w.T,
+    "a quotient": lambda w: w / 3,
 }
 
 
@@ -58,7 +60,7 @@ def layout_and_operand(move: Any, dtype: Any) -> tuple[Any, Any]:
     (use,) = program.uses
     if use.value.layout is None:
         return None, None
-    return use.value.layout, lambda w: rearranged(program.plan, [w], [w], frozenset([0]))[0]
+    return use.value.layout, lambda w: operands(program.plan, [w], frozenset([0]), wider=True)[0]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.float16])
@@ -91,9 +93,3 @@ def test_what_is_no_rearrangement_has_no_layout(name: str) -> None:
 
 def test_complex_parameters_have_no_layout() -> None:
     assert layout_and_operand(lambda w: w.T, jnp.complex64) == (None, None)
-
-
-def test_a_factor_is_known_as_one() -> None:
-    layout, linear = layout_and_operand(lambda w: 0.5 * w.T / 3, jnp.float32)
-    assert is_scaled(layout)
-    np.testing.assert_allclose(linear(jnp.asarray(W, jnp.float32)), W.T / 6, rtol=1e-6)
