@@ -14,7 +14,7 @@ from ..._core.source_lines import call_users, where
 from ..._models.mutation import call_with_models, changes
 from ..._models.split_model import dotted, is_model, split, split_tree
 from .._ir.flat_program import FlatProgram, Value, insides, parameter
-from .._ir.module_scopes import module_paths, modules_of, scoped_calls
+from .._ir.module_scopes import module_scopes, with_paths
 from .batch_statistics import batch_statistics
 from .plan import FoldPlan
 from .report import FoldReport
@@ -87,10 +87,10 @@ def fold_bn(
             "fold_bn(lambda model, *args: model(*args), model, *example)."
         )
     names = _names(params)
-    # Split while modules have their paths: the report names the scopes in which `fun` calls their copies.
-    with module_paths(modules_of(fun, None, (params, *example))) as kinds:
-        leaves, structure = _split(params, numbers=False)
-        arguments, argument_structure = _split(example)
+    # With their paths, since the report names the scopes in which `fun` calls modules.
+    _, (params, *rest) = with_paths(fun, None, (params, *example))
+    leaves, structure = _split(params, numbers=False)
+    arguments, argument_structure = _split(tuple(rest))
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
@@ -99,8 +99,7 @@ def fold_bn(
             )
     # Traced with types, not values, so that no parameter becomes a constant of the program.
     leaf_types = _types(leaves)
-    with scoped_calls(kinds):
-        flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+    flat, _ = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
     # Before the plan, which would find nothing to fold in a network in training mode, and return it unchanged.
     _refuse_training(flat)
     plan = FoldPlan(flat, names, leaves)
@@ -111,8 +110,7 @@ def fold_bn(
         """Return the output of `fun`, by its program with the folded weights."""
         # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
         # and what the first plan found out by them is recorded.
-        with scoped_calls(kinds):
-            flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
+        flat, out = _trace(fun, leaf_types, structure, _types(arguments), argument_structure)
         plan = FoldPlan(flat, names, (), answers)
         if plan.fingerprint() != first:
             raise ValueError(
@@ -178,7 +176,8 @@ def _trace(
                 raise ValueError(f"fold_bn: the call changes `{paths[0]}` of a module, as in training; {_CURE}")
         return out
 
-    closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
+    with module_scopes():
+        closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
     invars = [x.aval for x in closed.jaxpr.invars]
     values = [parameter(x, i) if i < len(leaves) else Value(x) for i, x in enumerate(invars)]
     return FlatProgram(closed.jaxpr, closed.consts, values), jax.tree.structure(out)

@@ -208,7 +208,7 @@ def profile(
 
     Args:
       fun: a function, a bound method or a module. NNX modules among its arguments, and those that it refers to, are not
-        changed; one that it merges itself, by `nnx.merge`, has no scopes.
+        changed.
       *args: its arguments, of which numbers become arrays as under `jax.jit`.
       mode: `compiled` or `eager`.
       repeats: the number of calls that are watched, at least one; fewer, but three or more, of a program that runs very

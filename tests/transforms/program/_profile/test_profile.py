@@ -352,6 +352,38 @@ def test_a_module_that_is_called_out_of_its_parent_has_its_whole_path(cnn: CNN) 
     assert set(flops_of(found, "conv_general_dilated")) == {"blocks/0/conv"}
 
 
+def test_parts_keep_their_paths_in_transforms_of_nnx_and_merged_modules_have_some(cnn: CNN) -> None:
+    def remat(model: CNN, x: jax.Array) -> jax.Array:
+        for block in model.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return x
+
+    graphdef, state = nnx.split(cnn.blocks[0])
+    x = jnp.ones((1, 5, 6, 16))
+    found = profile(nnx.grad(lambda model, x: remat(model, x).sum(), argnums=0), cnn, x, repeats=1)
+    scopes = set(flops_of(found, "conv_general_dilated"))
+    assert any("blocks/0" in scope for scope in scopes)
+    assert any("blocks/1" in scope for scope in scopes)
+    merged = profile(lambda x: nnx.merge(graphdef, state)(x), x, repeats=1)
+    assert set(flops_of(merged, "conv_general_dilated")) == {"conv"}
+
+
+def test_a_running_profiler_keeps_its_hook(cnn: CNN) -> None:
+    calls = []
+
+    def hook(frame: Any, *_: Any) -> None:
+        calls.append(frame.f_code.co_name)
+
+    sys.setprofile(hook)
+    try:
+        found = count_layout_ops(cnn, IMAGES)
+        assert sys.getprofile() is hook
+    finally:
+        sys.setprofile(None)
+    assert "count_layout_ops" in calls
+    assert found == count_layout_ops(cnn, IMAGES)
+
+
 def test_linen_modules_have_their_own_scopes() -> None:
     class Net(nn.Module):
         @nn.compact
