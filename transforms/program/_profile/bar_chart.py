@@ -6,45 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 # Two colours of Paul Tol's bright scheme, which colour-blind readers can tell apart.
-_FIRST, _SECOND = "#4477aa", "#ee6677"
+_COLORS = "#4477aa", "#ee6677"
 _LONGEST = 48  # letters of a name; the end of a longer one is shown, which is its operation
 
 
-def bars(values: Sequence[tuple[str, float]], label: str, ax: Any) -> Any:
-    """Draw one bar for each name, the first on top, and return the axes."""
-    ax = _axes(ax, len(values), 0.32)
-    drawn = ax.barh(range(len(values)), [value for _, value in values], color=_FIRST)
-    ax.bar_label(drawn, [f"{value:.3g}" for _, value in values], padding=3, fontsize="small")
-    return _named(ax, [name for name, _ in values], label)
-
-
-def pairs_of_bars(values: Sequence[tuple[str, float, float]], names: tuple[str, str], label: str, ax: Any) -> Any:
-    """Draw two bars for each name, of the control and of the test, the first on top, and return the axes."""
-    ax = _axes(ax, len(values), 0.45)
-    for i, (kind, name, color) in enumerate(zip(("control", "test"), names, (_FIRST, _SECOND), strict=True)):
-        places = [row + (i - 0.5) * 0.4 for row in range(len(values))]
-        drawn = ax.barh(places, [value[1 + i] for value in values], 0.4, color=color, label=f"{kind}: {name}")
-        ax.bar_label(drawn, [f"{value[1 + i]:.3g}" for value in values], padding=3, fontsize="small")
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    return _named(ax, [name for name, *_ in values], label)
-
-
-def _axes(ax: Any, rows: int, height: float) -> Any:
-    """Return `ax`, or new axes with this height for each row, in inches."""
-    if ax is not None:
-        return ax
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plots of plurax.transforms.program need matplotlib; install it with: pip install 'plurax[plot]'"
-        ) from error
-    # Not by pyplot, which would keep the figure, and choose a backend for the process.
-    return Figure(figsize=(8, 1.2 + height * max(rows, 2)), layout="constrained").add_subplot()
-
-
-def _named(ax: Any, names: Sequence[str], label: str) -> Any:
-    """Label the bars and the horizontal axis."""
+def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], label: str, ax: Any) -> Any:
+    """Draw a bar for each name and each of one or two series, the first name on top, and return the axes."""
+    if ax is None:
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "plots of plurax.transforms.program need matplotlib; install it with: pip install 'plurax[plot]'"
+            ) from error
+        size = 8, 1.2 + (0.19 + 0.13 * len(series)) * max(len(names), 2)
+        # Not by pyplot, which would keep the figure, and choose a backend for the process.
+        ax = Figure(figsize=size, layout="constrained").add_subplot()
+    height = 0.8 / len(series)
+    for i, (kind, values) in enumerate(series):
+        places = [row + (i + 0.5) * height - 0.4 for row in range(len(names))]
+        drawn = ax.barh(places, values, height, color=_COLORS[i], label=kind)
+        ax.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, fontsize="small")
+    if len(series) > 1:
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     short = [name if len(name) <= _LONGEST else f"...{name[-_LONGEST + 3 :]}" for name in names]
     ax.set_yticks(range(len(names)), short, parse_math=False)
     ax.invert_yaxis()

@@ -96,45 +96,28 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
         content = json.loads(Path(path).read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
-        return _checked(content)
+        rows, names = content["operations"], [content[name] for name in ("name", "program", "machine")]
+        for row in rows:
+            times = row["seconds"]
+            # By `type`, as True is an instance of int as well.
+            fits = type(row["count"]) is int and row["count"] >= 0 and isinstance(times, list)
+            if not fits or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
+                raise ValueError(f"{row} has no whole number as its count, or no times in seconds")
+        if not all(isinstance(x, str) for x in [*names, *(row[key] for row in rows for key in ("op", "scope"))]):
+            raise ValueError("one of its names is not a string")
+        counts = {(row["op"], row["scope"]): row["count"] for row in rows}
+        times_of = {(row["op"], row["scope"]): list(map(float, row["seconds"])) for row in rows if row["seconds"]}
+        if len(counts) < len(rows) or len(set(map(len, times_of.values()))) > 1:
+            raise ValueError("an operation is there twice, or has more runs than another")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
-
-
-def _checked(content: dict[str, Any]) -> Capture:
-    """Return the content of a file as a capture; raise an error, of any of several types, if it does not fit."""
-    for name in ("name", "program", "machine"):
-        if not isinstance(content[name], str):
-            raise ValueError(f"{name!r} is no string")
-    rows = {(row["op"], row["scope"]): row for row in content["operations"]}
-    if len(rows) < len(content["operations"]):
-        raise ValueError("two operations are the same")
-    for (op, scope), row in rows.items():
-        if not isinstance(op, str) or not isinstance(scope, str):
-            raise ValueError("the name of an operation is no string")
-        # By `type`, as True is an instance of int as well.
-        if type(row["count"]) is not int or row["count"] < 0:
-            raise ValueError(f"the count of {op!r} is no whole number from 0 on")
-        times = row["seconds"]
-        if not isinstance(times, list) or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
-            raise ValueError(f"the seconds of {op!r} are no times")
-    if len({len(row["seconds"]) for row in rows.values() if row["seconds"]}) > 1:
-        raise ValueError("some operations have more runs than others")
-    return Capture(
-        content["name"],
-        {key: row["count"] for key, row in rows.items()},
-        {key: [float(x) for x in row["seconds"]] for key, row in rows.items() if row["seconds"]},
-        content["program"],
-        content["machine"],
-    )
+    name, program, machine = names
+    return Capture(name, counts, times_of, program, machine)
 
 
 def captures(api: str, prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
     """Run some programs alternately, and return a capture of each."""
-    programs = [one.separated for one in prepared]
-    for compiled in programs:
-        jax.block_until_ready(compiled.calls(1)[0]())  # a first call, which is slower, is not timed
-    return list(map(_captured, prepared, timelines(api, programs, repeats)))
+    return list(map(_captured, prepared, timelines(api, [one.separated for one in prepared], repeats)))
 
 
 def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..._core.arguments import describe
@@ -10,15 +10,12 @@ from ..._core.arguments import describe
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Align the columns of a table, the first `left` of them flush left, the others flush right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            x.ljust(width) if i < left else x.rjust(width) for i, (x, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])
+    columns = []
+    for i, column in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, column))
+        first, *others = (x.ljust(width) if i < left else x.rjust(width) for x in column)
+        columns.append([first, "-" * width, *others])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def seconds(time: float) -> str:
@@ -44,3 +41,9 @@ def check_groups(api: str, by: Any, names: Sequence[str]) -> tuple[str, ...]:
     if not groups or set(groups) - set(names):
         raise ValueError(f"{api}: by must be one or some of {', '.join(names)}, but got {describe(by)}.")
     return groups
+
+
+def check_choice(api: str, name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise if a value is not one of some strings."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{api}: {name} must be one of {', '.join(choices)}, but got {describe(value)}.")

@@ -42,13 +42,16 @@ class Timeline:
 def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
     """Run some programs alternately under the profiler, each so many times, or fewer if they have many instructions.
 
+    Each runs once before that, since a first call is slower.
+
     Returns:
       For each program its runs; over several devices, those on the device that took longest.
     """
     # Alternately, so that a change in the load of the machine meets all of them.
     events = sum(times for compiled in programs for _, times in compiled.program.runs())
     runs = min(runs, max(_EVENTS // max(events, 1), _LEAST_RUNS))
-    calls = [compiled.calls(runs) for compiled in programs]
+    calls = [compiled.calls(runs + 1) for compiled in programs]
+    jax.block_until_ready([calls_of_program.pop()() for calls_of_program in calls])
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # no calls of Python, whose recording takes time
     options.host_tracer_level = 1

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from ..._core.arguments import check_callable, check_count, describe
+from ..._core.arguments import check_callable, check_count
 from .._ir.traced_program import TracedProgram
-from .bar_chart import pairs_of_bars
+from .bar_chart import bars
 from .capture import Capture, captures, read_capture
-from .table import check_groups, seconds, table
+from .table import check_choice, check_groups, seconds, table
 
 _GROUPS = ("op", "scope")
 _MICRO = 1e6
@@ -132,39 +132,31 @@ class TraceDiff:
         """
         groups = check_groups("TraceDiff", by, _GROUPS)
         control, test = (_added_up(x, groups) for x in (self.control, self.test))
-        least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
         # What one of the two does not run, it runs no times, in no time.
-        keys = sorted(control.keys() | test.keys())
-        none = _Runs(0, [0.0])
+        none: _Runs = 0, [0.0]
+        least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
         return tuple(
             self._difference(dict(zip(groups, key, strict=True)), control.get(key, none), test.get(key, none), least)
-            for key in keys
+            for key in sorted(control.keys() | test.keys())
         )
 
     def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
         """Compare one operation in the two."""
-        medians = statistics.median(control.durations), statistics.median(test.durations)
+        counts = control[0], test[0]
+        medians = statistics.median(control[1]), statistics.median(test[1])
         # A difference varies by as much as both together.
-        more, longer, noise = test.count - control.count, medians[1] - medians[0], control.spread() + test.spread()
+        more, longer, noise = counts[1] - counts[0], medians[1] - medians[0], _spread(control[1]) + _spread(test[1])
+        least = max(least, noise, _LEAST * max(medians))
         # Only another program on the same kind of machine can take longer; what else differs is noise.
         comparable = self.control.machine == self.test.machine and not self.same_program
         category: Category = "unchanged"
-        if not control.count or not test.count:
-            category = "deleted" if control.count else "added"
-        elif more or (comparable and abs(longer) > max(noise, least, _LEAST * max(medians))):
+        if 0 in counts:
+            category = "deleted" if counts[0] else "added"
+        elif more or (comparable and abs(longer) > least):
             category = "increased" if (more or longer) > 0 else "decreased"
-        return Difference(
-            names.get("op", ""),
-            names.get("scope", ""),
-            control.count,
-            test.count,
-            *medians,
-            more,
-            longer,
-            "+" if more > 0 else "-" if more < 0 else "=",
-            noise,
-            category,
-        )
+        sign: Literal["+", "-", "="] = "+" if more > 0 else "-" if more < 0 else "="
+        op, scope = names.get("op", ""), names.get("scope", "")
+        return Difference(op, scope, *counts, *medians, more, longer, sign, noise, category)
 
     def table(
         self, *, sort: str = "change", top: int | None = 20, by: str | Sequence[str] = _GROUPS, unchanged: bool = False
@@ -186,8 +178,7 @@ class TraceDiff:
           TypeError: `top` is not a whole number.
         """
         check_count("TraceDiff.table", "top", top, optional=True)
-        if not isinstance(sort, str) or sort not in _SORTS:
-            raise ValueError(f"TraceDiff.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
+        check_choice("TraceDiff.table", "sort", sort, _SORTS)
         groups = check_groups("TraceDiff.table", by, _GROUPS)
         rows = sorted(self.differences(groups), key=_SORTS[sort])
         head = ["", *groups, "count", "", "duration", "", "change", "noise"]
@@ -232,10 +223,7 @@ class TraceDiff:
           ValueError: `by` is none of these; `top` is less than one.
           TypeError: `top` is not a whole number.
         """
-        check_count("TraceDiff.plot_counts", "top", top)
-        rows = sorted(self.differences(by), key=_SORTS["count"])[:top]
-        values = [(_name(row), row.control_counts, row.test_counts) for row in rows]
-        return pairs_of_bars(values, (self.control.name, self.test.name), "times a call", ax)
+        return self._plot("plot_counts", "count", top, by, "times a call", 1, ax)
 
     def plot_durations(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
         """Draw how long the operations take whose durations differ most; needs the extra `plot`.
@@ -251,10 +239,18 @@ class TraceDiff:
         Raises:
           ModuleNotFoundError, TypeError, ValueError: as for `plot_counts`.
         """
-        check_count("TraceDiff.plot_durations", "top", top)
-        rows = sorted(self.differences(by), key=_SORTS["change"])[:top]
-        values = [(_name(row), row.control_total_duration / 1e3, row.test_total_duration / 1e3) for row in rows]
-        return pairs_of_bars(values, (self.control.name, self.test.name), "ms a call", ax)
+        return self._plot("plot_durations", "change", top, by, "ms a call", 1e3, ax)
+
+    def _plot(self, api: str, sort: str, top: int, by: str | Sequence[str], label: str, unit: float, ax: Any) -> Any:
+        """Draw one column of the control and of the test, divided by the `unit`."""
+        check_count(f"TraceDiff.{api}", "top", top)
+        rows = sorted(self.differences(by), key=_SORTS[sort])[:top]
+        column = "counts" if api == "plot_counts" else "total_duration"
+        series = [
+            (f"{kind}: {side.name}", [getattr(row, f"{kind}_{column}") / unit for row in rows])
+            for kind, side in (("control", self.control), ("test", self.test))
+        ]
+        return bars([_name(row) for row in rows], series, label, ax)
 
     def __str__(self) -> str:
         """Return the table."""
@@ -324,19 +320,16 @@ def trace_diff(
     return TraceDiff(*captures("trace_diff", programs, repeats))
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """How often something runs in a call, and its microseconds in each of some calls."""
+# How often something runs in a call, and its microseconds in each of some calls.
+_Runs = tuple[int, list[float]]
 
-    count: int
-    durations: list[float]
 
-    def spread(self) -> float:
-        """Return how far the durations vary, without a few at each end."""
-        # A run that the system interrupts may take many times as long, so the extremes tell nothing.
-        ordered = sorted(self.durations)
-        tail = int(_TAIL * len(ordered))
-        return ordered[-1 - tail] - ordered[tail]
+def _spread(durations: list[float]) -> float:
+    """Return how far durations vary, without a few at each end."""
+    # A run that the system interrupts may take many times as long, so the extremes tell nothing.
+    ordered = sorted(durations)
+    tail = int(_TAIL * len(ordered))
+    return ordered[-1 - tail] - ordered[tail]
 
 
 def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], _Runs]:
@@ -349,13 +342,14 @@ def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], 
         runs = [capture.seconds[key] for key in keys if key in capture.seconds]
         # The sums of each run, and not of medians, which do not add up.
         durations = [sum(run) * _MICRO for run in zip(*runs, strict=True)] or [0.0]
-        totals[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
+        totals[group] = sum(capture.counts[key] for key in keys), durations
     return totals
 
 
 def _call(capture: Capture) -> float:
     """Return the microseconds of a call, the median."""
-    return statistics.median(_added_up(capture, ()).get((), _Runs(0, [0.0])).durations)
+    _, durations = _added_up(capture, ()).get((), (0, [0.0]))
+    return statistics.median(durations)
 
 
 def _name(row: Difference) -> str:
@@ -364,15 +358,11 @@ def _name(row: Difference) -> str:
 
 def _cells(row: Difference, groups: Sequence[str]) -> list[str]:
     """Return the cells of a row of the table."""
-    durations = row.control_total_duration / _MICRO, row.test_total_duration / _MICRO
-    change = row.diff_duration / _MICRO
-    return [
-        row.category,
-        *(getattr(row, name) or "-" for name in groups),
-        str(row.control_counts),
-        f"-> {row.test_counts}",
-        seconds(durations[0]),
-        f"-> {seconds(durations[1])}",
-        ("-" if change < 0 else "+") + seconds(abs(change)),
-        seconds(row.noise / _MICRO),
-    ]
+    control, test, change, noise = (
+        seconds(abs(x) / _MICRO)
+        for x in (row.control_total_duration, row.test_total_duration, row.diff_duration, row.noise)
+    )
+    sign = "-" if row.diff_duration < 0 else "+"
+    counts = [str(row.control_counts), f"-> {row.test_counts}"]
+    names = [getattr(row, name) or "-" for name in groups]
+    return [row.category, *names, *counts, control, f"-> {test}", sign + change, noise]

@@ -575,11 +575,11 @@ def test_eager_evaluates_reversed_and_empty_scans_and_custom_rules() -> None:
         _, none = jax.lax.scan(lambda c, x: (c, x), 0.0, x[:0])
         return double(total), ys, none, jax.nn.relu(x), jax.checkpoint(jnp.sin)(x)
 
-    from plurax.transforms.program._profile.eager import Eager
+    from plurax.transforms.program._profile.eager import evaluate_timed
 
     x = jnp.arange(5.0)
     closed = jax.make_jaxpr(fun)(x)
-    out = jax.tree.unflatten(jax.tree.structure(fun(x)), Eager({}).run(closed, [x]))
+    out = jax.tree.unflatten(jax.tree.structure(fun(x)), evaluate_timed(closed, [x], {})[0])
     jax.tree.map(np.testing.assert_allclose, out, fun(x))
 
 
@@ -615,7 +615,7 @@ def test_plots_have_a_bar_for_each_scope(of_cnn: Profile) -> None:
 
 
 def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
-    with pytest.raises(ValueError, match="profile: mode must be 'compiled' or 'eager', but got 'fast' of type str"):
+    with pytest.raises(ValueError, match="profile: mode must be one of compiled, eager, but got 'fast' of type str"):
         profile(jnp.sin, 1.0, mode="fast")
     with pytest.raises(TypeError, match="profile: fun must be a function"):
         profile(3, 1.0)
