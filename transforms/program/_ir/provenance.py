@@ -43,7 +43,7 @@ def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None
 
 
 def around(
-    program: HloProgram, instruction: Instruction, known: Mapping[str, Provenance] | None = None, *, users: bool = True
+    program: HloProgram, instruction: Instruction, known: Mapping[str, Provenance], *, users: bool = True
 ) -> Iterator[Provenance]:
     """Yield the places nearest to an instruction, breadth first, along users and operands or operands alone.
 
@@ -53,7 +53,6 @@ def around(
       known: the places of instructions that have no name of their own.
       users: whether to look at what waits for the instruction too.
     """
-    known = known or {}
     seen, level = {instruction.name}, [instruction]
     for _ in range(_STEPS):
         further = []

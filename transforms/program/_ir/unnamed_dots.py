@@ -37,24 +37,20 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
       program: the compiled program.
       closed: its jaxpr, closed.
     """
-    products = [x for x in program.instructions.values() if x.opcode in PRODUCTS]
-    nameless = [x for x in products if place_of(program, x) is None]
-    if not nameless:
+    products = [(x, place_of(program, x)) for x in program.instructions.values() if x.opcode in PRODUCTS]
+    if all(place for _, place in products):
         return {}
     flat = FlatProgram(closed.jaxpr, closed.consts, [Value(x.aval) for x in closed.jaxpr.invars])
     written = list(_products(flat, ""))
-    for x in products:
+    for x, place in products:
         # Each product of the jaxpr is one of the compiled program, so those with a name are no candidates.
-        place = place_of(program, x)
-        if place is not None:
-            key = place.op, place.scope, _lengths(x.results[0].shape)
-            if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
-                written.remove(max(same, key=lambda y: y.place.source == place.source))
+        key = place and (place.op, place.scope, _lengths(x.results[0].shape))
+        if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
+            written.remove(max(same, key=lambda y: y.place.source == place.source))
     found = {}
-    for x in nameless:
-        near = set(around(program, x, users=False))
-        candidates = [y for y in written if y.lengths == _lengths(x.results[0].shape)]
-        if candidates:
+    for x, place in products:
+        near = set(around(program, x, {}, users=False))
+        if place is None and (candidates := [y for y in written if y.lengths == _lengths(x.results[0].shape)]):
             # Of several with these lengths, the one with most neighbours in common, else the first that is left.
             best = max(candidates, key=lambda y: len(near & y.sources))
             written.remove(best)

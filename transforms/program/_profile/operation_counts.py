@@ -49,10 +49,7 @@ def _inside(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int, counts: C
     """Do the same for the programs that an operation runs; of a custom derivative rule that is the function alone."""
     name = eqn.primitive.name
     if name in CALLS:
-        body, _ = called(eqn)
-        # A body that was traced with more arguments than it is called with: all are needed.
-        if (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars)):
-            return _count(body, wanted, scope, times, counts)
+        return _count(called(eqn)[0], wanted, scope, times, counts)
     if name == "scan":
         (body,), (shared, carried) = bodies(eqn), scan_counts(eqn.params)
         wanted = list(wanted)
@@ -66,7 +63,7 @@ def _inside(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int, counts: C
     if name == "cond":
         each = [_count(body, wanted, scope, times, counts) for body in bodies(eqn)]
         return [True, *map(any, zip(*each, strict=True))]
-    # Loops with a condition, and calls with other arguments than their body's: all is wanted and needed.
+    # Loops with a condition, and what runs on several devices: all is wanted and needed.
     for body in bodies(eqn):
         _count(body, [True] * len(body.outvars), scope, times, counts)
     return [True] * len(eqn.invars)
