@@ -97,7 +97,8 @@ class Instruction:
     def op_name(self) -> str:
         """Return the scopes and operation of JAX it comes from, such as `jit(f)/layer/dot_general`; may be empty."""
         found = re.search(rf"op_name={_QUOTED.pattern}", self.rest)
-        return _unescaped(found[1]) if found else ""
+        # Of an instruction that XLA has made of several it is the names of all, joined by semicolons.
+        return _unescaped(found[1]).partition(";jit(")[0] if found else ""
 
     def attribute(self, name: str) -> str:
         """Return a setting such as `window={size=3x3}`, without its braces; empty where it is not given."""

@@ -59,9 +59,7 @@ class TracedProgram:
             raise TypeError(
                 f"{api}: the arguments have no values under jax.jit, jax.grad or jax.vmap; call it outside."
             )
-        inner: Any = fun
-        while isinstance(inner, partial):
-            inner = inner.func
+        inner: Any = fun.func if isinstance(fun, partial) else fun
         self.name: str = getattr(inner, "__name__", type(inner).__name__)
         owner, function = bound_model(fun)
         refuse_shared_state(api, fun, owner, args, {})

@@ -46,7 +46,7 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
         # Each product of the jaxpr is one of the compiled program, so those with a name are no candidates.
         key = place and (place.op, place.scope, _lengths(x.results[0].shape))
         if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
-            written.remove(max(same, key=lambda y: y.place.source == place.source))
+            written.remove(max(same, key=lambda y: y.place == place))
     found = {}
     for x, place in products:
         near = set(around(program, x, {}, users=False))

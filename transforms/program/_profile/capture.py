@@ -79,7 +79,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
       {('sin', ''): 1}
     """
     check_count("capture", "repeats", repeats, least=2)
-    (found,) = captures("capture", [TracedProgram("capture", fun, args)], repeats)
+    (found,) = captures([TracedProgram("capture", fun, args)], repeats)
     operations = [
         {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
         for (op, scope), count in found.counts.items()
@@ -115,9 +115,9 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
     return Capture(name, counts, times_of, program, machine)
 
 
-def captures(api: str, prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
+def captures(prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
     """Run some programs alternately, and return a capture of each."""
-    return list(map(_captured, prepared, timelines(api, [one.separated for one in prepared], repeats)))
+    return list(map(_captured, prepared, timelines([one.separated for one in prepared], repeats)))
 
 
 def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:

@@ -271,7 +271,7 @@ def _clock(compiled: Compiled, repeats: int) -> float:
 def _compiled(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, float]:
     """Return the seconds of the compiled program, its costs, and the seconds in instructions that places share."""
     compiled = prepared.separated
-    runs = _quickest(timelines("profile", [compiled], repeats)[0], lambda run: run.span)
+    runs = _quickest(timelines([compiled], repeats)[0], lambda run: run.span)
     costs: Costs = defaultdict(lambda: np.zeros(4))
     fused = 0.0
     for name, times in runs[0].counts.items() if runs else ():
@@ -310,18 +310,17 @@ def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]
 
 def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation]:
     """Add up the rows by some of their names."""
-    together: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
+    together = defaultdict(list)
     for row in rows:
-        together[tuple(getattr(row, name) for name in groups)].append(row)
+        together[tuple(getattr(row, name) if name in groups else "" for name in _GROUPS)].append(row)
     found = []
-    for key, members in together.items():
-        names: dict[str, Any] = dict.fromkeys(_GROUPS, "") | dict(zip(groups, key, strict=True))
-        totals: dict[str, Any] = {
-            name: sum(getattr(row, name) for row in members) for name in ("count", "share", "flops", "bytes")
-        }
+    for (op, scope, source), members in together.items():
+        number, share, flops, moved = (
+            sum(getattr(row, name) for row in members) for name in ("count", "share", "flops", "bytes")
+        )
         # The mean is that of one instruction, so it is weighted by counts.
-        mean = sum(row.mean * row.count for row in members) / totals["count"]
-        found.append(Operation(**names, **totals, mean=mean))
+        mean = sum(row.mean * row.count for row in members) / number
+        found.append(Operation(op, scope, source, number, mean, share, flops, moved))
     return found
 
 

@@ -39,7 +39,7 @@ class Timeline:
     span: float
 
 
-def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
+def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
     """Run some programs alternately under the profiler, each so many times, or fewer if they have many instructions.
 
     Each runs once before that, since a first call is slower.
@@ -56,20 +56,11 @@ def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Ti
     options.python_tracer_level = 0  # no calls of Python, whose recording takes time
     options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as directory:
-        try:
-            jax.profiler.start_trace(directory, profiler_options=options)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{api}: JAX's profiler cannot be started, as it is running already; stop it first "
-                f"(jax.profiler.stop_trace). {error}"
-            ) from error
-        try:
+        with jax.profiler.trace(directory, profiler_options=options):
             for i in range(runs):
                 for j, calls_of_program in enumerate(calls):
                     with jax.profiler.TraceAnnotation(f"{_MARK}{j}"):
                         jax.block_until_ready(calls_of_program[i]())
-        finally:
-            jax.profiler.stop_trace()
         (path,) = Path(directory).rglob("*.xplane.pb")
         with warnings.catch_warnings():
             # From Python 3.12 on, its types warn when they are first used; as an error that would end the process.

@@ -131,32 +131,25 @@ class TraceDiff:
           ValueError: `by` is none of these.
         """
         groups = check_groups("TraceDiff", by, _GROUPS)
-        control, test = (_added_up(x, groups) for x in (self.control, self.test))
-        # What one of the two does not run, it runs no times, in no time.
-        none: _Runs = 0, [0.0]
-        least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
-        return tuple(
-            self._difference(dict(zip(groups, key, strict=True)), control.get(key, none), test.get(key, none), least)
-            for key in sorted(control.keys() | test.keys())
-        )
-
-    def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
-        """Compare one operation in the two."""
-        counts = control[0], test[0]
-        medians = statistics.median(control[1]), statistics.median(test[1])
-        # A difference varies by as much as both together.
-        more, longer, noise = counts[1] - counts[0], medians[1] - medians[0], _spread(control[1]) + _spread(test[1])
-        least = max(least, noise, _LEAST * max(medians))
+        runs = [_added_up(x, groups) for x in (self.control, self.test)]
+        least = _LEAST_OF_ALL * max(map(_call, (self.control, self.test)))
         # Only another program on the same kind of machine can take longer; what else differs is noise.
         comparable = self.control.machine == self.test.machine and not self.same_program
-        category: Category = "unchanged"
-        if 0 in counts:
-            category = "deleted" if counts[0] else "added"
-        elif more or (comparable and abs(longer) > least):
-            category = "increased" if (more or longer) > 0 else "decreased"
-        sign: Literal["+", "-", "="] = "+" if more > 0 else "-" if more < 0 else "="
-        op, scope = names.get("op", ""), names.get("scope", "")
-        return Difference(op, scope, *counts, *medians, more, longer, sign, noise, category)
+        rows = []
+        for op, scope in sorted(runs[0].keys() | runs[1].keys()):
+            # What one of the two does not run, it runs no times, in no time.
+            control, test = (x.get((op, scope), (0, [0.0])) for x in runs)
+            before, after = statistics.median(control[1]), statistics.median(test[1])
+            # A difference varies by as much as both together.
+            more, longer, noise = test[0] - control[0], after - before, _spread(control[1]) + _spread(test[1])
+            category: Category = "unchanged"
+            if not control[0] or not test[0]:
+                category = "deleted" if control[0] else "added"
+            elif more or (comparable and abs(longer) > max(least, noise, _LEAST * max(before, after))):
+                category = "increased" if (more or longer) > 0 else "decreased"
+            sign: Literal["+", "-", "="] = "+" if more > 0 else "-" if more < 0 else "="
+            rows.append(Difference(op, scope, control[0], test[0], before, after, more, longer, sign, noise, category))
+        return tuple(rows)
 
     def table(
         self, *, sort: str = "change", top: int | None = 20, by: str | Sequence[str] = _GROUPS, unchanged: bool = False
@@ -317,11 +310,7 @@ def trace_diff(
     for name, fun in (("control", control), ("test", test)):
         check_callable("trace_diff", fun, name)
     programs = [TracedProgram("trace_diff", cast(Any, fun), args) for fun in (control, test)]
-    return TraceDiff(*captures("trace_diff", programs, repeats))
-
-
-# How often something runs in a call, and its microseconds in each of some calls.
-_Runs = tuple[int, list[float]]
+    return TraceDiff(*captures(programs, repeats))
 
 
 def _spread(durations: list[float]) -> float:
@@ -332,11 +321,11 @@ def _spread(durations: list[float]) -> float:
     return ordered[-1 - tail] - ordered[tail]
 
 
-def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], _Runs]:
-    """Add up the operations of a capture by `op`, `scope`, both or neither."""
-    together: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
-    for key in capture.counts:
-        together[tuple(dict(zip(_GROUPS, key, strict=True))[name] for name in groups)].append(key)
+def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, str], tuple[int, list[float]]]:
+    """Return how often operations run in a call, and their microseconds in each, added up by `op`, `scope` or both."""
+    together = defaultdict(list)
+    for op, scope in capture.counts:
+        together[op if "op" in groups else "", scope if "scope" in groups else ""].append((op, scope))
     totals = {}
     for group, keys in together.items():
         runs = [capture.seconds[key] for key in keys if key in capture.seconds]
@@ -348,8 +337,8 @@ def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], 
 
 def _call(capture: Capture) -> float:
     """Return the microseconds of a call, the median."""
-    _, durations = _added_up(capture, ()).get((), (0, [0.0]))
-    return statistics.median(durations)
+    times = [sum(run) for run in zip(*capture.seconds.values(), strict=True)]
+    return statistics.median(times or [0.0]) * _MICRO
 
 
 def _name(row: Difference) -> str:
