@@ -225,7 +225,9 @@ class HloProgram:
 
 def _instruction(root: str | None, name: str, text: str) -> Instruction:
     """Parse the right side of `name = f32[2,3]{1,0} add(f32[2,3]{1,0} %x, ...), metadata={...}`."""
-    kind, text = _type(text)
+    # The type of the result comes first: an array, or a tuple in parentheses.
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    kind, text = text[:end], text[end:].lstrip()
     opcode = _OPCODE.match(text)
     if not opcode:
         raise ValueError(f"an instruction of a compiled program that is not understood: {name} = {kind} {text[:80]}")
@@ -247,12 +249,6 @@ def _array(dtype: str, lengths: str, order: str) -> Array:
     # A dynamic axis is written with its bound, as `<=5`. Without an order axes are in memory as in C.
     shape = tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x)
     return Array(dtype, shape, tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape)))))
-
-
-def _type(text: str) -> tuple[str, str]:
-    """Split the right side of an instruction into the type of its result, which may be a tuple, and the rest."""
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    return text[:end], text[end:].lstrip()
 
 
 def _closing(text: str, start: int) -> int:

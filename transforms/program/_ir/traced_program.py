@@ -19,10 +19,9 @@ from ..._core.source_lines import call_users
 from ..._models.mutation import call_with_models, changes
 from ..._models.opaque import Opaque
 from ..._models.split_model import bound_model, models_of, refuse_shared_state, split, split_tree
-from .attribution import Attribution, is_mixed, shares
 from .hlo import HloProgram, Instruction
 from .module_scopes import module_scopes, with_paths
-from .provenance import Provenance
+from .provenance import Attribution, Provenance, is_mixed, shares
 from .unnamed_dots import unnamed_dots
 
 # XLA's CPU backend passes parts of a program, or all of it, to a library as one instruction. Its parts cannot be timed.
@@ -50,15 +49,14 @@ class TracedProgram:
 
     Attributes:
       name: the name of the function.
+      args: the arguments of the program: pytrees of arrays and numbers.
       traced: the trace, `jax.stages.Traced`: the program before XLA has changed it.
     """
 
     def __init__(self, api: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
         check_callable(api, fun)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(split_tree(args))):
-            raise TypeError(
-                f"{api}: the arguments have no values under jax.jit, jax.grad or jax.vmap; call it outside."
-            )
+            raise TypeError(f"{api}: arguments have no values under jax.jit, jax.grad or jax.vmap; call it outside.")
         inner: Any = fun.func if isinstance(fun, partial) else fun
         self.name: str = getattr(inner, "__name__", type(inner).__name__)
         owner, function = bound_model(fun)
@@ -68,7 +66,7 @@ class TracedProgram:
             if jitted and not models_of(args):
                 self.traced: Any = call_users(cast(Any, fun).trace, *args)
                 dynamic = _dynamic(fun, args, self.traced)
-                self._args = tuple(args[i] for i in dynamic)
+                self.args = tuple(args[i] for i in dynamic)
                 static = tuple(i for i in range(len(args)) if i not in dynamic)
                 # JAX may have cached that trace, without the scopes. A new function has them, but not the settings.
                 renewed = jax.jit(lambda *args: cast(Any, fun).__wrapped__(*args), static_argnums=static)
@@ -79,18 +77,14 @@ class TracedProgram:
                 kinds = (np.ndarray, np.generic, *((float, complex) if jitted else (bool, int, float, complex)))
                 parts = split_tree((*with_paths(fun, owner, args), {}))
                 parts = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds) else x, parts)
-                self._args = (Opaque.of(parts),)
-                self.traced = call_users(jax.jit(_of_arrays(function)).trace, *self._args)
+                self.args = (Opaque.of(parts),)
+                self.traced = call_users(jax.jit(_of_arrays(function)).trace, *self.args)
         self._lowered: Any = self.traced.lower()
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
         """Return the program, compiled."""
         with names_in_cache_key():
-            return Compiled(self._lowered.compile(compiler_options=options), self._args, self.traced.jaxpr)
-
-    def arrays(self) -> list[Any]:
-        """Return the arguments of the program."""
-        return jax.tree.leaves(self._args)
+            return Compiled(self._lowered.compile(compiler_options=options), self.args, self.traced.jaxpr)
 
     @cached_property
     def compiled(self) -> Compiled:

@@ -13,13 +13,8 @@ from typing import Any, NamedTuple
 from ..._core.source_lines import source_of
 from .flat_program import FlatProgram, Node, Value, insides
 from .hlo import HloProgram
-from .provenance import PRODUCTS, Provenance, around, place_of
+from .provenance import PRODUCTS, VIEWS, Provenance, around, place_of
 from .scopes import scope_of
-
-# Operations that only rearrange an operand, between a product and what it is computed from.
-_VIEWS = frozenset(
-    {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
-)
 
 
 class _Written(NamedTuple):
@@ -63,24 +58,22 @@ def _products(flat: FlatProgram, scope: str) -> Iterator[_Written]:
     for node in flat.nodes:
         place = _place(node, scope)
         if node.name in PRODUCTS.values():
-            sources = frozenset(_place(x, scope) for value in node.inputs for x in _makers(value))
+            sources = frozenset(_place(x, scope) for x in map(_maker, node.inputs) if x is not None)
             yield _Written(place, _lengths(node.outputs[0].aval.shape), sources)
         for inner in insides(node):
-            yield from _products(inner, "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack)])))
+            yield from _products(inner, f"{scope}/{node.eqn.source_info.name_stack}")
 
 
 def _place(node: Node, scope: str) -> Provenance:
-    name = "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack), node.name]))
-    return Provenance(node.name, scope_of(name)[1], source_of(node.eqn))
+    _, scope = scope_of(f"{scope}/{node.eqn.source_info.name_stack}/{node.name}")
+    return Provenance(node.name, scope, source_of(node.eqn))
 
 
-def _makers(value: Value) -> Iterator[Node]:
-    """Yield the operation that a value comes from, past those that only rearrange it; nothing for an argument."""
-    node = value.node
-    if node is not None and node.name in _VIEWS:
-        yield from _makers(node.inputs[0])
-    elif node is not None:
-        yield node
+def _maker(value: Value) -> Node | None:
+    """Return the operation that a value comes from, past those that only rearrange it; None for an argument."""
+    while value.node is not None and value.node.name in VIEWS:
+        value = value.node.inputs[0]
+    return value.node
 
 
 def _lengths(shape: tuple[int, ...]) -> tuple[int, ...]:

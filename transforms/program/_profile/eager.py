@@ -45,11 +45,10 @@ def evaluate_timed(closed: Any, args: Sequence[Any], known: dict[int, tuple[int,
     def visit(scope: str, source: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         """Evaluate and time one operation in `scope` that the line `source` calls, or those of its program."""
         name = eqn.primitive.name
-        scope = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
-        source = source_of(eqn) or source
+        scope, source = f"{scope}/{eqn.source_info.name_stack}", source_of(eqn) or source
         if name in CALLS:
             return run(scope, source, ClosedJaxpr(*called(eqn)), values)
-        if name in _LOOPS:
+        if name in _LOOPS and eqn.params.get("length") != 0:  # without iterations there is nothing to stack
             return _LOOPS[name](eqn.params, values, partial(run, scope, source))
         begin = time.perf_counter()
         out = jax.block_until_ready(evaluate(eqn, *values))
@@ -89,9 +88,6 @@ def _scan(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
     for i in range(params["length"])[:: -1 if params["reverse"] else 1]:
         out = run(params["jaxpr"], [*constants, *carry, *(x[i] for x in xs)])
         carry, ys[i] = out[:carried], out[carried:]
-    if not ys:  # of length 0: nothing to stack
-        empty = [x.aval for x in params["jaxpr"].jaxpr.outvars[carried:]]
-        return [*carry, *(jnp.zeros((0, *x.shape), x.dtype) for x in empty)]
     return [*carry, *map(jnp.stack, zip(*(ys[i] for i in sorted(ys)), strict=True))]
 
 

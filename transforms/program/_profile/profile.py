@@ -17,9 +17,8 @@ import numpy as np
 from ..._core.arguments import check_count
 from .._ir.cost import memory
 from .._ir.traced_program import Compiled, TracedProgram
-from .bar_chart import bars
+from .display import bars, check_choice, check_groups, count, seconds, table
 from .eager import Costs, evaluate_timed
-from .table import check_choice, check_groups, count, seconds, table
 from .timeline import timelines
 
 _SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
@@ -244,10 +243,7 @@ def profile(
     jitted = _clock(prepared.compiled, repeats)
     watched, costs, fused = (_compiled if mode == "compiled" else _eager)(prepared, repeats)
     if not costs:
-        raise RuntimeError(
-            f"profile: `{prepared.name}` runs nothing, so there is nothing to measure; does it compute anything from "
-            "its arguments?"
-        )
+        raise RuntimeError(f"profile: `{prepared.name}` has nothing to measure; does it compute anything?")
     rows = [
         Operation(x.op, x.scope, x.source, int(number), time / number, time / watched, int(flops), round(moved))
         for x, (time, number, flops, moved) in ((place, cost.tolist()) for place, cost in costs.items())
@@ -290,7 +286,8 @@ def _eager(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, float]:
     """Return the same of the program evaluated operation by operation, where no places share anything."""
     # Flops and bytes need a lowering of each operation, so they are shared by all runs.
     known: dict[int, tuple[int, int]] = {}
-    runs = [evaluate_timed(prepared.traced.jaxpr, prepared.arrays(), known)[1] for _ in range(repeats + 1)]
+    arrays = jax.tree.leaves(prepared.args)
+    runs = [evaluate_timed(prepared.traced.jaxpr, arrays, known)[1] for _ in range(repeats + 1)]
     # The first has compiled every operation.
     quick = _quickest(runs[1:], _total)
     costs = {place: np.mean([run[place] for run in quick], axis=0) for place in quick[0]}

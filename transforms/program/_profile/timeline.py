@@ -90,27 +90,27 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
         for event in events
         if event.name.startswith(_MARK)
     )
+    # An instruction that is divided among threads returns at once; when it is done there is an event "end: ...", whose
+    # consumer id (`_c`) is the producer id (`_p`) of the first.
+    ends = {
+        dict(event.stats).get("_c"): (event.start_ns + event.duration_ns) * 1e-9
+        for _, events in planes
+        for event in events
+        if event.name.startswith("end: ")
+    }
     # On a GPU both the host, which enqueues, and the device, which computes, have events of instructions.
-    on_device = [name for name, _ in planes if name.startswith("/device:")]
+    on_device = any(name.startswith("/device:") for name, _ in planes)
     runs: dict[Any, list[_Event]] = defaultdict(list)
-    begun: dict[int, _Event] = {}
-    ends: dict[int, float] = {}
     for name, events in planes:
-        for event in events:
+        for event in events if name.startswith("/device:") or not on_device else ():
             stats = dict(event.stats)
-            if stats.get("hlo_module") in modules and "hlo_op" in stats and (name in on_device or not on_device):
-                found = _Event(stats["hlo_op"], event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
+            if stats.get("hlo_module") in modules and "hlo_op" in stats:
+                end = (event.start_ns + event.duration_ns) * 1e-9
+                end = max(end, ends.get(stats.get("_p", ""), end))
                 # A call has ended before the next one begins, so the last mark before an event is that of its call.
                 call = max(bisect.bisect(marks, (event.start_ns, len(marks))) - 1, 0)
+                found = _Event(stats["hlo_op"], event.start_ns * 1e-9, end)
                 runs[call, name, stats.get("device_ordinal")].append(found)
-                if "_p" in stats:
-                    begun[stats["_p"]] = found
-            elif event.name.startswith("end: ") and "_c" in stats:
-                ends[stats["_c"]] = (event.start_ns + event.duration_ns) * 1e-9
-    for key, begin in begun.items():
-        # An instruction that is divided among threads returns at once; when it is done there is an event "end: ...",
-        # whose consumer id (`_c`) is the producer id (`_p`) of the first.
-        begin.end = max(begin.end, ends.get(key, begin.end))
     calls: dict[int, list[list[_Event]]] = defaultdict(list)
     for (call, *_), events in runs.items():
         calls[call].append(events)

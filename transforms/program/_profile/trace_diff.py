@@ -11,9 +11,8 @@ from typing import Any, Literal, cast, get_args
 
 from ..._core.arguments import check_callable, check_count
 from .._ir.traced_program import TracedProgram
-from .bar_chart import bars
 from .capture import Capture, captures, read_capture
-from .table import check_choice, check_groups, seconds, table
+from .display import bars, check_choice, check_groups, seconds, table
 
 _GROUPS = ("op", "scope")
 _MICRO = 1e6

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from plurax.transforms.program import Capture, TraceDiff, capture, trace_diff
-from plurax.transforms.program._profile.operation_counts import count_operations
+from plurax.transforms.program._profile.capture import count_operations
 
 CATEGORIES = ("added", "deleted", "increased", "decreased", "unchanged")
 
