@@ -26,11 +26,8 @@ from .unnamed_dots import unnamed_dots
 
 # XLA's CPU backend passes parts of a program, or all of it, to a library as one instruction. Its parts cannot be timed.
 # With these options each matrix product and convolution is handed over alone.
-_SEPARATE_PRODUCTS = {
-    "xla_cpu_experimental_ynn_fusion_type": ",".join(
-        f"LIBRARY_FUSION_TYPE_INDIVIDUAL_{kind}" for kind in ("DOT", "CONVOLUTION")
-    )
-}
+_ALONE = "LIBRARY_FUSION_TYPE_INDIVIDUAL"
+_SEPARATE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": f"{_ALONE}_DOT,{_ALONE}_CONVOLUTION"}
 # And it compiles small loops into one function that the trace does not look into.
 _SEPARATE_LOOPS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
 _SMALL_LOOP = "xla_cpu_small_call"

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from ..._core.source_lines import source_of
 from .flat_program import FlatProgram, Node, Value, insides
 from .hlo import HloProgram
-from .provenance import PRODUCTS, VIEWS, Provenance, around, place_of
-from .scopes import scope_of
+from .provenance import PRODUCTS, VIEWS, Provenance, around, place_of, scope_of
 
 
 class _Written(NamedTuple):

@@ -21,7 +21,7 @@ from ..._core.compat import scan_counts
 from ..._core.jaxpr import CALLS, bodies, called
 from ..._core.machine import cores, processor
 from ..._runs.atomic_write import write_atomically
-from .._ir.scopes import scope_of
+from .._ir.provenance import scope_of
 from .._ir.traced_program import TracedProgram
 from .timeline import Timeline, timelines
 

@@ -18,8 +18,7 @@ from ..._core.jaxpr import CALLS, aval, called, evaluate, interpret
 from ..._core.source_lines import source_of
 from .._ir.cost import flops
 from .._ir.hlo import HloProgram
-from .._ir.provenance import Provenance
-from .._ir.scopes import scope_of
+from .._ir.provenance import Provenance, scope_of
 
 # Instructions whose cost is known only once XLA has compiled them: see `_cost`.
 _REWRITTEN = frozenset({"while", "reduce-window"})

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ _SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
 _GROUPS = ("op", "scope", "source")
 # A run under the profiler that takes this many times as long as without it is mentioned.
 _TOO_LONG = 1.5
-_Run = TypeVar("_Run")
 
 
 @dataclass(frozen=True)
@@ -299,7 +298,7 @@ def _total(costs: Costs) -> float:
     return float(sum(cost[0] for cost in costs.values()))
 
 
-def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]:
+def _quickest(runs: Sequence[Any], time: Callable[[Any], float]) -> list[Any]:
     """Return the half of the runs that was disturbed least."""
     # Whole runs: a minimum or median for each operation would not add up to the time of a call.
     return sorted(runs, key=time)[: (len(runs) + 1) // 2]

@@ -120,7 +120,12 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
 def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
     """Compute the time of each instruction from the events of one run on one device."""
     events.sort(key=lambda event: event.start)
-    _bound(program, events)
+    # No event ends later than those that need its result begin: its own end may be recorded after they have run.
+    starts: dict[str, float] = {}
+    for event in reversed(events):
+        later = [starts[name] for name in (event.name, *program.waiting(event.name)) if name in starts]
+        event.end = max(event.start, min([event.end, *later]))
+        starts[event.name] = event.start
     seconds: dict[str, float] = defaultdict(float)
     changes = [(time, i) for i, x in enumerate(events) if x.end > x.start for time in (x.start, x.end)]
     changes.sort()
@@ -139,12 +144,3 @@ def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
         (loops if instruction and instruction.opcode in CONTAINERS else active).symmetric_difference_update([i])
     span = max(x.end for x in events) - events[0].start
     return Timeline(dict(seconds), dict(Counter(x.name for x in events)), span)
-
-
-def _bound(program: HloProgram, events: list[_Event]) -> None:
-    """Let no event end later than those that need its result begin: its own end may be recorded after they have run."""
-    starts: dict[str, list[float]] = defaultdict(list)
-    for event in reversed(events):
-        later = [starts[name][-1] for name in (event.name, *program.waiting(event.name)) if starts[name]]
-        event.end = max(event.start, min([event.end, *later]))
-        starts[event.name].append(event.start)

@@ -19,7 +19,7 @@ from plurax.transforms import vmap
 from plurax.transforms.program import Profile, count_layout_ops, profile
 from plurax.transforms.program._ir.cost import flops
 from plurax.transforms.program._ir.hlo import HloProgram
-from plurax.transforms.program._ir.scopes import scope_of
+from plurax.transforms.program._ir.provenance import scope_of
 from plurax.transforms.program._ir.traced_program import TracedProgram
 
 
@@ -646,9 +646,7 @@ def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
 
 def test_without_matplotlib_a_plot_says_what_to_install(of_cnn: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"plots need matplotlib; install it with: pip install 'plurax.plot.'"
-    ):
+    with pytest.raises(ModuleNotFoundError, match="plots need matplotlib; install it with: pip install"):
         of_cnn.plot()
 
 
