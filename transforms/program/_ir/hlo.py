@@ -82,12 +82,6 @@ class Instruction:
     rest: str
 
     @cached_property
-    def iterations(self) -> int:
-        """Return how often a loop runs its body; 1 where that depends on data, and for other instructions."""
-        found = _ITERATIONS.search(self.rest) if self.opcode == "while" else None
-        return int(found[1]) if found else 1
-
-    @cached_property
     def called(self) -> tuple[str, ...]:
         """Return the names of the computations that it runs."""
         found = (match[1] or match[2] for match in _CALLED.finditer(self.rest))
@@ -166,7 +160,8 @@ class HloProgram:
                 yield x, 1
             # Not those that a fusion or a reduction calls: they are a part of its own kernel.
             for name in x.called if x.opcode in CONTAINERS else ():
-                yield from ((inner, times * x.iterations) for inner, times in self.runs(name))
+                found = _ITERATIONS.search(x.rest) if x.opcode == "while" else None
+                yield from ((inner, times * int(found[1] if found else 1)) for inner, times in self.runs(name))
 
     @cached_property
     def _users(self) -> dict[str, list[Instruction]]:

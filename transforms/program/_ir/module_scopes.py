@@ -40,8 +40,8 @@ def with_paths(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> tu
 def module_scopes() -> Iterator[dict[int, tuple[str, Any]]]:
     """Name a scope around each call, in this thread, of an NNX module: its path, relative to that of the caller.
 
-    A module without one, such as one that a function refers to, is the root of its parts. Yields the
-    paths that were found in this way, by the `id` of the part, with the part itself, lest another gets that `id`.
+    A module that `with_paths` has not seen, such as one that a function refers to, is the root of its own parts. Yields
+    the paths that were found in this way, by the `id` of the part, with the part itself, lest another gets that `id`.
     """
     nnx, found = sys.modules.get("flax.nnx"), dict[int, tuple[str, Any]]()
     if nnx is None or sys.getprofile() is not None:

@@ -99,7 +99,8 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
         content = json.loads(Path(path).read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
-        rows, names = content["operations"], [content[name] for name in ("name", "program", "machine")]
+        rows = content["operations"]
+        name, program, machine = names = [content[key] for key in ("name", "program", "machine")]
         for row in rows:
             times = row["seconds"]
             # By `type`, as True is an instance of int as well.
@@ -114,7 +115,6 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
             raise ValueError("an operation is there twice, or has more runs than another")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
-    name, program, machine = names
     return Capture(name, counts, times_of, program, machine)
 
 

@@ -24,19 +24,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
 
 def seconds(time: float) -> str:
     """Format a time in s, ms or us with three digits."""
-    # From 0.9995 on three digits round to 1.
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if time * factor >= 0.9995:
-            return f"{time * factor:.3g} {unit}"
-    return f"{time * 1e6:.3g} us"
+    return _scaled(time, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 
 def count(number: float) -> str:
     """Format a number in T, G, M or k with three digits."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g}"
+    return _scaled(number, (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)))
+
+
+def _scaled(number: float, units: Sequence[tuple[str, float]]) -> str:
+    # From 0.9995 on three digits round to 1.
+    unit, size = next((x for x in units if number >= 0.9995 * x[1]), units[-1])
+    return f"{number / size:.3g} {unit}".rstrip()
 
 
 def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], label: str, ax: Any) -> Any:

@@ -240,7 +240,8 @@ def profile(
     prepared = TracedProgram("profile", fun, args)
     # The program as it is, without the profiler: what the watched times are compared with.
     jitted = _clock(prepared.compiled, repeats)
-    watched, costs, fused = (_compiled if mode == "compiled" else _eager)(prepared, repeats)
+    measure = _compiled if mode == "compiled" else _eager
+    watched, costs, fused = measure(prepared, repeats)
     if not costs:
         raise RuntimeError(f"profile: `{prepared.name}` has nothing to measure; does it compute anything?")
     rows = [
@@ -285,8 +286,8 @@ def _eager(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, float]:
     """Return the same of the program evaluated operation by operation, where no places share anything."""
     # Flops and bytes need a lowering of each operation, so they are shared by all runs.
     known: dict[int, tuple[int, int]] = {}
-    arrays = jax.tree.leaves(prepared.args)
-    runs = [evaluate_timed(prepared.traced.jaxpr, arrays, known)[1] for _ in range(repeats + 1)]
+    closed, arrays = prepared.traced.jaxpr, jax.tree.leaves(prepared.args)
+    runs = [evaluate_timed(closed, arrays, known)[1] for _ in range(repeats + 1)]
     # The first has compiled every operation.
     quick = _quickest(runs[1:], _total)
     costs = {place: np.mean([run[place] for run in quick], axis=0) for place in quick[0]}

@@ -68,8 +68,7 @@ def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
             found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
     runs_of: list[list[Timeline]] = [[] for _ in programs]
     for which, devices in found:
-        each = [_timeline(programs[which].program, events) for events in devices]
-        runs_of[which].append(max(each, key=lambda run: run.span))
+        runs_of[which].append(max((_timeline(programs[which].program, x) for x in devices), key=lambda run: run.span))
     return runs_of
 
 

@@ -215,7 +215,7 @@ class TraceDiff:
           ValueError: `by` is none of these; `top` is less than one.
           TypeError: `top` is not a whole number.
         """
-        return self._plot("plot_counts", "count", top, by, "times a call", 1, ax)
+        return self._plot("counts", "count", top, by, "times a call", 1, ax)
 
     def plot_durations(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
         """Draw how long the operations take whose durations differ most; needs the extra `plot`.
@@ -231,13 +231,12 @@ class TraceDiff:
         Raises:
           ModuleNotFoundError, TypeError, ValueError: as for `plot_counts`.
         """
-        return self._plot("plot_durations", "change", top, by, "ms a call", 1e3, ax)
+        return self._plot("total_duration", "change", top, by, "ms a call", 1e3, ax)
 
-    def _plot(self, api: str, sort: str, top: int, by: str | Sequence[str], label: str, unit: float, ax: Any) -> Any:
+    def _plot(self, column: str, sort: str, top: int, by: str | Sequence[str], label: str, unit: float, ax: Any) -> Any:
         """Draw one column of the control and of the test, divided by the `unit`."""
-        check_count(f"TraceDiff.{api}", "top", top)
+        check_count("TraceDiff", "top", top)
         rows = sorted(self.differences(by), key=_SORTS[sort])[:top]
-        column = "counts" if api == "plot_counts" else "total_duration"
         series = [
             (f"{kind}: {side.name}", [getattr(row, f"{kind}_{column}") / unit for row in rows])
             for kind, side in (("control", self.control), ("test", self.test))

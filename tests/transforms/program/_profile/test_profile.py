@@ -193,6 +193,24 @@ def test_gradients_of_weights_are_in_their_layers(cnn: CNN) -> None:
         assert flops[f"transpose(jvp({block}))/conv"] == 2 * flops[f"jvp({block})/conv"]
 
 
+def test_gradients_of_branches_are_in_their_layers() -> None:
+    class Branches(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+            self.long = nnx.Conv(16, 16, (3, 3), rngs=rngs)
+            self.short = nnx.Conv(16, 16, (1, 1), rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nnx.relu(self.first(x))
+            return nnx.relu(self.long(x)) + self.short(x)
+
+    step = nnx.grad(lambda model, x: (model(x) ** 2).mean())
+    flops = flops_of(profile(step, Branches(nnx.Rngs(0)), IMAGES, repeats=1), "conv_general_dilated")
+    # The nearest neighbour with a name of the gradient of the short one's weights is in another layer.
+    assert flops["transpose(jvp(short))"] == 2 * flops["jvp(short)"]
+    assert flops["transpose(jvp(long))"] == 2 * flops["jvp(long)"]
+
+
 def test_time_lands_on_the_scope_that_takes_it() -> None:
     def uneven(x: jax.Array) -> jax.Array:
         with jax.named_scope("heavy"):
