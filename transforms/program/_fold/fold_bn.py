@@ -14,7 +14,7 @@ from ..._core.source_lines import call_users
 from ..._models.mutation import call_with_models, changes
 from ..._models.split_model import dotted, is_model, split, split_tree
 from .._ir.flat_program import FlatProgram, Value, parameter
-from .._ir.module_scopes import module_paths, modules_of, scoped_calls
+from .._ir.module_scopes import module_scopes, with_paths
 from .plan import FoldPlan
 from .report import FoldReport
 
@@ -82,10 +82,10 @@ def fold_bn(
             "fold_bn(lambda model, *args: model(*args), model, *example)."
         )
     names = _names(params)
-    # Split while modules have their paths: the report names the scopes in which `fun` calls their copies.
-    with module_paths(modules_of(fun, None, (params, *example))) as kinds:
-        leaves, structure = _split(params, numbers=False)
-        arguments, argument_structure = _split(example)
+    # With their paths, since the report names the scopes in which `fun` calls modules.
+    _, (params, *rest) = with_paths(fun, None, (params, *example))
+    leaves, structure = _split(params, numbers=False)
+    arguments, argument_structure = _split(tuple(rest))
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
             raise TypeError(
@@ -93,8 +93,7 @@ def fold_bn(
             )
     # Only types of the old parameters are kept for later traces, so that their memory can be freed.
     leaf_types = jax.eval_shape(lambda *x: list(x), *leaves)
-    with scoped_calls(kinds):
-        flat, _ = _trace(fun, leaf_types, structure, arguments, argument_structure)
+    flat, _ = _trace(fun, leaf_types, structure, arguments, argument_structure)
     plan = FoldPlan(flat, names, leaves)
     folded, report, first, answers = plan.parameters(), plan.report(), plan.fingerprint(), plan.answers
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
@@ -103,8 +102,7 @@ def fold_bn(
         """Return the output of `fun`, by its program with the folded weights."""
         # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
         # and what the first plan found out by them is recorded.
-        with scoped_calls(kinds):
-            flat, out = _trace(fun, leaf_types, structure, arguments, argument_structure)
+        flat, out = _trace(fun, leaf_types, structure, arguments, argument_structure)
         plan = FoldPlan(flat, names, (), answers)
         if plan.fingerprint() != first:
             raise ValueError("fold_bn: for these shapes, fun combines other parameters; fold with such an example.")
@@ -163,7 +161,8 @@ def _trace(
                 raise ValueError(f"fold_bn: fun changes `{paths[0]}` of a module, as in training; call model.eval().")
         return out
 
-    closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
+    with module_scopes():
+        closed, out = call_users(jax.make_jaxpr(function, return_shape=True), leaves, arguments)
     invars = [x.aval for x in closed.jaxpr.invars]
     values = [parameter(x, i) if i < len(leaves) else Value(x) for i, x in enumerate(invars)]
     return FlatProgram(closed.jaxpr, closed.consts, values), jax.tree.structure(out)

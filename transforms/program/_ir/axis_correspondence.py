@@ -10,6 +10,8 @@ from jax.extend.core import JaxprEqn
 
 from ..._core.jaxpr import aval
 
+# Operations that keep all elements in their order.
+_RESHAPES = frozenset({"reshape", "squeeze", "convert_element_type", "copy", "copy_p"})
 Pairs = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -24,14 +26,8 @@ def correspondence(eqn: JaxprEqn) -> Pairs | None:
     if not eqn.invars or len(eqn.invars) > 1:
         return None
     source, target = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
-    if name in ("convert_element_type", "copy", "copy_p"):
-        return [((i,), (i,)) for i in range(len(source))]
     if name == "transpose":
         return [((axis,), (i,)) for i, axis in enumerate(params["permutation"])]
-    if name == "squeeze":
-        gone = [axis % len(source) for axis in params["dimensions"]]
-        kept = [i for i in range(len(source)) if i not in gone]
-        return [*(((i,), ()) for i in gone), *(((axis,), (i,)) for i, axis in enumerate(kept))]
     if name == "broadcast_in_dim":
         places = [int(i) for i in params["broadcast_dimensions"]]
         # An axis of size 1 that is spread to another size ends, and a new axis, along which all is the same, begins.
@@ -39,8 +35,8 @@ def correspondence(eqn: JaxprEqn) -> Pairs | None:
         new = [i for i in range(len(target)) if i not in moved.values()]
         return [*(((i,), (moved[i],) if i in moved else ()) for i in range(len(places))), *(((), (i,)) for i in new)]
     # Without elements any two groups of axes match, so there is no correspondence to find.
-    if name == "reshape" and 0 not in source:
-        order = params["dimensions"] or range(len(source))
+    if name in _RESHAPES and 0 not in source:
+        order = (name == "reshape" and params["dimensions"]) or range(len(source))
         found = _reshaped([source[i] for i in order], target)
         return [(tuple(order[i] for i in sources), targets) for sources, targets in found]
     return None

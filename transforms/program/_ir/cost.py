@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from itertools import product
 
 from .hlo import CONTAINERS, NAMES, Array, HloProgram, Instruction
@@ -76,40 +77,35 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
         return results + sum(x.bytes for name in instruction.operands for x in program.instructions[name].results)
     # A fusion reads its parameters and writes its root; what is in between stays in registers.
     inside = {x.name: x for x in program.inside(instruction)}
-    users: dict[str, list[Instruction]] = {}
+    users = defaultdict(list)
     for x in inside.values():
         for name in x.operands:
-            users.setdefault(name, []).append(x)
-    read = sum(_read(program, x, users.get(x.name, []), users) for x in inside.values() if x.opcode == "parameter")
-    return read + sum(_written(program, x, inside) for x in inside.values() if x.root and x.name in inside)
+            users[name].append(x)
 
+    def read(array: Instruction) -> int:
+        """Return the bytes that are read of a parameter, or of another view of it."""
+        size, found = sum(x.bytes for x in array.results), 0
+        for user in users[array.name]:
+            if user.opcode in {"bitcast", "reshape"}:
+                found += read(user)
+            elif user.opcode in {"dynamic-slice", "gather", "slice"} and user.operands[0] == array.name:
+                found += sum(x.bytes for x in user.results)
+            elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
+                return size
+            # What remains is the operand that an update overwrites in place: nothing of it is read.
+        return min(found, size)
 
-def _read(
-    program: HloProgram, array: Instruction, users: list[Instruction], all_users: dict[str, list[Instruction]]
-) -> int:
-    """Return the bytes that the `users` inside a fusion read of one of its parameters."""
-    size = sum(x.bytes for x in array.results)
-    found = 0
-    for user in users:
-        if user.opcode in {"bitcast", "reshape"}:
-            found += _read(program, user, all_users.get(user.name, []), all_users)
-        elif user.opcode in {"dynamic-slice", "gather", "slice"} and user.operands[0] == array.name:
-            found += sum(x.bytes for x in user.results)
-        elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
-            return size
-        # What remains is the operand that an update overwrites in place: nothing of it is read.
-    return min(found, size)
+    def written(root: Instruction) -> int:
+        """Return the bytes that are written for the root, or for each part of a tuple."""
+        if root.opcode == "tuple" or (root.opcode == "bitcast" and root.operands[0] in inside):
+            return sum(written(inside[name]) for name in root.operands if name in inside)
+        if root.opcode == "dynamic-update-slice":
+            return _operand(program, root, 1).bytes
+        return sum(x.bytes for x in root.results)
 
-
-def _written(program: HloProgram, root: Instruction, inside: dict[str, Instruction]) -> int:
-    """Return the bytes that a fusion writes for its root, or for each part of a tuple."""
-    if root.opcode == "tuple":
-        return sum(_written(program, inside[name], inside) for name in root.operands if name in inside)
-    if root.opcode == "bitcast" and root.operands[0] in inside:
-        return _written(program, inside[root.operands[0]], inside)
-    if root.opcode == "dynamic-update-slice":
-        return _operand(program, root, 1).bytes
-    return sum(x.bytes for x in root.results)
+    return sum(read(x) for x in inside.values() if x.opcode == "parameter") + sum(
+        written(x) for x in inside.values() if x.root
+    )
 
 
 def _operand(program: HloProgram, instruction: Instruction, i: int) -> Array:
@@ -125,7 +121,7 @@ def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
     total *= kernel.shape[kernel_names.index("i")]
     ndim = sum(x.isdigit() for x in names)
     strides, spread, dilation = (_window(instruction, name, ndim) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    padding = [int(x.split("_")[0]) for x in _setting(instruction, "pad").split("x") if x] or [0] * ndim
+    padding = _window(instruction, "pad", ndim, "0")
     for i in range(ndim):
         size, window, results = (
             shape[labels.index(str(i))]
@@ -142,15 +138,11 @@ def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
     return total
 
 
-def _window(instruction: Instruction, name: str, ndim: int = 0) -> list[int]:
-    found = _setting(instruction, name)
-    return [int(x) for x in found.split("x")] if found else [1] * ndim  # HLO leaves out what is 1 along all axes
-
-
-def _setting(instruction: Instruction, name: str) -> str:
-    """Return a setting of the window of a convolution or a pooling, such as `3x3` for its size."""
+def _window(instruction: Instruction, name: str, ndim: int = 0, default: str = "1") -> list[int]:
+    """Return a setting of a window for each axis, such as `3x3` for its size, or `1_0x1_0` for its padding."""
     settings = dict(x.split("=") for x in instruction.attribute("window").split())
-    return settings.get(name, "")
+    # HLO leaves out what is the default along all axes.
+    return [int(x.split("_")[0]) for x in settings[name].split("x")] if name in settings else [int(default)] * ndim
 
 
 def _of_library(program: HloProgram, instruction: Instruction) -> int:

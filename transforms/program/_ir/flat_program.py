@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +69,9 @@ class Rewrite(NamedTuple):
 
     inputs: Sequence[Value]
     function: Callable[..., Sequence[Any]]
+
+
+_NONE: Mapping[Node, Rewrite] = MappingProxyType({})
 
 
 class FlatProgram:
@@ -179,14 +183,9 @@ def _inner(x: Any, operand: Value | None) -> Value:
 
 
 def needed(
-    nodes: Sequence[Node],
-    wanted: Iterable[Value],
-    rewrites: Mapping[Node, Rewrite] | None = None,
-    *,
-    effects: bool = True,
+    nodes: Sequence[Node], wanted: Iterable[Value], rewrites: Mapping[Node, Rewrite] = _NONE, *, effects: bool = True
 ) -> tuple[list[Node], set[Value]]:
     """Return the operations that lead to some values, or have effects, and all values that these need."""
-    rewrites = rewrites or {}
     seen = set(wanted)
     kept = []
     # Backwards, so that all users of a value are met before the operation that makes it.
@@ -197,9 +196,8 @@ def needed(
     return kept[::-1], seen
 
 
-def run(nodes: Sequence[Node], known: dict[Value, Any], rewrites: Mapping[Node, Rewrite] | None = None) -> None:
+def run(nodes: Sequence[Node], known: dict[Value, Any], rewrites: Mapping[Node, Rewrite] = _NONE) -> None:
     """Evaluate operations in order, and add what they return to the `known` values."""
-    rewrites = rewrites or {}
     for node in nodes:
         # Values may be known before: those of parameters, and what another run has computed.
         if not node.outputs or any(x not in known for x in node.outputs):

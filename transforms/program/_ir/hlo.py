@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +24,6 @@ _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _PARENTHESES = re.compile(rf"{_QUOTED.pattern}|[()]")  # a quoted string is one match, so those inside do not count
 _METADATA = re.compile(rf", metadata=\{{(?:[^{{}}\"]|{_QUOTED.pattern})*\}}")
 
-_ESCAPED = re.compile(r"\\([0-7]{3}|.)")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 # XLA writes the number of iterations where it can prove it, as for `scan`.
 _ITERATIONS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
@@ -82,12 +82,6 @@ class Instruction:
     rest: str
 
     @cached_property
-    def iterations(self) -> int:
-        """Return how often a loop runs its body; 1 where that depends on data, and for other instructions."""
-        found = _ITERATIONS.search(self.rest) if self.opcode == "while" else None
-        return int(found[1]) if found else 1
-
-    @cached_property
     def called(self) -> tuple[str, ...]:
         """Return the names of the computations that it runs."""
         found = (match[1] or match[2] for match in _CALLED.finditer(self.rest))
@@ -97,7 +91,8 @@ class Instruction:
     def op_name(self) -> str:
         """Return the scopes and operation of JAX it comes from, such as `jit(f)/layer/dot_general`; may be empty."""
         found = re.search(rf"op_name={_QUOTED.pattern}", self.rest)
-        return _unescaped(found[1]) if found else ""
+        # Of an instruction that XLA has made of several it is the names of all, joined by semicolons.
+        return _unescaped(found[1]).partition(";jit(")[0] if found else ""
 
     def attribute(self, name: str) -> str:
         """Return a setting such as `window={size=3x3}`, without its braces; empty where it is not given."""
@@ -126,21 +121,22 @@ class HloProgram:
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
-        # Newer versions of XLA write stacks of calls once, as numbered rows of four tables before the computations,
-        # and for each instruction the number of its frame.
+        self._lines: list[str] = []
+        # XLA writes stacks of calls once, as numbered rows of four tables before the computations, and for each
+        # instruction the number of its frame.
         self._tables: dict[str, dict[int, str]] = {}
-        self._sources: dict[int, str] = {}
         rows: dict[int, str] = {}
         current: list[Instruction] = []
         for line in text.splitlines():
             if match := _INSTRUCTION.match(line):
                 current.append(_instruction(*match.groups()))
+                self._lines.append(line)
             elif match := _COMPUTATION.match(line):
                 current = self.computations[match[2]] = []
                 self.entry = match[2] if match[1] else self.entry
+                self._lines.append(f"%{match[2]}")
             elif line in {"FileNames", "FunctionNames", "FileLocations", "StackFrames"}:
                 rows = self._tables[line] = {}
             elif match := re.match(r"(\d+) (.*)$", line):
@@ -154,13 +150,8 @@ class HloProgram:
     def anonymous(self) -> str:
         """Return the text with names numbered and without metadata: equal for programs that do the same."""
         numbers: dict[str, int] = {}  # of each name, in the order in which names appear
-        lines = []
-        for line in self._text.splitlines():
-            computation = _COMPUTATION.match(line)
-            if computation or _INSTRUCTION.match(line):
-                plain = f"%{computation[2]}" if computation else _METADATA.sub("", line)
-                lines.append(re.sub(r"%[\w.\-]+", lambda x: f"%{numbers.setdefault(x[0], len(numbers))}", plain))
-        return "\n".join(lines)
+        plain = _METADATA.sub("", "\n".join(self._lines))
+        return re.sub(r"%[\w.\-]+", lambda x: f"%{numbers.setdefault(x[0], len(numbers))}", plain)
 
     def runs(self, computation: str = "") -> Iterator[tuple[Instruction, int]]:
         """Yield the instructions that a call runs and how often; fusions as one, the bodies of unbounded loops once."""
@@ -169,14 +160,15 @@ class HloProgram:
                 yield x, 1
             # Not those that a fusion or a reduction calls: they are a part of its own kernel.
             for name in x.called if x.opcode in CONTAINERS else ():
-                yield from ((inner, times * x.iterations) for inner, times in self.runs(name))
+                found = _ITERATIONS.search(x.rest) if x.opcode == "while" else None
+                yield from ((inner, times * int(found[1] if found else 1)) for inner, times in self.runs(name))
 
     @cached_property
     def _users(self) -> dict[str, list[Instruction]]:
-        users: dict[str, list[Instruction]] = {}
+        users = defaultdict(list)
         for instruction in self.instructions.values():
             for name in instruction.operands:
-                users.setdefault(name, []).append(instruction)
+                users[name].append(instruction)
         return users
 
     def waiting(self, name: str) -> Iterator[str]:
@@ -204,64 +196,54 @@ class HloProgram:
 
     def source(self, instruction: Instruction) -> str:
         """Return the line of the user's code it comes from, as `file:line`; empty where it is not known."""
-        frame = instruction.attribute("stack_frame_id")
-        if frame:
-            return self._line(int(frame))
-        # Older versions write file and line themselves.
-        file = re.search(rf"source_file={_QUOTED.pattern}", instruction.rest)
-        return f"{_unescaped(file[1])}:{instruction.attribute('source_line')}" if file else ""
-
-    def _line(self, frame: int) -> str:
-        if frame not in self._sources:
-            self._sources[frame] = users_line(self._lines(frame))
-        return self._sources[frame]
+        return self._sources.get(int(instruction.attribute("stack_frame_id") or 0), "")
 
     @cached_property
-    def _frames(self) -> dict[int, tuple[int, ...]]:
-        """Return for each frame of a stack of calls the number of its location and of its caller."""
-        return {i: tuple(map(int, re.findall(r"=(\d+)", row))) for i, row in self._tables["StackFrames"].items()}
+    def _sources(self) -> dict[int, str]:
+        """Return the user's line for each frame of a stack of calls."""
+        frames, locations = (
+            {i: dict(re.findall(r"(\w+)=(\d+)", row)) for i, row in self._tables.get(name, {}).items()}
+            for name in ("StackFrames", "FileLocations")
+        )
 
-    def _lines(self, frame: int) -> Iterator[str]:
-        """Yield the lines of a stack of calls, from the innermost outwards."""
-        # The first frame has no caller. Some versions write the number of each caller one too high.
-        shift = self._frames[1][1]
-        while frame:
-            location, caller = self._frames[frame]
-            frame = caller - shift
-            place = dict(re.findall(r"(\w+)=(\d+)", self._tables["FileLocations"][location]))
-            file = self._tables["FileNames"][int(place["file_name_id"])]
-            yield f"{_unescaped(file[1:-1])}:{place['line']}"
+        def lines(frame: int) -> Iterator[str]:
+            """Yield the lines of a stack of calls, from the innermost outwards."""
+            while frame:
+                place = locations[int(frames[frame]["file_location_id"])]
+                file = self._tables["FileNames"][int(place["file_name_id"])]
+                yield f"{_unescaped(file[1:-1])}:{place['line']}"
+                # The first frame has no caller. Some versions write the number of each caller one too high.
+                frame = int(frames[frame]["parent_frame_id"]) - int(frames[1]["parent_frame_id"])
+
+        return {frame: users_line(lines(frame)) for frame in frames}
 
 
 def _instruction(root: str | None, name: str, text: str) -> Instruction:
     """Parse the right side of `name = f32[2,3]{1,0} add(f32[2,3]{1,0} %x, ...), metadata={...}`."""
-    kind, text = _type(text)
+    # The type of the result comes first: an array, or a tuple in parentheses.
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    kind, text = text[:end], text[end:].lstrip()
     opcode = _OPCODE.match(text)
     if not opcode:
         raise ValueError(f"an instruction of a compiled program that is not understood: {name} = {kind} {text[:80]}")
     end = _closing(text, opcode.end() - 1)
-    operands = () if opcode[1] in {"constant", "parameter"} else _operands(text[opcode.end() : end])
+    # Operands may have comments such as `/*index=5*/`; those of a constant or parameter are values.
+    inside = re.sub(r"/\*.*?\*/", "", text[opcode.end() : end])
+    operands = () if opcode[1] in {"constant", "parameter"} else tuple(re.findall(r"[\w.\-]+", inside))
     arrays = tuple(_array(*found) for found in _ARRAY.findall(kind))
     return Instruction(name, opcode[1], arrays, operands, root is not None, text[end + 1 :])
 
 
 def _unescaped(text: str) -> str:
-    """Undo the escapes of a quoted string: bytes of UTF-8 in octal, and backslashes."""
-    # Each byte becomes one character of Latin-1 first, so that those of one letter can be decoded together.
-    plain = _ESCAPED.sub(lambda x: chr(int(x[1], 8)) if x[1].isdigit() else _ESCAPES.get(x[1], x[1]), text)
-    return plain.encode("latin-1", "replace").decode("utf-8", "replace")
+    """Undo the escapes of a quoted string, which are those of bytes in Python: UTF-8 in octal, and backslashes."""
+    plain: bytes = ast.literal_eval(f'b"{text.encode("ascii", "backslashreplace").decode()}"')
+    return plain.decode("utf-8", "replace")
 
 
 def _array(dtype: str, lengths: str, order: str) -> Array:
     # A dynamic axis is written with its bound, as `<=5`. Without an order axes are in memory as in C.
     shape = tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x)
     return Array(dtype, shape, tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape)))))
-
-
-def _type(text: str) -> tuple[str, str]:
-    """Split the right side of an instruction into the type of its result, which may be a tuple, and the rest."""
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    return text[:end], text[end:].lstrip()
 
 
 def _closing(text: str, start: int) -> int:
@@ -272,11 +254,3 @@ def _closing(text: str, start: int) -> int:
         if not depth:
             return found.start()
     raise ValueError(f"an instruction of a compiled program that is not understood: {text[:80]}")
-
-
-def _operands(text: str) -> tuple[str, ...]:
-    """Return the names among the operands, some versions of which have types, and comments such as `/*index=5*/`."""
-    # Commas inside of shapes, layouts and tuple types would split an operand, so these go first.
-    text = re.sub(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]", "", text)
-    text = re.sub(r"\([^()]*\)", "", text)
-    return tuple(x.split()[-1].lstrip("%") for x in text.split(",") if x.strip())

@@ -2,168 +2,77 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import threading
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FrameType
 from typing import Any
 
 import jax
 
 from ..._core.arguments import argument_name, leaf_name
-from ..._models.split_model import is_model, is_module
+from ..._models.split_model import is_model, is_module, merge_tree, split_tree
 
-# An attribute of a module is part of its graph definition, so copies that are merged from a split module have it too.
 _PATH = "_plurax_path"
-# Modules and their classes are changed for a while, which all threads see, so only one thread may do so at a time.
-LOCK = threading.RLock()
-# Functions of these libraries refer to much, but never to a module of the user's.
-_LIBRARIES = frozenset({"builtins", "equinox", "flax", "functools", "jax", "jaxlib", "numpy", "optax", "plurax"})
 
 
-def modules_of(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the NNX modules of a call by a name to put before the paths of their parts, empty if there is only one.
+def with_paths(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the owner and the arguments of a call with copies of their NNX modules, in which each part has its path.
 
-    They are the function itself, those in its arguments, and those that it refers to: what it closes over, its defaults
-    and global variables, the arguments of partials, attributes of the object whose method it is, and likewise for the
-    functions among these.
+    If there are several modules, the names of the arguments come first.
     """
-    found = [("fun", owner)]
-    for i, argument in enumerate(args):
-        found += _inside(argument_name(fun, args, i), argument)
-    found += _referred("fun", fun, set())
-    # A module that is found several times has the name it was found by first: reversed, the first assignment is last.
-    modules = {id(module): (name, module) for name, module in reversed(found) if is_module(module)}
-    names: dict[str, Any] = {}
-    for name, module in reversed(modules.values()):
-        number = sum(other.partition(" ")[0] == name for other in names)
-        names[name if not number else f"{name} {number + 1}"] = module
-    return names if len(names) > 1 else dict(zip([""], names.values(), strict=False))
+    # An attribute is part of the graph definition, so copies that transforms of NNX make have it as well.
+    owner, args = copies = merge_tree(split_tree((owner, args)))
+    modules = [
+        (leaf_name(name, path), leaf)
+        for name, tree in [("fun", owner), *((argument_name(fun, args, i), x) for i, x in enumerate(args))]
+        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model)
+        if is_module(leaf)
+    ]
+    for name, module in modules:
+        for path, part in sys.modules["flax.nnx"].iter_modules(module):
+            if not hasattr(part, _PATH):  # a shared part keeps its first path
+                setattr(part, _PATH, "/".join([*([name] if len(modules) > 1 else []), *map(str, path)]))
+    return copies
 
 
-def _inside(name: str, tree: Any) -> list[tuple[str, Any]]:
-    """Return the modules in a pytree, each with its path."""
+@contextmanager
+def module_scopes() -> Iterator[dict[int, tuple[str, Any]]]:
+    """Name a scope around each call, in this thread, of an NNX module: its path, relative to that of the caller.
+
+    A module that `with_paths` has not seen, such as one that a function refers to, is the root of its own parts. Yields
+    the paths that were found in this way, by the `id` of the part, with the part itself, lest another gets that `id`.
+    """
+    nnx, found = sys.modules.get("flax.nnx"), dict[int, tuple[str, Any]]()
+    if nnx is None or sys.getprofile() is not None:
+        yield found
+        return
+    active: list[tuple[FrameType, str, Any]] = []
+
+    def path_of(module: Any, outer: str) -> str:
+        if hasattr(module, _PATH):
+            return str(getattr(module, _PATH))
+        if id(module) not in found:
+            for path, part in nnx.iter_modules(module):
+                found.setdefault(id(part), ("/".join(filter(None, [outer, *map(str, path)])), part))
+        return found[id(module)][0]
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name == "__call__" and code.co_argcount:
+            module, outer = frame.f_locals[code.co_varnames[0]], active[-1][1] if active else ""
+            # With the same path a class calls the `__call__` of its parent class.
+            if isinstance(module, nnx.Module) and (path := path_of(module, outer)) not in ("", outer):
+                scope = jax.named_scope(path.removeprefix(f"{outer}/"))
+                scope.__enter__()
+                active.append((frame, path, scope))
+        elif event == "return" and active and active[-1][0] is frame:  # also where an error ends the call
+            active.pop()[-1].__exit__(None, None, None)
+
+    # Python's hook for profilers sees calls without a change to the user's modules or classes. It makes a trace take
+    # twice as long. Another profiler that is running keeps it; there are no scopes then.
+    sys.setprofile(watch)
     try:
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=is_model)
-    except (TypeError, ValueError):  # a global dict need be no pytree: JAX sorts its keys, which may have no order
-        return []
-    return [(leaf_name(name, path), leaf) for path, leaf in leaves if is_module(leaf)]
-
-
-def _referred(name: str, value: Any, seen: set[int]) -> list[tuple[str, Any]]:
-    """Return the modules that a value is, holds, or refers to if it is a function, each by the name of the variable."""
-    if id(value) in seen:
-        return []
-    seen.add(id(value))
-    found: list[tuple[str, Any]] = []
-    if isinstance(value, (dict, list, tuple)) or is_model(value):
-        found += _inside(name, value)
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        parts = {f"{name} {i}": x for i, x in enumerate(values) if callable(x) and not is_model(x)}
-    elif not callable(value) or _library(value):
-        return []
-    else:
-        parts = _references(name, value)
-    for inner, x in parts.items():
-        found += _referred(inner, x, seen)
-    return found
-
-
-def _library(value: Any) -> bool:
-    """Return whether a callable is a library's own, and does not wrap a user's function, as `jax.jit` does."""
-    kind = value if hasattr(value, "__module__") else type(value)
-    wraps = hasattr(value, "__wrapped__") or isinstance(value, (functools.partial, MethodType))
-    return not wraps and str(kind.__module__).partition(".")[0] in _LIBRARIES
-
-
-def _references(name: str, value: Any) -> dict[str, Any]:
-    """Return what a callable refers to, by the names of the variables."""
-    if isinstance(value, functools.partial):
-        return {name: value.func, **{f"{name} {i}": x for i, x in enumerate(value.args)}, **value.keywords}
-    if isinstance(value, MethodType):
-        return {name: value.__func__, "self": value.__self__}
-    if hasattr(value, "__wrapped__"):
-        return {name: value.__wrapped__}
-    if not isinstance(value, FunctionType):  # an object with `__call__`; looked up without running a property
-        return {**getattr(value, "__dict__", {}), name: inspect.getattr_static(type(value), "__call__", None)}
-    code, cells = value.__code__, value.__closure__ or ()
-    found = {x: value.__globals__[x] for x in code.co_names if x in value.__globals__}
-    for variable, cell in zip(code.co_freevars, cells, strict=True):
-        try:
-            found[variable] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    parameters = list(inspect.signature(value, follow_wrapped=False).parameters.values())
-    return found | {x.name: x.default for x in parameters if x.default is not inspect.Parameter.empty}
-
-
-@contextmanager
-def module_paths(modules: dict[str, Any]) -> Iterator[list[type]]:
-    """Store in each part of these NNX modules its path of attributes, and yield the classes of the parts.
-
-    Inside the context the parts have one attribute more, and so have copies that are merged from split modules.
-    """
-    named: list[Any] = []
-    with LOCK:
-        try:
-            for path, part in _parts(modules):
-                if not hasattr(part, _PATH):  # a shared part keeps its first path
-                    setattr(part, _PATH, path)
-                    named.append(part)
-            yield list(dict.fromkeys(map(type, named)))
-        finally:
-            for part in named:
-                delattr(part, _PATH)
-
-
-@contextmanager
-def scoped_calls(kinds: Iterable[type]) -> Iterator[None]:
-    """Name a scope around each call, in this thread, of a module of these classes that knows its path.
-
-    The scopes are relative, as the calls are nested. Inside the context the classes have another `__call__`.
-    """
-    active: list[str] = []
-    with LOCK:
-        classes: list[tuple[Any, Any]] = [(kind, vars(kind).get("__call__")) for kind in kinds]
-        try:
-            for kind, _ in classes:
-                kind.__call__ = _scoped(kind.__call__, active, threading.get_ident())
-            yield
-        finally:
-            for kind, own in reversed(classes):
-                if own is None:  # it was inherited
-                    del kind.__call__
-                else:
-                    kind.__call__ = own
-
-
-def _parts(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the callable parts of modules with their paths."""
-    for name, module in modules.items():
-        from flax import nnx  # here, so that nothing is imported where there are no modules
-
-        for path, part in nnx.iter_modules(module):
-            if callable(part):
-                yield "/".join([*filter(None, [name]), *map(str, path)]), part
-
-
-def _scoped(call: Callable[..., Any], active: list[str], thread: int) -> Callable[..., Any]:
-    """Wrap the `__call__` of a class to run in the scope of the object it is called on."""
-
-    @functools.wraps(call)
-    def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = getattr(self, _PATH, "") if threading.get_ident() == thread else ""
-        outer = active[-1] if active else ""
-        # With the same path a class calls the `__call__` of its parent class, which may be wrapped as well.
-        if path == outer or not path:
-            return call(self, *args, **kwargs)
-        active.append(path)
-        try:
-            with jax.named_scope(path.removeprefix(f"{outer}/") if outer else path):
-                return call(self, *args, **kwargs)
-        finally:
-            active.pop()
-
-    return scoped
+        yield found
+    finally:
+        sys.setprofile(None)

@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 from ..._core.source_lines import source_of
 from .flat_program import FlatProgram, Node, Value, insides
 from .hlo import HloProgram
-from .provenance import PRODUCTS, Provenance, around, place_of
-from .scopes import scope_of
-
-# Operations that only rearrange an operand, between a product and what it is computed from.
-_VIEWS = frozenset(
-    {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
-)
+from .provenance import PRODUCTS, VIEWS, Provenance, around, place_of, scope_of
 
 
 class _Written(NamedTuple):
@@ -37,24 +31,20 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
       program: the compiled program.
       closed: its jaxpr, closed.
     """
-    products = [x for x in program.instructions.values() if x.opcode in PRODUCTS]
-    nameless = [x for x in products if place_of(program, x) is None]
-    if not nameless:
+    products = [(x, place_of(program, x)) for x in program.instructions.values() if x.opcode in PRODUCTS]
+    if all(place for _, place in products):
         return {}
     flat = FlatProgram(closed.jaxpr, closed.consts, [Value(x.aval) for x in closed.jaxpr.invars])
     written = list(_products(flat, ""))
-    for x in products:
+    for x, place in products:
         # Each product of the jaxpr is one of the compiled program, so those with a name are no candidates.
-        place = place_of(program, x)
-        if place is not None:
-            key = place.op, place.scope, _lengths(x.results[0].shape)
-            if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
-                written.remove(max(same, key=lambda y: y.place.source == place.source))
+        key = place and (place.op, place.scope, _lengths(x.results[0].shape))
+        if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
+            written.remove(max(same, key=lambda y: y.place == place))
     found = {}
-    for x in nameless:
-        near = set(around(program, x, users=False))
-        candidates = [y for y in written if y.lengths == _lengths(x.results[0].shape)]
-        if candidates:
+    for x, place in products:
+        near = set(around(program, x, {}, users=False))
+        if place is None and (candidates := [y for y in written if y.lengths == _lengths(x.results[0].shape)]):
             # Of several with these lengths, the one with most neighbours in common, else the first that is left.
             best = max(candidates, key=lambda y: len(near & y.sources))
             written.remove(best)
@@ -67,24 +57,22 @@ def _products(flat: FlatProgram, scope: str) -> Iterator[_Written]:
     for node in flat.nodes:
         place = _place(node, scope)
         if node.name in PRODUCTS.values():
-            sources = frozenset(_place(x, scope) for value in node.inputs for x in _makers(value))
+            sources = frozenset(_place(x, scope) for x in map(_maker, node.inputs) if x is not None)
             yield _Written(place, _lengths(node.outputs[0].aval.shape), sources)
         for inner in insides(node):
-            yield from _products(inner, "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack)])))
+            yield from _products(inner, f"{scope}/{node.eqn.source_info.name_stack}")
 
 
 def _place(node: Node, scope: str) -> Provenance:
-    name = "/".join(filter(None, [scope, str(node.eqn.source_info.name_stack), node.name]))
-    return Provenance(node.name, scope_of(name)[1], source_of(node.eqn))
+    _, scope = scope_of(f"{scope}/{node.eqn.source_info.name_stack}/{node.name}")
+    return Provenance(node.name, scope, source_of(node.eqn))
 
 
-def _makers(value: Value) -> Iterator[Node]:
-    """Yield the operation that a value comes from, past those that only rearrange it; nothing for an argument."""
-    node = value.node
-    if node is not None and node.name in _VIEWS:
-        yield from _makers(node.inputs[0])
-    elif node is not None:
-        yield node
+def _maker(value: Value) -> Node | None:
+    """Return the operation that a value comes from, past those that only rearrange it; None for an argument."""
+    while value.node is not None and value.node.name in VIEWS:
+        value = value.node.inputs[0]
+    return value.node
 
 
 def _lengths(shape: tuple[int, ...]) -> tuple[int, ...]:

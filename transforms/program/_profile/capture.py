@@ -1,4 +1,4 @@
-"""The operations of a program and their times, written to a file for a later comparison: `capture`."""
+"""The operations of a program, counted in its jaxpr and timed, and written to a file to be compared: `capture`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,15 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._core.arguments import check_count
+from ..._core.compat import scan_counts
+from ..._core.jaxpr import CALLS, bodies, called
 from ..._core.machine import cores, processor
 from ..._runs.atomic_write import write_atomically
+from .._ir.provenance import scope_of
 from .._ir.traced_program import TracedProgram
-from .operation_counts import count_operations
 from .timeline import Timeline, timelines
 
 _FORMAT = "plurax capture 1"
@@ -79,13 +82,13 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
       {('sin', ''): 1}
     """
     check_count("capture", "repeats", repeats, least=2)
-    (found,) = captures("capture", [TracedProgram("capture", fun, args)], repeats)
+    (found,) = captures([TracedProgram("capture", fun, args)], repeats)
     operations = [
         {"op": op, "scope": scope, "count": count, "seconds": found.seconds.get((op, scope), [])}
         for (op, scope), count in found.counts.items()
     ]
-    head = {"format": _FORMAT, "name": found.name, "program": found.program, "machine": found.machine}
-    content = {**head, "operations": operations}
+    names = {"name": found.name, "program": found.program, "machine": found.machine}
+    content = {"format": _FORMAT, **names, "operations": operations}
     write_atomically(Path(path), [(json.dumps(content, indent=1) + "\n").encode()])
     return found
 
@@ -96,53 +99,36 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
         content = json.loads(Path(path).read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
-        return _checked(content)
+        rows = content["operations"]
+        name, program, machine = names = [content[key] for key in ("name", "program", "machine")]
+        for row in rows:
+            times = row["seconds"]
+            # By `type`, as True is an instance of int as well.
+            fits = type(row["count"]) is int and row["count"] >= 0 and isinstance(times, list)
+            if not fits or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
+                raise ValueError(f"{row} has no whole number as its count, or no times in seconds")
+        if not all(isinstance(x, str) for x in [*names, *(row[key] for row in rows for key in ("op", "scope"))]):
+            raise ValueError("one of its names is not a string")
+        counts = {(row["op"], row["scope"]): row["count"] for row in rows}
+        times_of = {(row["op"], row["scope"]): list(map(float, row["seconds"])) for row in rows if row["seconds"]}
+        if len(counts) < len(rows) or len(set(map(len, times_of.values()))) > 1:
+            raise ValueError("an operation is there twice, or has more runs than another")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
+    return Capture(name, counts, times_of, program, machine)
 
 
-def _checked(content: dict[str, Any]) -> Capture:
-    """Return the content of a file as a capture; raise an error, of any of several types, if it does not fit."""
-    for name in ("name", "program", "machine"):
-        if not isinstance(content[name], str):
-            raise ValueError(f"{name!r} is no string")
-    rows = {(row["op"], row["scope"]): row for row in content["operations"]}
-    if len(rows) < len(content["operations"]):
-        raise ValueError("two operations are the same")
-    for (op, scope), row in rows.items():
-        if not isinstance(op, str) or not isinstance(scope, str):
-            raise ValueError("the name of an operation is no string")
-        # By `type`, as True is an instance of int as well.
-        if type(row["count"]) is not int or row["count"] < 0:
-            raise ValueError(f"the count of {op!r} is no whole number from 0 on")
-        times = row["seconds"]
-        if not isinstance(times, list) or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
-            raise ValueError(f"the seconds of {op!r} are no times")
-    if len({len(row["seconds"]) for row in rows.values() if row["seconds"]}) > 1:
-        raise ValueError("some operations have more runs than others")
-    return Capture(
-        content["name"],
-        {key: row["count"] for key, row in rows.items()},
-        {key: [float(x) for x in row["seconds"]] for key, row in rows.items() if row["seconds"]},
-        content["program"],
-        content["machine"],
-    )
-
-
-def captures(api: str, prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
+def captures(prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
     """Run some programs alternately, and return a capture of each."""
-    programs = [one.separated for one in prepared]
-    for compiled in programs:
-        jax.block_until_ready(compiled.calls(1)[0]())  # a first call, which is slower, is not timed
-    return list(map(_captured, prepared, timelines(api, programs, repeats)))
+    return list(map(_captured, prepared, timelines([one.separated for one in prepared], repeats)))
 
 
 def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
     """Return the capture of a program that was run."""
     program = prepared.separated.program
-    counts: dict[tuple[str, str], int] = dict(count_operations(prepared.traced.jaxpr.jaxpr))
+    counts = count_operations(prepared.traced.jaxpr.jaxpr)
+    written = set(counts)
     seconds: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
-    added: dict[tuple[str, str], int] = defaultdict(int)
     for name, times in runs[0].counts.items() if runs else ():
         for share in prepared.separated.shares(program.instructions[name]):
             key = share.place.op, share.place.scope
@@ -150,10 +136,56 @@ def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
                 seconds[key][i] += share.part * run.seconds.get(name, 0.0)
             # Operations of the jaxpr are counted there, where a count does not depend on fusion; only those that XLA
             # has added, such as copies, are counted by instructions.
-            if key not in counts:
-                added[key] += times
+            if key not in written:
+                counts[key] += times
     digest = hashlib.sha256(program.anonymous().encode()).hexdigest()
-    return Capture(prepared.name, {**counts, **added}, dict(seconds), digest, _machine())
+    return Capture(prepared.name, dict(counts), dict(seconds), digest, _machine())
+
+
+def count_operations(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
+    """Count how often each operation of each scope is run, of those that a result depends on.
+
+    The body of a scan counts once for each iteration; the body of a `while`, and each branch of a `cond`, once.
+    """
+    counts = Counter[tuple[str, str]]()
+
+    def count(jaxpr: Jaxpr, wanted: Sequence[bool], scope: str, times: int) -> list[bool]:
+        """Count what leads to the outputs that are wanted; return for each argument whether that needs it."""
+        # As `jaxpr` is in order, one pass backwards finds all that is needed. XLA drops the rest, so it is not counted.
+        needed = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}
+        for eqn in reversed(jaxpr.eqns):
+            outputs = [id(x) in needed for x in eqn.outvars]
+            if any(outputs) or eqn.effects:
+                inputs = count_one(eqn, outputs, f"{scope}/{eqn.source_info.name_stack}", times)
+                needed |= {id(x) for x, is_needed in zip(eqn.invars, inputs, strict=True) if is_needed}
+        return [id(x) in needed for x in jaxpr.invars]
+
+    def count_one(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int) -> list[bool]:
+        """Do the same for one operation, or for the programs that it runs; of a derivative rule the function alone."""
+        name = eqn.primitive.name
+        if name in CALLS:
+            return count(called(eqn)[0], wanted, scope, times)
+        if name == "cond":
+            each = [count(body, wanted, scope, times) for body in bodies(eqn)]
+            return [True, *map(any, zip(*each, strict=True))]
+        if name == "scan":
+            (body,), (shared, carried) = bodies(eqn), scan_counts(eqn.params)
+            before: list[bool] = []
+            # A part of the carry is needed if the next iteration needs it, and so on until there is no change.
+            while wanted != before:
+                before, inputs = wanted, count(body, wanted, scope, 0)
+                more = map(any, zip(wanted[:carried], inputs[shared : shared + carried], strict=True))
+                wanted = [*more, *wanted[carried:]]
+            return count(body, wanted, scope, times * eqn.params["length"])
+        if name in ("while", "shard_map"):  # all is wanted and needed
+            for body in bodies(eqn):
+                count(body, [True] * len(body.outvars), scope, times)
+        else:
+            counts[name, scope_of(f"{scope}/{name}")[1]] += times
+        return [True] * len(eqn.invars)
+
+    count(jaxpr, [True] * len(jaxpr.outvars), "", 1)
+    return +counts  # without zeros, such as those of the body of a scan of length 0
 
 
 def _machine() -> str:

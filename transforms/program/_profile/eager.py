@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..._core.compat import scan_counts
@@ -18,71 +18,46 @@ from ..._core.jaxpr import CALLS, aval, called, evaluate, interpret
 from ..._core.source_lines import source_of
 from .._ir.cost import flops
 from .._ir.hlo import HloProgram
-from .._ir.provenance import Provenance
-from .._ir.scopes import scope_of
+from .._ir.provenance import Provenance, scope_of
 
 # Instructions whose cost is known only once XLA has compiled them: see `_cost`.
 _REWRITTEN = frozenset({"while", "reduce-window"})
 
 
-@dataclass
-class Cost:
-    """The cost of all operations of one place together.
-
-    Attributes:
-      seconds: how long they took.
-      count: how many there were.
-      flops: their floating point operations.
-      bytes: the bytes that they read and wrote.
-    """
-
-    seconds: float = 0.0
-    count: int = 0
-    flops: int = 0
-    bytes: float = 0.0
-
-    def add(self, seconds: float, count: int, flops: int, moved: float) -> None:
-        """Add the cost of some operations."""
-        self.seconds += seconds
-        self.count += count
-        self.flops += flops
-        self.bytes += moved
+# The seconds, number, flops and bytes of the operations of each place, together.
+Costs = dict[Provenance, np.ndarray]
 
 
-class Eager:
-    """One evaluation.
+def evaluate_timed(closed: Any, args: Sequence[Any], known: dict[int, tuple[int, int]]) -> tuple[list[Any], Costs]:
+    """Evaluate a program, and return its results and costs.
 
     Args:
+      closed: the program.
+      args: its arguments.
       known: flops and bytes by the `id` of an operation; filled here, and shared by evaluations of one program.
-
-    Attributes:
-      costs: the cost of the operations of each place.
     """
+    costs: Costs = defaultdict(lambda: np.zeros(4))
 
-    def __init__(self, known: dict[int, tuple[int, int]]) -> None:
-        self.costs: dict[Provenance, Cost] = defaultdict(Cost)
-        self._known = known
+    def run(scope: str, source: str, closed: Any, args: Sequence[Any]) -> list[Any]:
+        return interpret(closed.jaxpr, closed.consts, args, partial(visit, scope, source))
 
-    def run(self, closed: Any, args: Sequence[Any], scope: str = "", source: str = "") -> list[Any]:
-        """Evaluate a program whose scopes are all inside `scope`, and which is called in the line `source`."""
-        return interpret(closed.jaxpr, closed.consts, args, partial(self._visit, scope, source))
-
-    def _visit(self, scope: str, source: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Evaluate and time one operation, or those of the program that it runs."""
+    def visit(scope: str, source: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        """Evaluate and time one operation in `scope` that the line `source` calls, or those of its program."""
         name = eqn.primitive.name
-        scope = "/".join(filter(None, [scope, str(eqn.source_info.name_stack)]))
-        source = source_of(eqn) or source
+        scope, source = f"{scope}/{eqn.source_info.name_stack}", source_of(eqn) or source
         if name in CALLS:
-            return self.run(ClosedJaxpr(*called(eqn)), values, scope, source)
-        if name in _LOOPS:
-            return _LOOPS[name](eqn.params, values, lambda body, args: self.run(body, args, scope, source))
+            return run(scope, source, ClosedJaxpr(*called(eqn)), values)
+        if name in _LOOPS and eqn.params.get("length") != 0:  # without iterations there is nothing to stack
+            return _LOOPS[name](eqn.params, values, partial(run, scope, source))
         begin = time.perf_counter()
         out = jax.block_until_ready(evaluate(eqn, *values))
         took = time.perf_counter() - begin
-        if id(eqn) not in self._known:
-            self._known[id(eqn)] = _cost(eqn, values)
-        self.costs[Provenance(name, scope_of(f"{scope}/{name}")[1], source)].add(took, 1, *self._known[id(eqn)])
+        if id(eqn) not in known:
+            known[id(eqn)] = _cost(eqn, values)
+        costs[Provenance(name, scope_of(f"{scope}/{name}")[1], source)] += (took, 1, *known[id(eqn)])
         return out
+
+    return run("", "", closed, args), costs
 
 
 def _cost(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
@@ -108,18 +83,11 @@ def _scan(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
     """Evaluate a scan as a loop of Python over the slices of `xs`."""
     shared, carried = scan_counts(params)
     constants, carry, xs = values[:shared], values[shared : shared + carried], values[shared + carried :]
-    iterations = range(params["length"])
-    ys: list[list[Any]] = []
-    for i in reversed(iterations) if params["reverse"] else iterations:
+    ys: dict[int, list[Any]] = {}
+    for i in range(params["length"])[:: -1 if params["reverse"] else 1]:
         out = run(params["jaxpr"], [*constants, *carry, *(x[i] for x in xs)])
-        carry = out[:carried]
-        ys.append(out[carried:])
-    if params["reverse"]:
-        ys.reverse()
-    if not ys:  # of length 0: nothing to stack
-        empty = [x.aval for x in params["jaxpr"].jaxpr.outvars[carried:]]
-        return [*carry, *(jnp.zeros((0, *x.shape), x.dtype) for x in empty)]
-    return [*carry, *map(jnp.stack, zip(*ys, strict=True))]
+        carry, ys[i] = out[:carried], out[carried:]
+    return [*carry, *map(jnp.stack, zip(*(ys[i] for i in sorted(ys)), strict=True))]
 
 
 def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
@@ -136,5 +104,4 @@ def _cond(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
     return run(params["branches"][min(max(int(which), 0), len(params["branches"]) - 1)], rest)
 
 
-_LOOPS: dict[str, Callable[[dict[str, Any], list[Any], Run], list[Any]]]
 _LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -7,26 +7,24 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
+import numpy as np
 
-from ..._core.arguments import check_count, describe
+from ..._core.arguments import check_count
 from .._ir.cost import memory
-from .._ir.provenance import Provenance
 from .._ir.traced_program import Compiled, TracedProgram
-from .bar_chart import bars
-from .eager import Cost, Eager
-from .table import check_groups, count, seconds, table
+from .display import bars, check_choice, check_groups, count, seconds, table
+from .eager import Costs, evaluate_timed
 from .timeline import timelines
 
 _SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
 _GROUPS = ("op", "scope", "source")
 # A run under the profiler that takes this many times as long as without it is mentioned.
 _TOO_LONG = 1.5
-_Run = TypeVar("_Run")
 
 
 @dataclass(frozen=True)
@@ -116,21 +114,14 @@ class Profile:
           TypeError: `top` is not a whole number.
         """
         check_count("Profile.table", "top", top, optional=True)
-        if not isinstance(sort, str) or sort not in _SORTS:
-            raise ValueError(f"Profile.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
+        check_choice("Profile.table", "sort", sort, _SORTS)
         groups = check_groups("Profile.table", by, _GROUPS)
         rows = _grouped(self.operations, groups)
         rows.sort(key=attrgetter("share" if sort == "time" else sort), reverse=sort not in _GROUPS)
         head = [*groups, "count", "mean", "share", "flops", "bytes"]
         cells = [
-            [
-                *(_label(row, name) for name in groups),
-                str(row.count),
-                seconds(row.mean),
-                f"{row.share:.1%}",
-                count(row.flops),
-                count(row.bytes),
-            ]
+            [_label(row, name) for name in groups]
+            + [str(row.count), seconds(row.mean), f"{row.share:.1%}", count(row.flops), count(row.bytes)]
             for row in rows[:top]
         ]
         lines = [self.heading(), table(head, cells, len(groups))]
@@ -184,11 +175,11 @@ class Profile:
           TypeError: `top` is not a whole number.
         """
         check_count("Profile.plot", "top", top)
-        if by not in _GROUPS:
-            raise ValueError(f"Profile.plot: by must be one of {', '.join(_GROUPS)}, but got {describe(by)}.")
+        check_choice("Profile.plot", "by", by, _GROUPS)
         rows = sorted(_grouped(self.operations, (by,)), key=lambda row: -row.share)[:top]
-        values = [(_label(row, by) if getattr(row, by) else f"no {by}", row.share * 100) for row in rows]
-        return bars(values, f"% of the {seconds(self.watched)} of {self.name}, {self.mode}", ax)
+        names = [_label(row, by) if getattr(row, by) else f"no {by}" for row in rows]
+        label = f"% of the {seconds(self.watched)} of {self.name}, {self.mode}"
+        return bars(names, [("", [row.share * 100 for row in rows])], label, ax)
 
     def __str__(self) -> str:
         """Return the table."""
@@ -208,7 +199,7 @@ def profile(
 
     Args:
       fun: a function, a bound method or a module. NNX modules among its arguments, and those that it refers to, are not
-        changed; one that it merges itself, by `nnx.merge`, has no scopes.
+        changed.
       *args: its arguments, of which numbers become arrays as under `jax.jit`.
       mode: `compiled` or `eager`.
       repeats: the number of calls that are watched, at least one; fewer, but three or more, of a program that runs very
@@ -244,15 +235,23 @@ def profile(
       >>> max(row.flops for row in found.operations) == 2 * 64**3
       True
     """
-    if mode not in ("compiled", "eager"):
-        raise ValueError(f"profile: mode must be 'compiled' or 'eager', but got {describe(mode)}.")
+    check_choice("profile", "mode", mode, ("compiled", "eager"))
     check_count("profile", "repeats", repeats)
     prepared = TracedProgram("profile", fun, args)
     # The program as it is, without the profiler: what the watched times are compared with.
     jitted = _clock(prepared.compiled, repeats)
-    if mode == "eager":
-        return _eager(prepared, jitted, repeats)
-    return _compiled(prepared, jitted, repeats)
+    measure = _compiled if mode == "compiled" else _eager
+    watched, costs, fused = measure(prepared, repeats)
+    if not costs:
+        raise RuntimeError(f"profile: `{prepared.name}` has nothing to measure; does it compute anything?")
+    rows = [
+        Operation(x.op, x.scope, x.source, int(number), time / number, time / watched, int(flops), round(moved))
+        for x, (time, number, flops, moved) in ((place, cost.tolist()) for place, cost in costs.items())
+    ]
+    rows.sort(key=lambda row: -row.share)
+    attributed = sum(row.share for row in rows if row.scope or row.source)
+    apart = mode == "compiled" and prepared.separated is not prepared.compiled
+    return Profile(tuple(rows), mode, prepared.name, jitted, watched, attributed, fused / watched, apart)
 
 
 def _clock(compiled: Compiled, repeats: int) -> float:
@@ -265,100 +264,60 @@ def _clock(compiled: Compiled, repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def _compiled(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
-    """Return the profile of the compiled program."""
+def _compiled(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, float]:
+    """Return the seconds of the compiled program, its costs, and the seconds in instructions that places share."""
     compiled = prepared.separated
-    program = compiled.program
-    if compiled is not prepared.compiled:  # its first call, which is slower
-        jax.block_until_ready(compiled.calls(1)[0]())
-    runs = _quickest(timelines("profile", [compiled], repeats)[0], lambda run: run.span)
-    if not runs:
-        raise RuntimeError(
-            f"profile: the compiled `{prepared.name}` runs nothing, so there is nothing to measure; does it compute "
-            "anything from its arguments?"
-        )
-    watched = sum(run.span for run in runs) / len(runs)
-    costs: dict[Provenance, Cost] = defaultdict(Cost)
+    runs = _quickest(timelines([compiled], repeats)[0], lambda run: run.span)
+    costs: Costs = defaultdict(lambda: np.zeros(4))
     fused = 0.0
-    for name, times in runs[0].counts.items():
-        instruction = program.instructions[name]
+    for name, times in runs[0].counts.items() if runs else ():
+        instruction = compiled.program.instructions[name]
         took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
-        moved = memory(program, instruction)  # of a fusion as one, since it keeps intermediate results in registers
+        moved = memory(compiled.program, instruction)  # of a fusion as one: it keeps intermediate results in registers
         parts = compiled.shares(instruction)
         for share in parts:
-            costs[share.place].add(took * share.part, times, times * share.flops, times * moved * share.part)
+            costs[share.place] += (took * share.part, times, times * share.flops, times * moved * share.part)
         # Nothing is estimated where all parts are one operation in one scope, however the time is divided.
         fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
-    return _profile(prepared, "compiled", jitted, watched, costs, fused / watched, compiled is not prepared.compiled)
+    return sum(run.span for run in runs) / max(len(runs), 1), costs, fused
 
 
-def _eager(prepared: TracedProgram, jitted: float, repeats: int) -> Profile:
-    """Return the profile of the program evaluated operation by operation."""
-    known: dict[Any, tuple[int, int]] = {}
-    runs = []
-    for _ in range(repeats + 1):
-        # Flops and bytes need a lowering of each operation, so they are shared by all runs.
-        runs.append(Eager(known))
-        runs[-1].run(prepared.traced.jaxpr, prepared.arrays())
+def _eager(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, float]:
+    """Return the same of the program evaluated operation by operation, where no places share anything."""
+    # Flops and bytes need a lowering of each operation, so they are shared by all runs.
+    known: dict[int, tuple[int, int]] = {}
+    closed, arrays = prepared.traced.jaxpr, jax.tree.leaves(prepared.args)
+    runs = [evaluate_timed(closed, arrays, known)[1] for _ in range(repeats + 1)]
     # The first has compiled every operation.
-    quick = _quickest(runs[1:], lambda run: sum(cost.seconds for cost in run.costs.values()))
-    costs = {
-        place: replace(cost, seconds=sum(run.costs[place].seconds for run in quick) / len(quick))
-        for place, cost in quick[0].costs.items()
-    }
-    if not costs:
-        raise RuntimeError(f"profile: `{prepared.name}` runs nothing, so there is nothing to measure.")
-    return _profile(prepared, "eager", jitted, sum(cost.seconds for cost in costs.values()), costs, 0.0, False)
+    quick = _quickest(runs[1:], _total)
+    costs = {place: np.mean([run[place] for run in quick], axis=0) for place in quick[0]}
+    return _total(costs), costs, 0.0
 
 
-def _quickest(runs: Sequence[_Run], time: Callable[[_Run], float]) -> list[_Run]:
+def _total(costs: Costs) -> float:
+    """Return the seconds of all places together."""
+    return float(sum(cost[0] for cost in costs.values()))
+
+
+def _quickest(runs: Sequence[Any], time: Callable[[Any], float]) -> list[Any]:
     """Return the half of the runs that was disturbed least."""
     # Whole runs: a minimum or median for each operation would not add up to the time of a call.
     return sorted(runs, key=time)[: (len(runs) + 1) // 2]
 
 
-def _profile(
-    prepared: TracedProgram,
-    mode: str,
-    jitted: float,
-    watched: float,
-    costs: dict[Provenance, Cost],
-    estimated: float,
-    apart: bool,
-) -> Profile:
-    """Return the profile with one row for each place that costs something."""
-    rows = [
-        Operation(
-            place.op,
-            place.scope,
-            place.source,
-            cost.count,
-            cost.seconds / cost.count,
-            cost.seconds / watched,
-            cost.flops,
-            round(cost.bytes),
-        )
-        for place, cost in costs.items()
-    ]
-    attributed = sum(cost.seconds for place, cost in costs.items() if place.scope or place.source) / watched
-    operations = tuple(sorted(rows, key=lambda row: -row.share))
-    return Profile(operations, mode, prepared.name, jitted, watched, attributed, estimated, apart)
-
-
 def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation]:
     """Add up the rows by some of their names."""
-    together: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
+    together = defaultdict(list)
     for row in rows:
-        together[tuple(getattr(row, name) for name in groups)].append(row)
+        together[tuple(getattr(row, name) if name in groups else "" for name in _GROUPS)].append(row)
     found = []
-    for key, members in together.items():
-        names: dict[str, Any] = dict.fromkeys(_GROUPS, "") | dict(zip(groups, key, strict=True))
-        totals: dict[str, Any] = {
-            name: sum(getattr(row, name) for row in members) for name in ("count", "share", "flops", "bytes")
-        }
+    for (op, scope, source), members in together.items():
+        number, share, flops, moved = (
+            sum(getattr(row, name) for row in members) for name in ("count", "share", "flops", "bytes")
+        )
         # The mean is that of one instruction, so it is weighted by counts.
-        mean = sum(row.mean * row.count for row in members) / totals["count"]
-        found.append(Operation(**names, **totals, mean=mean))
+        mean = sum(row.mean * row.count for row in members) / number
+        found.append(Operation(op, scope, source, number, mean, share, flops, moved))
     return found
 
 

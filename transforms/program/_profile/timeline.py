@@ -39,8 +39,10 @@ class Timeline:
     span: float
 
 
-def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
+def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
     """Run some programs alternately under the profiler, each so many times, or fewer if they have many instructions.
+
+    Each runs once before that, since a first call is slower.
 
     Returns:
       For each program its runs; over several devices, those on the device that took longest.
@@ -48,25 +50,17 @@ def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Ti
     # Alternately, so that a change in the load of the machine meets all of them.
     events = sum(times for compiled in programs for _, times in compiled.program.runs())
     runs = min(runs, max(_EVENTS // max(events, 1), _LEAST_RUNS))
-    calls = [compiled.calls(runs) for compiled in programs]
+    calls = [compiled.calls(runs + 1) for compiled in programs]
+    jax.block_until_ready([calls_of_program.pop()() for calls_of_program in calls])
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # no calls of Python, whose recording takes time
     options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as directory:
-        try:
-            jax.profiler.start_trace(directory, profiler_options=options)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{api}: JAX's profiler cannot be started, as it is running already; stop it first "
-                f"(jax.profiler.stop_trace). {error}"
-            ) from error
-        try:
+        with jax.profiler.trace(directory, profiler_options=options):
             for i in range(runs):
                 for j, calls_of_program in enumerate(calls):
                     with jax.profiler.TraceAnnotation(f"{_MARK}{j}"):
                         jax.block_until_ready(calls_of_program[i]())
-        finally:
-            jax.profiler.stop_trace()
         (path,) = Path(directory).rglob("*.xplane.pb")
         with warnings.catch_warnings():
             # From Python 3.12 on, its types warn when they are first used; as an error that would end the process.
@@ -74,8 +68,7 @@ def timelines(api: str, programs: Sequence[Compiled], runs: int) -> list[list[Ti
             found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
     runs_of: list[list[Timeline]] = [[] for _ in programs]
     for which, devices in found:
-        each = [_timeline(programs[which].program, events) for events in devices]
-        runs_of[which].append(max(each, key=lambda run: run.span))
+        runs_of[which].append(max((_timeline(programs[which].program, x) for x in devices), key=lambda run: run.span))
     return runs_of
 
 
@@ -96,27 +89,27 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
         for event in events
         if event.name.startswith(_MARK)
     )
+    # An instruction that is divided among threads returns at once; when it is done there is an event "end: ...", whose
+    # consumer id (`_c`) is the producer id (`_p`) of the first.
+    ends = {
+        dict(event.stats).get("_c"): (event.start_ns + event.duration_ns) * 1e-9
+        for _, events in planes
+        for event in events
+        if event.name.startswith("end: ")
+    }
     # On a GPU both the host, which enqueues, and the device, which computes, have events of instructions.
-    on_device = [name for name, _ in planes if name.startswith("/device:")]
+    on_device = any(name.startswith("/device:") for name, _ in planes)
     runs: dict[Any, list[_Event]] = defaultdict(list)
-    begun: dict[int, _Event] = {}
-    ends: dict[int, float] = {}
     for name, events in planes:
-        for event in events:
+        for event in events if name.startswith("/device:") or not on_device else ():
             stats = dict(event.stats)
-            if stats.get("hlo_module") in modules and "hlo_op" in stats and (name in on_device or not on_device):
-                found = _Event(stats["hlo_op"], event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
+            if stats.get("hlo_module") in modules and "hlo_op" in stats:
+                end = (event.start_ns + event.duration_ns) * 1e-9
+                end = max(end, ends.get(stats.get("_p", ""), end))
                 # A call has ended before the next one begins, so the last mark before an event is that of its call.
                 call = max(bisect.bisect(marks, (event.start_ns, len(marks))) - 1, 0)
+                found = _Event(stats["hlo_op"], event.start_ns * 1e-9, end)
                 runs[call, name, stats.get("device_ordinal")].append(found)
-                if "_p" in stats:
-                    begun[stats["_p"]] = found
-            elif event.name.startswith("end: ") and "_c" in stats:
-                ends[stats["_c"]] = (event.start_ns + event.duration_ns) * 1e-9
-    for key, begin in begun.items():
-        # An instruction that is divided among threads returns at once; when it is done there is an event "end: ...",
-        # whose consumer id (`_c`) is the producer id (`_p`) of the first.
-        begin.end = max(begin.end, ends.get(key, begin.end))
     calls: dict[int, list[list[_Event]]] = defaultdict(list)
     for (call, *_), events in runs.items():
         calls[call].append(events)
@@ -126,7 +119,12 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
 def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
     """Compute the time of each instruction from the events of one run on one device."""
     events.sort(key=lambda event: event.start)
-    _bound(program, events)
+    # No event ends later than those that need its result begin: its own end may be recorded after they have run.
+    starts: dict[str, float] = {}
+    for event in reversed(events):
+        later = [starts[name] for name in (event.name, *program.waiting(event.name)) if name in starts]
+        event.end = max(event.start, min([event.end, *later]))
+        starts[event.name] = event.start
     seconds: dict[str, float] = defaultdict(float)
     changes = [(time, i) for i, x in enumerate(events) if x.end > x.start for time in (x.start, x.end)]
     changes.sort()
@@ -145,12 +143,3 @@ def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
         (loops if instruction and instruction.opcode in CONTAINERS else active).symmetric_difference_update([i])
     span = max(x.end for x in events) - events[0].start
     return Timeline(dict(seconds), dict(Counter(x.name for x in events)), span)
-
-
-def _bound(program: HloProgram, events: list[_Event]) -> None:
-    """Let no event end later than those that need its result begin: its own end may be recorded after they have run."""
-    starts: dict[str, list[float]] = defaultdict(list)
-    for event in reversed(events):
-        later = [starts[name][-1] for name in (event.name, *program.waiting(event.name)) if starts[name]]
-        event.end = max(event.start, min([event.end, *later]))
-        starts[event.name].append(event.start)

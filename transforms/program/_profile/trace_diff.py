@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from ..._core.arguments import check_callable, check_count, describe
+from ..._core.arguments import check_callable, check_count
 from .._ir.traced_program import TracedProgram
-from .bar_chart import pairs_of_bars
 from .capture import Capture, captures, read_capture
-from .table import check_groups, seconds, table
+from .display import bars, check_choice, check_groups, seconds, table
 
 _GROUPS = ("op", "scope")
 _MICRO = 1e6
@@ -131,40 +130,25 @@ class TraceDiff:
           ValueError: `by` is none of these.
         """
         groups = check_groups("TraceDiff", by, _GROUPS)
-        control, test = (_added_up(x, groups) for x in (self.control, self.test))
-        least = _LEAST_OF_ALL * max(_call(self.control), _call(self.test))
-        # What one of the two does not run, it runs no times, in no time.
-        keys = sorted(control.keys() | test.keys())
-        none = _Runs(0, [0.0])
-        return tuple(
-            self._difference(dict(zip(groups, key, strict=True)), control.get(key, none), test.get(key, none), least)
-            for key in keys
-        )
-
-    def _difference(self, names: dict[str, str], control: _Runs, test: _Runs, least: float) -> Difference:
-        """Compare one operation in the two."""
-        medians = statistics.median(control.durations), statistics.median(test.durations)
-        # A difference varies by as much as both together.
-        more, longer, noise = test.count - control.count, medians[1] - medians[0], control.spread() + test.spread()
+        runs = [_added_up(x, groups) for x in (self.control, self.test)]
+        least = _LEAST_OF_ALL * max(map(_call, (self.control, self.test)))
         # Only another program on the same kind of machine can take longer; what else differs is noise.
         comparable = self.control.machine == self.test.machine and not self.same_program
-        category: Category = "unchanged"
-        if not control.count or not test.count:
-            category = "deleted" if control.count else "added"
-        elif more or (comparable and abs(longer) > max(noise, least, _LEAST * max(medians))):
-            category = "increased" if (more or longer) > 0 else "decreased"
-        return Difference(
-            names.get("op", ""),
-            names.get("scope", ""),
-            control.count,
-            test.count,
-            *medians,
-            more,
-            longer,
-            "+" if more > 0 else "-" if more < 0 else "=",
-            noise,
-            category,
-        )
+        rows = []
+        for op, scope in sorted(runs[0].keys() | runs[1].keys()):
+            # What one of the two does not run, it runs no times, in no time.
+            control, test = (x.get((op, scope), (0, [0.0])) for x in runs)
+            before, after = statistics.median(control[1]), statistics.median(test[1])
+            # A difference varies by as much as both together.
+            more, longer, noise = test[0] - control[0], after - before, _spread(control[1]) + _spread(test[1])
+            category: Category = "unchanged"
+            if not control[0] or not test[0]:
+                category = "deleted" if control[0] else "added"
+            elif more or (comparable and abs(longer) > max(least, noise, _LEAST * max(before, after))):
+                category = "increased" if (more or longer) > 0 else "decreased"
+            sign: Literal["+", "-", "="] = "+" if more > 0 else "-" if more < 0 else "="
+            rows.append(Difference(op, scope, control[0], test[0], before, after, more, longer, sign, noise, category))
+        return tuple(rows)
 
     def table(
         self, *, sort: str = "change", top: int | None = 20, by: str | Sequence[str] = _GROUPS, unchanged: bool = False
@@ -186,8 +170,7 @@ class TraceDiff:
           TypeError: `top` is not a whole number.
         """
         check_count("TraceDiff.table", "top", top, optional=True)
-        if not isinstance(sort, str) or sort not in _SORTS:
-            raise ValueError(f"TraceDiff.table: sort must be one of {', '.join(_SORTS)}, but got {describe(sort)}.")
+        check_choice("TraceDiff.table", "sort", sort, _SORTS)
         groups = check_groups("TraceDiff.table", by, _GROUPS)
         rows = sorted(self.differences(groups), key=_SORTS[sort])
         head = ["", *groups, "count", "", "duration", "", "change", "noise"]
@@ -232,10 +215,7 @@ class TraceDiff:
           ValueError: `by` is none of these; `top` is less than one.
           TypeError: `top` is not a whole number.
         """
-        check_count("TraceDiff.plot_counts", "top", top)
-        rows = sorted(self.differences(by), key=_SORTS["count"])[:top]
-        values = [(_name(row), row.control_counts, row.test_counts) for row in rows]
-        return pairs_of_bars(values, (self.control.name, self.test.name), "times a call", ax)
+        return self._plot("counts", "count", top, by, "times a call", 1, ax)
 
     def plot_durations(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
         """Draw how long the operations take whose durations differ most; needs the extra `plot`.
@@ -251,10 +231,17 @@ class TraceDiff:
         Raises:
           ModuleNotFoundError, TypeError, ValueError: as for `plot_counts`.
         """
-        check_count("TraceDiff.plot_durations", "top", top)
-        rows = sorted(self.differences(by), key=_SORTS["change"])[:top]
-        values = [(_name(row), row.control_total_duration / 1e3, row.test_total_duration / 1e3) for row in rows]
-        return pairs_of_bars(values, (self.control.name, self.test.name), "ms a call", ax)
+        return self._plot("total_duration", "change", top, by, "ms a call", 1e3, ax)
+
+    def _plot(self, column: str, sort: str, top: int, by: str | Sequence[str], label: str, unit: float, ax: Any) -> Any:
+        """Draw one column of the control and of the test, divided by the `unit`."""
+        check_count("TraceDiff", "top", top)
+        rows = sorted(self.differences(by), key=_SORTS[sort])[:top]
+        series = [
+            (f"{kind}: {side.name}", [getattr(row, f"{kind}_{column}") / unit for row in rows])
+            for kind, side in (("control", self.control), ("test", self.test))
+        ]
+        return bars([_name(row) for row in rows], series, label, ax)
 
     def __str__(self) -> str:
         """Return the table."""
@@ -321,41 +308,35 @@ def trace_diff(
     for name, fun in (("control", control), ("test", test)):
         check_callable("trace_diff", fun, name)
     programs = [TracedProgram("trace_diff", cast(Any, fun), args) for fun in (control, test)]
-    return TraceDiff(*captures("trace_diff", programs, repeats))
+    return TraceDiff(*captures(programs, repeats))
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """How often something runs in a call, and its microseconds in each of some calls."""
-
-    count: int
-    durations: list[float]
-
-    def spread(self) -> float:
-        """Return how far the durations vary, without a few at each end."""
-        # A run that the system interrupts may take many times as long, so the extremes tell nothing.
-        ordered = sorted(self.durations)
-        tail = int(_TAIL * len(ordered))
-        return ordered[-1 - tail] - ordered[tail]
+def _spread(durations: list[float]) -> float:
+    """Return how far durations vary, without a few at each end."""
+    # A run that the system interrupts may take many times as long, so the extremes tell nothing.
+    ordered = sorted(durations)
+    tail = int(_TAIL * len(ordered))
+    return ordered[-1 - tail] - ordered[tail]
 
 
-def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, ...], _Runs]:
-    """Add up the operations of a capture by `op`, `scope`, both or neither."""
-    together: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
-    for key in capture.counts:
-        together[tuple(dict(zip(_GROUPS, key, strict=True))[name] for name in groups)].append(key)
+def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, str], tuple[int, list[float]]]:
+    """Return how often operations run in a call, and their microseconds in each, added up by `op`, `scope` or both."""
+    together = defaultdict(list)
+    for op, scope in capture.counts:
+        together[op if "op" in groups else "", scope if "scope" in groups else ""].append((op, scope))
     totals = {}
     for group, keys in together.items():
         runs = [capture.seconds[key] for key in keys if key in capture.seconds]
         # The sums of each run, and not of medians, which do not add up.
         durations = [sum(run) * _MICRO for run in zip(*runs, strict=True)] or [0.0]
-        totals[group] = _Runs(sum(capture.counts[key] for key in keys), durations)
+        totals[group] = sum(capture.counts[key] for key in keys), durations
     return totals
 
 
 def _call(capture: Capture) -> float:
     """Return the microseconds of a call, the median."""
-    return statistics.median(_added_up(capture, ()).get((), _Runs(0, [0.0])).durations)
+    times = [sum(run) for run in zip(*capture.seconds.values(), strict=True)]
+    return statistics.median(times or [0.0]) * _MICRO
 
 
 def _name(row: Difference) -> str:
@@ -364,15 +345,11 @@ def _name(row: Difference) -> str:
 
 def _cells(row: Difference, groups: Sequence[str]) -> list[str]:
     """Return the cells of a row of the table."""
-    durations = row.control_total_duration / _MICRO, row.test_total_duration / _MICRO
-    change = row.diff_duration / _MICRO
-    return [
-        row.category,
-        *(getattr(row, name) or "-" for name in groups),
-        str(row.control_counts),
-        f"-> {row.test_counts}",
-        seconds(durations[0]),
-        f"-> {seconds(durations[1])}",
-        ("-" if change < 0 else "+") + seconds(abs(change)),
-        seconds(row.noise / _MICRO),
-    ]
+    control, test, change, noise = (
+        seconds(abs(x) / _MICRO)
+        for x in (row.control_total_duration, row.test_total_duration, row.diff_duration, row.noise)
+    )
+    sign = "-" if row.diff_duration < 0 else "+"
+    counts = [str(row.control_counts), f"-> {row.test_counts}"]
+    names = [getattr(row, name) or "-" for name in groups]
+    return [row.category, *names, *counts, control, f"-> {test}", sign + change, noise]

@@ -19,7 +19,7 @@ from plurax.transforms import vmap
 from plurax.transforms.program import Profile, count_layout_ops, profile
 from plurax.transforms.program._ir.cost import flops
 from plurax.transforms.program._ir.hlo import HloProgram
-from plurax.transforms.program._ir.scopes import scope_of
+from plurax.transforms.program._ir.provenance import scope_of
 from plurax.transforms.program._ir.traced_program import TracedProgram
 
 
@@ -138,6 +138,13 @@ def test_scopes_are_names_without_the_structure_of_the_program(name: str, expect
     assert scope_of(name) == expected
 
 
+def test_an_instruction_made_of_several_is_named_after_the_first() -> None:
+    names = "jit(f)/a/mul;jit(f)/b/add"
+    line = f'  ROOT %x = f32[2]{{0}} multiply(%y, %y), metadata={{op_name="{names}"}}'
+    program = HloProgram(f"HloModule m\n\nENTRY %main (y: f32[2]) -> f32[2] {{\n{line}\n}}\n")
+    assert scope_of(program.instructions["x"].op_name) == ("mul", "a")
+
+
 # Compiled.
 
 
@@ -184,6 +191,24 @@ def test_gradients_of_weights_are_in_their_layers(cnn: CNN) -> None:
     assert flops["transpose(jvp(first))"] == flops["jvp(first)"]  # the images have no gradient
     for block in ("blocks/0", "blocks/1"):
         assert flops[f"transpose(jvp({block}))/conv"] == 2 * flops[f"jvp({block})/conv"]
+
+
+def test_gradients_of_branches_are_in_their_layers() -> None:
+    class Branches(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+            self.long = nnx.Conv(16, 16, (3, 3), rngs=rngs)
+            self.short = nnx.Conv(16, 16, (1, 1), rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nnx.relu(self.first(x))
+            return nnx.relu(self.long(x)) + self.short(x)
+
+    step = nnx.grad(lambda model, x: (model(x) ** 2).mean())
+    flops = flops_of(profile(step, Branches(nnx.Rngs(0)), IMAGES, repeats=1), "conv_general_dilated")
+    # The nearest neighbour with a name of the gradient of the short one's weights is in another layer.
+    assert flops["transpose(jvp(short))"] == 2 * flops["jvp(short)"]
+    assert flops["transpose(jvp(long))"] == 2 * flops["jvp(long)"]
 
 
 def test_time_lands_on_the_scope_that_takes_it() -> None:
@@ -352,6 +377,38 @@ def test_a_module_that_is_called_out_of_its_parent_has_its_whole_path(cnn: CNN) 
     assert set(flops_of(found, "conv_general_dilated")) == {"blocks/0/conv"}
 
 
+def test_parts_keep_their_paths_in_transforms_of_nnx_and_merged_modules_have_some(cnn: CNN) -> None:
+    def remat(model: CNN, x: jax.Array) -> jax.Array:
+        for block in model.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return x
+
+    graphdef, state = nnx.split(cnn.blocks[0])
+    x = jnp.ones((1, 5, 6, 16))
+    found = profile(nnx.grad(lambda model, x: remat(model, x).sum(), argnums=0), cnn, x, repeats=1)
+    scopes = set(flops_of(found, "conv_general_dilated"))
+    assert any("blocks/0" in scope for scope in scopes)
+    assert any("blocks/1" in scope for scope in scopes)
+    merged = profile(lambda x: nnx.merge(graphdef, state)(x), x, repeats=1)
+    assert set(flops_of(merged, "conv_general_dilated")) == {"conv"}
+
+
+def test_a_running_profiler_keeps_its_hook(cnn: CNN) -> None:
+    calls = []
+
+    def hook(frame: Any, *_: Any) -> None:
+        calls.append(frame.f_code.co_name)
+
+    sys.setprofile(hook)
+    try:
+        found = count_layout_ops(cnn, IMAGES)
+        assert sys.getprofile() is hook
+    finally:
+        sys.setprofile(None)
+    assert "count_layout_ops" in calls
+    assert found == count_layout_ops(cnn, IMAGES)
+
+
 def test_linen_modules_have_their_own_scopes() -> None:
     class Net(nn.Module):
         @nn.compact
@@ -446,13 +503,11 @@ def test_scopes_may_have_any_letters() -> None:
 
 
 def test_under_a_transform_or_another_profile_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="profile: the arguments have no values under jax.jit, jax.grad or jax.vmap"):
+    with pytest.raises(TypeError, match="profile: arguments have no values under jax.jit, jax.grad or jax.vmap"):
         jax.jit(lambda x: profile(jnp.sin, x))(1.0)
     with (
         jax.profiler.trace(str(tmp_path)),
-        pytest.raises(
-            RuntimeError, match="profile: JAX's profiler cannot be started, as it is running already; stop it"
-        ),
+        pytest.raises(RuntimeError, match="Only one profile may be run at a time"),
     ):
         profile(jnp.sin, 1.0)
 
@@ -543,11 +598,11 @@ def test_eager_evaluates_reversed_and_empty_scans_and_custom_rules() -> None:
         _, none = jax.lax.scan(lambda c, x: (c, x), 0.0, x[:0])
         return double(total), ys, none, jax.nn.relu(x), jax.checkpoint(jnp.sin)(x)
 
-    from plurax.transforms.program._profile.eager import Eager
+    from plurax.transforms.program._profile.eager import evaluate_timed
 
     x = jnp.arange(5.0)
     closed = jax.make_jaxpr(fun)(x)
-    out = jax.tree.unflatten(jax.tree.structure(fun(x)), Eager({}).run(closed, [x]))
+    out = jax.tree.unflatten(jax.tree.structure(fun(x)), evaluate_timed(closed, [x], {})[0])
     jax.tree.map(np.testing.assert_allclose, out, fun(x))
 
 
@@ -583,7 +638,7 @@ def test_plots_have_a_bar_for_each_scope(of_cnn: Profile) -> None:
 
 
 def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
-    with pytest.raises(ValueError, match="profile: mode must be 'compiled' or 'eager', but got 'fast' of type str"):
+    with pytest.raises(ValueError, match="profile: mode must be one of compiled, eager, but got 'fast' of type str"):
         profile(jnp.sin, 1.0, mode="fast")
     with pytest.raises(TypeError, match="profile: fun must be a function"):
         profile(3, 1.0)
@@ -593,7 +648,7 @@ def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
         profile(jnp.sin, 1.0, repeats=2.5)
     with pytest.raises(RuntimeError, match="nothing to measure; does it compute anything"):
         profile(lambda: None)
-    with pytest.raises(RuntimeError, match="profile: `<lambda>` runs nothing, so there is nothing to measure"):
+    with pytest.raises(RuntimeError, match="profile: `<lambda>` has nothing to measure"):
         profile(lambda: None, mode="eager")
     with pytest.raises(ValueError, match="sort must be one of time, mean, count, .*, but got 'size'"):
         of_cnn.table(sort="size")
@@ -609,9 +664,7 @@ def test_wrong_arguments_are_refused(of_cnn: Profile) -> None:
 
 def test_without_matplotlib_a_plot_says_what_to_install(of_cnn: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        ModuleNotFoundError, match="plots of plurax.transforms.program need matplotlib; install it with"
-    ):
+    with pytest.raises(ModuleNotFoundError, match="plots need matplotlib; install it with: pip install"):
         of_cnn.plot()
 
 
