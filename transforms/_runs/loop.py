@@ -12,7 +12,6 @@ from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
-from tqdm import tqdm
 
 from .._core.arguments import check_count, describe
 
@@ -63,6 +62,8 @@ def run(
     Returns:
       The last state, how many steps it has taken, and whether Ctrl-C ended the loop.
     """
+    from tqdm import tqdm  # not when the library is imported: that loads JAX alone
+
     saved = step
     waiting: deque[tuple[int, Metrics]] = deque()
     with (

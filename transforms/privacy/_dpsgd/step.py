@@ -18,9 +18,12 @@ from ..._models.split_model import SplitModel, split
 from .._per_example.clipped import clipped_grad
 from .accounting import Ledger
 from .model_loss import of_example, with_random_state
-from .noise import add_noise
+from .noise import add_noise, privatizer
 from .sampling import Batch
 from .state import DPState
+
+# The key of a run, or of a member (folded with its number), is folded with one of these for each purpose.
+_NOISE, _MASKS, SAMPLING = (2**32 - i for i in (1, 2, 3))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,14 @@ class PrivateStep:
     keep_batch_dim: bool
     microbatch_size: int | None
     has_aux: bool
+
+    def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """Return the state of the optimizer, that of the noise, and the key of masks, for one model."""
+        opt_state = self.optimizer.init(trainable)
+        # An optimizer that needs more than gradients fails here, and not at the first step.
+        jax.eval_shape(self._update, trainable, opt_state, trainable)
+        noise_state = privatizer(self.ledger, jax.random.fold_in(key, _NOISE)).init(trainable)
+        return opt_state, noise_state, jax.random.fold_in(key, _MASKS)
 
     def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Return the state after a step, and the metrics."""
@@ -90,7 +101,7 @@ class PrivateStep:
         noisy, noise_state = add_noise(self.ledger, sums, noise_state)
         # By the expected size, which is public; the size that was drawn is not, and would need noise of its own.
         noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
-        trained, opt_state = update(self.optimizer, noisy, opt_state, trainable)
+        trained, opt_state = self._update(noisy, opt_state, trainable)
         # Which keys were used, and how often, is found from an example of zeros, so that no data can show in it.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
         tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
@@ -103,6 +114,21 @@ class PrivateStep:
         clipped = ~(each.grad_norms <= self.ledger.l2_clip_norm)
         metrics = {"loss": mean(each.values), "clipped": mean(clipped)}
         return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
+
+    def _update(self, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
+        """Return the parameters after an update, and the state of the optimizer."""
+        import optax
+
+        try:
+            updates, opt_state = self.optimizer.update(gradient, opt_state, trainable)
+        except TypeError as error:
+            if "missing" not in str(error):
+                raise
+            raise TypeError(
+                f"DPSGD: the optimizer cannot go by the noisy gradient alone ({error}); take one that needs no values "
+                "of the loss, which no noise covers."
+            ) from error
+        return optax.apply_updates(trainable, updates), opt_state
 
 
 def _metrics_of(aux: Any) -> dict[str, Any]:
@@ -124,19 +150,3 @@ def _dtype_of_sums(trainable: Any) -> Any:
     """Return float32 or wider where some parameters have half precision, for sums and noise; else None."""
     dtypes = {x.dtype for x in jax.tree.leaves(trainable)}
     return jnp.result_type(jnp.float32, *dtypes) if any(dtype.itemsize < 4 for dtype in dtypes) else None
-
-
-def update(optimizer: Any, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
-    """Return the parameters after an update, and the state of the optimizer."""
-    import optax
-
-    try:
-        updates, opt_state = optimizer.update(gradient, opt_state, trainable)
-    except TypeError as error:
-        if "missing" not in str(error):
-            raise
-        raise TypeError(
-            f"DPSGD: the optimizer cannot go by the noisy gradient alone ({error}); take one that needs no values of "
-            "the loss, which no noise covers."
-        ) from error
-    return optax.apply_updates(trainable, updates), opt_state

@@ -711,7 +711,7 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
         (
             {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "accountant": "pld"},
             ValueError,
-            "privacy loss distributions do not reach as far as target_delta=1e-18, where their ε is infinite whatever",
+            "by privacy loss distributions ε is infinite whatever the noise for target_delta=1e-18; take a larger one",
         ),
         ({"optimizer": optax.adam}, TypeError, "optimizer must be an optax GradientTransformation, such as"),
         ({"loss": None}, TypeError, "loss must be a function, a bound method or a module, but got None."),
@@ -725,7 +725,7 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
         (
             {"noise_strategy": np.ones(6)},
             ValueError,
-            "with 6 bands a batch has at most num_examples / 6 = 6.66667 examples, but expected_batch_size=8.0; take",
+            "with 6 bands a batch has up to num_examples / 6 = 6.66667 examples, but expected_batch_size=8.0; take",
         ),
     ],
 )
@@ -843,7 +843,7 @@ def test_batches_of_another_sampling_are_refused(batch: Any) -> None:
 def test_a_state_of_other_settings_is_refused(other: Any, message: str) -> None:
     dp = make(**other)
     state = make().init(PARAMS, key=jax.random.key(0))
-    message += ", and its ledger counts steps of one kind; init a new state from state.model, with another key"
+    message += ", and a ledger counts steps of one kind; make one with the settings of the run, or init a new state"
     for api, call in [
         ("step", lambda: dp.step(state, a_batch([1], 2))),
         ("batches", lambda: dp.batches((X, Y), state)),
