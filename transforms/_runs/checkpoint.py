@@ -232,10 +232,9 @@ def write(
                 numbered = {f"{i}": array for i, array in enumerate(history.values())}
                 np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
                 files[_HISTORY] = (unfinished / _HISTORY).stat().st_size
-                sync(unfinished / _HISTORY)
             (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
             # On the disk before the rename, or a power cut could leave the final name with files that are not.
-            for file in [unfinished / _MANIFEST, unfinished / "arrays", unfinished]:
+            for file in [*unfinished.iterdir(), unfinished]:
                 sync(file)
             _replace(unfinished, path)
 
@@ -275,13 +274,11 @@ def _owners(api: str, size: int, holders: Mapping[int, list[int]]) -> list[int]:
 
 def _members_on_devices(tree: Any, size: int) -> list[int]:
     """Return the members whose arrays this process needs to make a tree like this one."""
-    needed: set[int] = set()
-    for leaf in jax.tree.leaves(tree):
-        if not _is_spread(leaf):
-            return list(range(size))
-        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
-            needed.update(range(*index[0].indices(size)))
-    return sorted(needed)
+    leaves = jax.tree.leaves(tree)
+    if not all(map(_is_spread, leaves)):
+        return list(range(size))
+    parts = [x.sharding.addressable_devices_indices_map(x.shape).values() for x in leaves]
+    return sorted({i for indices in parts for index in indices for i in range(*index[0].indices(size))})
 
 
 def _stacked(like: Any, dtype: str, rows: Mapping[int, np.ndarray]) -> jax.Array:

@@ -119,14 +119,14 @@ def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
 
     # Python lets only the main thread set a handler, and a program's own handler stays in place.
     main = threading.current_thread() is threading.main_thread()
-    if not (wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-        yield interrupt
-        return
-    signal.signal(signal.SIGINT, handle)
+    ours = wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, handle)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,9 +100,8 @@ def _same(x: Any) -> Any:
 
 
 def _error(name: str, message: str, process: int) -> Exception:
-    """Return an error like that of another process if its kind is built in, for arguments or files."""
-    kind = Damaged if name == "Damaged" else getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, (OSError, ValueError, TypeError))):
-        return RuntimeError(f"{name}: {message} (In process {process}.)")
-    # Such as `UnicodeDecodeError`, which cannot be made of a message alone.
-    return RuntimeError(message) if issubclass(kind, UnicodeError) else kind(f"{message} (In process {process}.)")
+    """Return an error like that of another process, of its kind where that is made of a message."""
+    for kind in (Damaged, ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, PermissionError):
+        if kind.__name__ == name:
+            return kind(f"{message} (In process {process}.)")
+    return RuntimeError(f"{name}: {message} (In process {process}.)")

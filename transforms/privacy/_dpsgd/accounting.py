@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,30 +48,22 @@ class Ledger:
         """Return the ε of the first `steps` steps of `models` models together, one example added or removed."""
         return _epsilon(*self._rounds(steps, models), delta, accountant, _FINE)
 
-    def epsilon_at_most(self, steps: int, delta: float, accountant: str, models: int = 1) -> float:
-        """Return an upper bound of `epsilon`, close to it and quicker."""
-        return _epsilon(*self._rounds(steps, models), delta, accountant, _COARSE)
-
     def progress(self, step: int, last: int, delta: float, accountant: str, models: int) -> str:
         """Return a bound of the ε of `step` of `last` steps, as text."""
         # An ε takes some 50 ms, so it is counted for twenty numbers of steps, each time as far ahead as it is shown.
         every = math.ceil(last / 20)
         shown = min(last, math.ceil(step / every) * every)
-        count = self.epsilon if step == last else self.epsilon_at_most
-        spent = count(shown, delta, accountant, models)
+        spent = _epsilon(*self._rounds(shown, models), delta, accountant, _FINE if step == last else _COARSE)
         return f"ε ≤ {math.ceil(1000 * spent) / 1000:.3f}" if math.isfinite(spent) else "ε = ∞"
 
     def steps_within(self, budget: float, delta: float, accountant: str, models: int, most: int) -> int:
         """Return the largest number of steps, `most` at most, whose ε does not pass `budget`."""
-        # ε grows with the number of steps, so it is bisected; `most` first, since budgets often allow it.
-        within, beyond, steps = 0, most + 1, most
-        while beyond - within > 1:
-            if self.epsilon(steps, delta, accountant, models) <= budget:
-                within = steps
-            else:
-                beyond = steps
-            steps = (within + beyond) // 2
-        return within
+
+        def spent(steps: int) -> float:
+            return self.epsilon(steps, delta, accountant, models)
+
+        # ε grows with the number of steps, so it is bisected; not for `most`, which budgets often allow.
+        return most if spent(most) <= budget else bisect_right(range(most), budget, key=spent) - 1
 
     def _rounds(self, steps: int, models: int) -> tuple[float, float, int]:
         """Return the noise, the sampling probability and the number of the sampled sums that steps amount to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,9 +25,10 @@ from ..._runs.loop import check_options, run
 from ..._runs.processes import Group
 from ..._runs.run_directory import RunDirectory
 from .._per_example.method_choice import check_method
+from . import settings
+from .accounting import Ledger
 from .sampling import Batch, SampledBatches, check_batch
-from .settings import check_extra, check_optimizer, checked_ledger
-from .state import DPState, check_state, check_trainable, published, read_state, write_state
+from .state import DPState, check_state, check_trainable, published, read_state, resumed, write_state
 from .step import SAMPLING, PrivateStep
 
 
@@ -113,24 +115,21 @@ class DPSGD:
         microbatch_size: int | None = None,
         has_aux: bool = False,
     ) -> None:
-        check_extra()
+        settings.check_extra()
         check_callable("DPSGD", loss, "loss")
-        check_optimizer(optimizer)
+        settings.check_optimizer(optimizer)
         check_method("DPSGD", method)
         check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
-        self.target_delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
-        self.ledger = checked_ledger(
-            l2_clip_norm,
-            noise_multiplier,
-            target_epsilon,
-            self.target_delta,
-            num_examples,
-            expected_batch_size,
-            num_steps,
-            accountant,
-            noise_strategy,
-        )
-        self.noise_multiplier = self.ledger.noise_multiplier
+        check_count("DPSGD", "num_examples", num_examples)
+        check_count("DPSGD", "num_steps", num_steps)
+        clip = check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+        delta, strategy = settings.checked_delta(target_delta, num_examples), settings.checked_strategy(noise_strategy)
+        size, probability = settings.checked_sampling(num_examples, expected_batch_size, len(strategy))
+        # The steps of one cycle through the groups together are one Poisson-sampled sum: see `Ledger.event`.
+        rounds = math.ceil(num_steps / len(strategy))
+        sigma = settings.checked_noise(noise_multiplier, target_epsilon, probability, rounds, delta, accountant)
+        self.ledger = Ledger(sigma, probability, clip, size, strategy)
+        self.noise_multiplier, self.target_delta = sigma, delta
         self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
         self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
         self._compiled_step = jax.jit(self._step)
@@ -155,7 +154,6 @@ class DPSGD:
         tree = held(split_tree(model_or_params))
         trainable = differentiated(trainable_of(tree), integers=True)
         check_trainable(tree, trainable, models_of(model_or_params))
-
         if members is None:
             opt_state, noise_state, mask_key = self._step.init(trainable, key)
         else:
@@ -198,8 +196,8 @@ class DPSGD:
         else:
             check_state("DPSGD.batches", state, self.ledger)
             seed, start = np.asarray(state.seed).tolist(), int(state.step)
-        run = (self.ledger, self.num_examples, self.num_steps, seed, start)
-        return SampledBatches(data, *run, sizes, self._step.microbatch_size or 1)
+        public = self.ledger, self.num_examples, self.num_steps
+        return SampledBatches(data, *public, seed, start, sizes, self._step.microbatch_size or 1)
 
     def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Take one step: the clipped sum of the batch, noise, and the optimizer's update.
@@ -296,11 +294,7 @@ class DPSGD:
         store = history = None
         if checkpoint_dir is not None:
             store = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
-            found = store.newest(lambda checkpoint: (read_state(checkpoint, state), checkpoint.history()))
-            if found is not None and int(found[0].step) >= start:
-                history = found[1]
-                # A checkpoint at the step of the state may be of another run: the state that was passed counts.
-                state = found[0] if int(found[0].step) > start else state
+            state, history = resumed(store, state)
         begin = int(state.step)
         if begin > target:
             newest = f"the newest checkpoint in {checkpoint_dir} is at step {begin}"
@@ -378,9 +372,8 @@ class DPSGD:
           With "pld" about a second for the first of some settings, then less; remembered.
         """
         if isinstance(state, DPState):
-            spent = state.ledger.epsilon(
-                int(state.step), self.target_delta, self.accountant, published(state, together)
-            )
+            steps, models = int(state.step), published(state, together)
+            spent = state.ledger.epsilon(steps, self.target_delta, self.accountant, models)
             return spent if state.members is None or together else np.full(state.members, spent)
         if not is_int(state) or state < 0 or together:
             what = "a state" if together else "a state or a number of steps"

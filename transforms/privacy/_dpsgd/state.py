@@ -16,6 +16,7 @@ from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import is_array, released
 from ..._models.split_model import merge_tree, shared_variable
 from ..._runs.checkpoint import Checkpoint, outline, write
+from ..._runs.run_directory import RunDirectory
 from .accounting import Ledger
 
 _PART = "private state"
@@ -123,6 +124,15 @@ def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
     _check_ledger(f"{checkpoint}", Ledger(**{**written, "strategy": tuple(written["strategy"])}), like.ledger)
     step = jnp.asarray(checkpoint.manifest["step"], like.step.dtype)
     return replace(like, **jax.tree.map(lambda x: x[0], read), step=step)
+
+
+def resumed(store: RunDirectory, state: DPState) -> tuple[DPState, dict[str, np.ndarray] | None]:
+    """Return the state from which a run goes on, with its history: its newest checkpoint, if not older than `state`."""
+    found = store.newest(lambda checkpoint: (read_state(checkpoint, state), checkpoint.history()))
+    if found is None or found[0].step < state.step:
+        return state, None
+    # A checkpoint at the step of the state may be of another run: the state that was passed counts.
+    return found[0] if found[0].step > state.step else state, found[1]
 
 
 def _as_member(state: DPState) -> tuple[dict[str, Any], dict[str, Any]]:

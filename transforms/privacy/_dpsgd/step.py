@@ -89,7 +89,8 @@ class PrivateStep:
             batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
             return_values=True,
             return_grad_norms=True,
-            dtype=_dtype_of_sums(trainable),
+            # Half precision is summed, and noise is added, in float32.
+            dtype=jnp.result_type(jnp.float32, *jax.tree.leaves(trainable)),
             l2_clip_norm=self.ledger.l2_clip_norm,
             method=self.method,
             keep_batch_dim=self.keep_batch_dim,
@@ -119,15 +120,8 @@ class PrivateStep:
         """Return the parameters after an update, and the state of the optimizer."""
         import optax
 
-        try:
-            updates, opt_state = self.optimizer.update(gradient, opt_state, trainable)
-        except TypeError as error:
-            if "missing" not in str(error):
-                raise
-            raise TypeError(
-                f"DPSGD: the optimizer cannot go by the noisy gradient alone ({error}); take one that needs no values "
-                "of the loss, which no noise covers."
-            ) from error
+        # An optimizer that asks for the value of the loss, which no noise covers, gets none, and says so.
+        updates, opt_state = self.optimizer.update(gradient, opt_state, trainable)
         return optax.apply_updates(trainable, updates), opt_state
 
 
@@ -140,13 +134,7 @@ def _metrics_of(aux: Any) -> dict[str, Any]:
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise TypeError(
-                f"DPSGD: the auxiliary output of the loss must be numbers and arrays of them, but "
-                f"`{leaf_name('aux', path)}` is {describe(leaf)}; leave it out."
+                f"DPSGD: the loss may return numbers besides its value, but `{leaf_name('aux', path)}` is "
+                f"{describe(leaf)}; leave it out."
             )
     return metrics
-
-
-def _dtype_of_sums(trainable: Any) -> Any:
-    """Return float32 or wider where some parameters have half precision, for sums and noise; else None."""
-    dtypes = {x.dtype for x in jax.tree.leaves(trainable)}
-    return jnp.result_type(jnp.float32, *dtypes) if any(dtype.itemsize < 4 for dtype in dtypes) else None

@@ -244,8 +244,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: An
     fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=6)
     manifest = tmp_path / "step_00000012" / "plurax.json"
     manifest.write_text(manifest.read_text().replace('"noise_multiplier": 1.3', '"noise_multiplier": 9.9'))
-    with pytest.warns(UserWarning, match=r"plurax.json has changed since it was written. It is skipped"):
+    with pytest.warns(UserWarning, match=r"plurax.json has changed since it was written. It is skipped") as warned:
         after, _ = fit(dp, state, checkpoint_dir=tmp_path)
+    assert warned[0].filename == __file__  # the line that called
     assert int(after.step) == 12
     assert_same(after, fit(dp, state)[0])
 
