@@ -242,7 +242,12 @@ def write(
         # arrays are written before the first process renames it.
         held = group.agree(prepare)
         whole = [i for i in range(size) if all(i in leaf for leaves in held.values() for leaf in leaves)]
-        owners = _owners(api, size, dict(zip(group.processes, group.gather(whole), strict=True)))
+        # The first process that has all arrays of a member writes them.
+        holders = dict(zip(group.processes, group.gather(whole), strict=True))
+        owner = {i: process for process in sorted(holders, reverse=True) for i in holders[process]}
+        if lost := sorted(set(range(size)) - set(owner)):
+            raise ValueError(f"{api}: no process has member {lost[0]} whole; give all arrays one sharding of axis 0.")
+        owners = [owner[i] for i in range(size)]
         written = group.gather(group.agree(write_members))
         group.agree(finish)
     finally:
@@ -261,15 +266,6 @@ def _held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
         if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True))
         for place, i in enumerate(range(*shard.index[0].indices(size)))
     }
-
-
-def _owners(api: str, size: int, holders: Mapping[int, list[int]]) -> list[int]:
-    """Return for each member the first process that has all of its arrays, and writes them."""
-    owners = {i: process for process in sorted(holders, reverse=True) for i in holders[process]}
-    lost = [i for i in range(size) if i not in owners]
-    if lost:
-        raise ValueError(f"{api}: no process has all arrays of member {lost[0]}; give all one sharding of axis 0.")
-    return [owners[i] for i in range(size)]
 
 
 def _members_on_devices(tree: Any, size: int) -> list[int]:

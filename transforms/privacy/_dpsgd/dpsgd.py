@@ -28,7 +28,7 @@ from .._per_example.method_choice import check_method
 from . import settings
 from .accounting import Ledger
 from .sampling import Batch, SampledBatches, check_batch
-from .state import DPState, check_state, check_trainable, published, read_state, resumed, write_state
+from .state import DPState, check_state, check_trainable, published, read_state, resumed, save_run, write_state
 from .step import SAMPLING, PrivateStep
 
 
@@ -305,10 +305,6 @@ class DPSGD:
             # A model alone is recorded as an ensemble of one.
             recorder.add(step, jax.tree.map(lambda x: x[None], metrics) if alone else metrics)
 
-        def save(state: DPState) -> None:
-            assert store is not None
-            store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
-
         after, step, interrupted = run(
             jax.tree.map(jnp.copy, state),  # each step takes over the memory of the state before
             self.batches(data, state, sizes=sizes),
@@ -317,7 +313,7 @@ class DPSGD:
             target=target,
             record=record,
             say=lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
-            save=None if store is None else save,
+            save=None if store is None else partial(save_run, store, recorder),
             checkpoint_every=checkpoint_every,
             progress=progress,
             done=begin - start,

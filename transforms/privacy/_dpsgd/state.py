@@ -16,6 +16,7 @@ from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import is_array, released
 from ..._models.split_model import merge_tree, shared_variable
 from ..._runs.checkpoint import Checkpoint, outline, write
+from ..._runs.history import Recorder
 from ..._runs.run_directory import RunDirectory
 from .accounting import Ledger
 
@@ -133,6 +134,11 @@ def resumed(store: RunDirectory, state: DPState) -> tuple[DPState, dict[str, np.
         return state, None
     # A checkpoint at the step of the state may be of another run: the state that was passed counts.
     return found[0] if found[0].step > state.step else state, found[1]
+
+
+def save_run(store: RunDirectory, recorder: Recorder, state: DPState) -> None:
+    """Write the checkpoint of a run."""
+    store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
 
 
 def _as_member(state: DPState) -> tuple[dict[str, Any], dict[str, Any]]:
