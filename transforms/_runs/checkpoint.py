@@ -336,8 +336,7 @@ def _check_replaceable(api: str, path: Path) -> None:
     others = sorted(files - {_MANIFEST, *manifest.get("files", {})})
     if others:
         raise FileExistsError(
-            f"{api}: the checkpoint at {path} also holds {others[0]!r}, which would be lost; move it, or give another "
-            "path."
+            f"{api}: the checkpoint at {path} also holds {others[0]!r}, which would be lost; move it."
         )
 
 

@@ -143,8 +143,7 @@ def skip(api: str, source: Iterator[Any], count: int) -> None:
     skipped = source.skip(count) if hasattr(source, "skip") else sum(1 for _ in islice(source, count))
     if skipped < count:
         raise ValueError(
-            f"{api}: the checkpoint has used {count} batches, but there are only {skipped}; pass the same batches "
-            "again from their start."
+            f"{api}: the checkpoint has used {count} batches, but there are only {skipped}; pass the same again."
         )
 
 

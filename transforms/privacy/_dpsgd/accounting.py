@@ -95,14 +95,12 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
     low = 0.9 * high
     while spent(low) <= target_epsilon:
         high, low = low, 0.9 * low
+
     # log ε over log σ is nearly a line, so the root is found in few steps. 1e-300 is for an ε of zero.
-    log_root = brentq(
-        lambda log_sigma: math.log(max(spent(math.exp(log_sigma)), 1e-300) / target_epsilon),
-        math.log(low),
-        math.log(high),
-        xtol=1e-5,
-    )
-    found = math.exp(log_root)
+    def excess(log_sigma: float) -> float:
+        return math.log(max(spent(math.exp(log_sigma)), 1e-300) / target_epsilon)
+
+    found = math.exp(brentq(excess, math.log(low), math.log(high), xtol=1e-5))
     # The root may lie on the side that spends too much: it goes up until it does not.
     while spent(found) > target_epsilon:
         found *= 1 + 1e-6

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,9 +21,7 @@ from .accounting import Ledger
 _STANDARD = (-0.3, 0.7, 2.0, 6.0)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["arguments", "is_padding_example", "step"], meta_fields=["sampling"]
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
     """Examples that take part in a step, padded to one of a few sizes.
@@ -48,7 +45,7 @@ class Batch:
     arguments: tuple[Any, ...]
     is_padding_example: Any
     step: Any = None
-    sampling: tuple[float, int] | None = None
+    sampling: tuple[float, int] | None = field(default=None, metadata={"static": True})
 
 
 class SampledBatches:

@@ -20,8 +20,8 @@ def checked_delta(target_delta: Any, num_examples: int) -> float:
     # Publishing one example at random is (0, 1 / n)-differentially private, so δ should be well below that.
     if delta * num_examples > 1:
         warnings.warn(
-            f"DPSGD: target_delta={delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
-            "which publishing an example at random is allowed; take a smaller one.",
+            f"DPSGD: target_delta={delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with which "
+            "publishing an example at random is allowed; take a smaller one.",
             stacklevel=3,
         )
     return delta
@@ -81,7 +81,5 @@ def check_optimizer(optimizer: Any) -> None:
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            "DPSGD: optimizer must be an optax GradientTransformation, such as optax.adam(1e-3), or "
-            f"optax.MultiSteps(...).gradient_transformation(), but got {describe(optimizer)}."
-        )
+        got = describe(optimizer)
+        raise TypeError(f"DPSGD: optimizer must be an optax GradientTransformation, such as adam(1e-3), but got {got}.")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,7 @@ from .accounting import Ledger
 _PART = "private state"
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tree", "opt_state", "noise_state", "mask_key", "step", "seed"],
-    meta_fields=["ledger", "members"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class DPState:
     """What training with `DPSGD` changes, as a pytree; `DPSGD.init` makes it.
@@ -58,8 +53,8 @@ class DPState:
     mask_key: jax.Array
     step: jax.Array
     seed: jax.Array
-    ledger: Ledger
-    members: int | None
+    ledger: Ledger = field(metadata={"static": True})
+    members: int | None = field(metadata={"static": True})
 
     @property
     def model(self) -> Any:

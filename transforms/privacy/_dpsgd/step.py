@@ -41,8 +41,8 @@ class PrivateStep:
     def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
         """Return the state of the optimizer, that of the noise, and the key of masks, for one model."""
         opt_state = self.optimizer.init(trainable)
-        # An optimizer that needs more than gradients fails here, and not at the first step.
-        jax.eval_shape(self._update, trainable, opt_state, trainable)
+        # An optimizer that asks for the value of the loss, which no noise covers, fails here, not at the first step.
+        jax.eval_shape(self.optimizer.update, trainable, opt_state, trainable)
         noise_state = privatizer(self.ledger, jax.random.fold_in(key, _NOISE)).init(trainable)
         return opt_state, noise_state, jax.random.fold_in(key, _MASKS)
 
@@ -81,6 +81,8 @@ class PrivateStep:
         self, arrays: tuple[Any, ...], step: jax.Array, batch: Batch
     ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
         """Return the arrays of one model after a step, and its metrics."""
+        import optax
+
         tree, opt_state, noise_state, mask_key = arrays
         trainable = differentiated(trainable_of(tree), integers=True)
         gradient = clipped_grad(
@@ -102,7 +104,8 @@ class PrivateStep:
         noisy, noise_state = add_noise(self.ledger, sums, noise_state)
         # By the expected size, which is public; the size that was drawn is not, and would need noise of its own.
         noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
-        trained, opt_state = self._update(noisy, opt_state, trainable)
+        updates, opt_state = self.optimizer.update(noisy, opt_state, trainable)
+        trained = optax.apply_updates(trainable, updates)
         # Which keys were used, and how often, is found from an example of zeros, so that no data can show in it.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
         tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
@@ -115,14 +118,6 @@ class PrivateStep:
         clipped = ~(each.grad_norms <= self.ledger.l2_clip_norm)
         metrics = {"loss": mean(each.values), "clipped": mean(clipped)}
         return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
-
-    def _update(self, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
-        """Return the parameters after an update, and the state of the optimizer."""
-        import optax
-
-        # An optimizer that asks for the value of the loss, which no noise covers, gets none, and says so.
-        updates, opt_state = self.optimizer.update(gradient, opt_state, trainable)
-        return optax.apply_updates(trainable, updates), opt_state
 
 
 def _metrics_of(aux: Any) -> dict[str, Any]:
