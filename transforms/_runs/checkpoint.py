@@ -243,11 +243,11 @@ def write(
         held = group.agree(prepare)
         whole = [i for i in range(size) if all(i in leaf for leaves in held.values() for leaf in leaves)]
         # The first process that has all arrays of a member writes them.
-        holders = dict(zip(group.processes, group.gather(whole), strict=True))
-        owner = {i: process for process in sorted(holders, reverse=True) for i in holders[process]}
-        if lost := sorted(set(range(size)) - set(owner)):
-            raise ValueError(f"{api}: no process has member {lost[0]} whole; give all arrays one sharding of axis 0.")
-        owners = [owner[i] for i in range(size)]
+        holders = list(zip(group.processes, group.gather(whole), strict=True))
+        owners = [next((process for process, members in holders if i in members), None) for i in range(size)]
+        if None in owners:
+            lost = owners.index(None)
+            raise ValueError(f"{api}: no process has member {lost} whole; give all arrays one sharding of axis 0.")
         written = group.gather(group.agree(write_members))
         group.agree(finish)
     finally:
@@ -313,14 +313,13 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
-        shape = leaf.shape[1:] if drop_axis else leaf.shape
         # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
-        named = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}
+        named = {"key": jax.tree_util.keystr(path), "path": dotted(path)}
         # Keys are stored as their data, of which the dtype does not tell the implementation: its name does.
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         dtype = f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>" if is_key(leaf) else str(leaf.dtype)
-        stored = data.shape[1:] if drop_axis else data.shape
-        return {**named, "dtype": dtype, "stored": list(stored), "stored_dtype": str(data.dtype)}
+        shape, stored = (list(x.shape[1:] if drop_axis else x.shape) for x in (leaf, data))
+        return {**named, "shape": shape, "dtype": dtype, "stored": stored, "stored_dtype": str(data.dtype)}
 
     return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 

@@ -16,7 +16,6 @@ import jax
 from .._core.arguments import check_count, describe
 
 State = TypeVar("State")
-Metrics = TypeVar("Metrics")
 
 # Steps that may be waiting on the device: enough to hide the host's work between them, few enough to bound memory,
 # since each holds its batch and metrics until it is done.
@@ -26,12 +25,12 @@ _AHEAD = 2
 def run(
     state: State,
     source: Iterator[Any],
-    advance: Callable[[State, Any], tuple[State, Metrics]],
+    advance: Callable[[State, Any], tuple[State, Any]],
     *,
     step: int,
     target: int | None,
-    record: Callable[[int, Metrics], Any],
-    say: Callable[[int, Metrics], str],
+    record: Callable[[int, Any], Any],
+    say: Callable[[int, Any], str],
     save: Callable[[State], None] | None,
     checkpoint_every: int | None,
     progress: bool,
@@ -65,7 +64,7 @@ def run(
     from tqdm import tqdm  # not when the library is imported: that loads JAX alone
 
     saved = step
-    waiting: deque[tuple[int, Metrics]] = deque()
+    waiting: deque[tuple[int, Any]] = deque()
     with (
         _on_interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,

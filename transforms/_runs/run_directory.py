@@ -33,10 +33,9 @@ class RunDirectory:
         directory = Path(directory).resolve()
         directory.mkdir(parents=True, exist_ok=True)
         # One process cleans up for all: two would remove the same directories, and one of them would fail.
-        if group.is_first:
-            for path in directory.glob(".step_*.unfinished"):
-                if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.unfinished", path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+        for path in directory.glob(".step_*.unfinished") if group.is_first else ():
+            if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.unfinished", path.name):
+                shutil.rmtree(path, ignore_errors=True)
         return cls(api, directory, keep, group)
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:

@@ -87,8 +87,7 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
         high = calibrate(target_epsilon, sampling_probability, rounds, delta, "rdp")
         if spent(1e3 * high) == math.inf:
             raise ValueError(
-                f"DPSGD: by privacy loss distributions ε is infinite whatever the noise for target_delta={delta}; take "
-                'a larger one, or accountant="rdp".'
+                f"DPSGD: by pld ε is infinite whatever the noise for target_delta={delta}; take a larger one, or rdp."
             )
     while spent(high) > target_epsilon:
         high *= 1.5

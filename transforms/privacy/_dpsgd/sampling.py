@@ -166,8 +166,7 @@ def check_batch(api: str, batch: Any, sampling: tuple[float, int]) -> None:
     """Raise if a batch was not sampled as ε is counted for: with this probability and number of bands."""
     if not isinstance(batch, Batch):
         raise TypeError(
-            f"{api}: a batch must come from DPSGD.batches, but got {describe(batch)}; of one that is "
-            "sampled elsewhere make a Batch(arguments, is_padding_example)."
+            f"{api}: a batch must come from DPSGD.batches, or be a Batch of your own, but got {describe(batch)}."
         )
     padding = batch.is_padding_example
     if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:

@@ -34,10 +34,8 @@ def checked_sampling(num_examples: int, expected_batch_size: Any, bands: int) ->
     # With bands an example may take part in every `bands`-th step only, so it does with as many times the probability.
     probability = size * bands / num_examples
     if probability > 1 + 1e-9:
-        raise ValueError(
-            f"DPSGD: with {bands} bands a batch has up to num_examples / {bands} = {num_examples / bands:g} examples, "
-            f"but expected_batch_size={size}; take fewer bands, or smaller batches."
-        )
+        most = f"{num_examples / bands:g} examples"
+        raise ValueError(f"DPSGD: {bands} bands allow batches of {most}, but {expected_batch_size=}; take fewer bands.")
     return size, min(1.0, probability)  # beyond 1 by a rounding
 
 
@@ -61,10 +59,8 @@ def checked_strategy(strategy: Any) -> tuple[float, ...]:
     """Return the coefficients of a noise strategy; raise if they are not finite, or the first is not positive."""
     array = np.asarray([1.0] if strategy is None else strategy)
     if array.dtype.kind not in "iuf" or array.ndim != 1 or not np.isfinite(array).all() or not (array[:1] > 0).any():
-        raise ValueError(
-            "DPSGD: noise_strategy must be the finite coefficients of a banded Toeplitz matrix, shape (bands,), the "
-            f"first of them positive, but got {describe(strategy)}."
-        )
+        got = describe(strategy)
+        raise ValueError(f"DPSGD: noise_strategy must be finite, shape (bands,), the first positive, but got {got}.")
     return tuple(array.astype(float).tolist())
 
 

@@ -123,13 +123,10 @@ class PrivateStep:
 def _metrics_of(aux: Any) -> dict[str, Any]:
     """Return the metrics that a loss reports: a dict under its names, anything else as "aux"."""
     metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
-    for name in ("loss", "clipped"):
-        if name in metrics:
-            raise ValueError(f"DPSGD: the auxiliary output of the loss has `{name}`, which DPSGD uses; rename it.")
+    if taken := {"loss", "clipped"} & metrics.keys():
+        raise ValueError(f"DPSGD: the auxiliary output of the loss has `{min(taken)}`, which DPSGD uses; rename it.")
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
-            raise TypeError(
-                f"DPSGD: the loss may return numbers besides its value, but `{leaf_name('aux', path)}` is "
-                f"{describe(leaf)}; leave it out."
-            )
+            where = leaf_name("aux", path)
+            raise TypeError(f"DPSGD: the loss may return numbers, but `{where}` is {describe(leaf)}; leave it out.")
     return metrics
