@@ -17,7 +17,7 @@ import numpy as np
 
 from ...transforms._core.arguments import describe
 from ...transforms._models.split_model import is_model, split
-from ...transforms._runs.checkpoint import Checkpoint, members_of, outline, rebuild, write
+from ...transforms._runs.checkpoint import Checkpoint, outline, write
 from ...transforms._runs.processes import Group
 from .._members.ensemble import Ensemble
 from .._step.state import TrainState
@@ -131,7 +131,7 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     if not -size <= i < size:
         raise IndexError(f"load_member: member {i} is out of range; the checkpoint at {checkpoint.path} has {size}.")
     # The checkpoint has its arrays in the order of the model that was saved, `like` perhaps in another.
-    leaves = checkpoint.member(operator.index(i) % size, "ensemble", checkpoint.order("ensemble", expected))
+    leaves = checkpoint.member(operator.index(i) % size, "ensemble", expected)
     return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves))
 
 
@@ -172,19 +172,7 @@ def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
 
 def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return each part of `likes` with the values of the checkpoint; raise if its arrays are others."""
-    order = {part: checkpoint.order(part, expected, size) for part, expected in _outlines(likes).items()}
-    # For an array that is sharded, the members on the devices of this process only.
-    rows = checkpoint.read(members_of(likes, size), order)
-
-    def of_part(part: str, like: Any) -> Any:
-        entries = checkpoint.manifest["arrays"][part]
-        leaves = [
-            rebuild(leaf, entries[j]["dtype"], {i: row[part][k] for i, row in rows.items()}, size)
-            for k, (leaf, j) in enumerate(zip(jax.tree.leaves(like), order[part], strict=True))
-        ]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-    return {part: of_part(part, like) for part, like in likes.items()}
+    return checkpoint.load(likes, _outlines(likes), size)
 
 
 def _parts(saved: TrainState | Ensemble) -> dict[str, Any]:

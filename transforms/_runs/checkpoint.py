@@ -14,7 +14,8 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from .._models.split_model import dotted
 from . import array_store
 from .atomic_write import sync
 from .processes import Damaged, Group
+
+# The arrays of a part: for each its path, shape and dtype, and how it is stored; see `outline`.
+Outline = list[dict[str, Any]]
 
 _FORMAT = "plurax checkpoint"
 _VERSION = 2
@@ -57,11 +61,8 @@ class Checkpoint:
         if manifest is None:
             raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
         checkpoint = cls(api, path, manifest)
-        if manifest.get("version") != _VERSION:
-            raise ValueError(
-                f"{api}: the checkpoint at {path} has version {manifest.get('version')}, but this library reads "
-                f"{_VERSION}."
-            )
+        if (version := manifest.get("version")) != _VERSION:
+            raise ValueError(f"{checkpoint} has version {version}, but this library reads {_VERSION}.")
         if manifest.pop("checksum", None) != _checksum(manifest):
             raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
         for name, size in manifest["files"].items():
@@ -74,7 +75,11 @@ class Checkpoint:
 
     def damaged(self, fact: object) -> Damaged:
         """Return the error for this damage."""
-        return Damaged(f"{self.api}: the checkpoint at {self.path} is damaged: {fact}.")
+        return Damaged(f"{self} is damaged: {fact}.")
+
+    def __str__(self) -> str:
+        """Return how errors begin."""
+        return f"{self.api}: the checkpoint at {self.path}"
 
     def history(self) -> dict[str, np.ndarray]:
         """Return the arrays that `write` was given as its history."""
@@ -84,58 +89,62 @@ class Checkpoint:
         except Exception as error:  # numpy and zipfile raise many kinds for one fact: the bytes cannot be read
             raise self.damaged(f"{_HISTORY}: {error}") from error
 
-    def order(self, part: str, expected: list[dict[str, Any]], size: int | None = None) -> list[int]:
+    def load(self, likes: Mapping[str, Any], outlines: Mapping[str, Outline], size: int) -> dict[str, Any]:
+        """Return trees of arrays with the values of the checkpoint; raise if it has other arrays, or they are damaged.
+
+        Args:
+          likes: for each part a tree of arrays, or of their shapes, with the members along axis 0.
+          outlines: for each part its arrays as `outline` describes them.
+          size: how many members there are.
+        """
+        members = _members_on_devices(likes, size)
+
+        def of_part(part: str, like: Any) -> Any:
+            rows, (leaves, structure) = self._read(part, outlines[part], members, size), jax.tree.flatten(like)
+            arrays = (
+                _stacked(leaf, x["dtype"], row) for leaf, x, row in zip(leaves, outlines[part], rows, strict=True)
+            )
+            return jax.tree.unflatten(structure, arrays)
+
+        return {part: of_part(part, like) for part, like in likes.items()}
+
+    def member(self, i: int, part: str, expected: Outline) -> list[jax.Array]:
+        """Return the arrays of one member's part, which are those expected; read no others."""
+        rows = self._read(part, expected, [i], self.manifest["size"])
+        return [_as_saved(row[i], entry["dtype"]) for row, entry in zip(rows, expected, strict=True)]
+
+    def _read(self, part: str, expected: Outline, members: list[int], size: int) -> list[dict[int, np.ndarray]]:
+        """Return for each of the arrays expected in a part those of some members, as stored."""
+        order = self._order(part, expected, size)
+        entries, wanted = self.manifest["arrays"][part], defaultdict[int, list[str]](list)
+        for i in members:
+            wanted[self.manifest["owners"][i]] += [_name(i, part, j) for j in order if 0 not in entries[j]["stored"]]
+        stored: dict[str, np.ndarray] = {}
+        try:
+            for owner, names in wanted.items():
+                stored |= array_store.get(self.path / f"arrays/{owner}", names)
+        except Exception as error:  # tensorstore raises many kinds for one fact: the bytes cannot be read
+            raise self.damaged(error) from error
+        return [{i: self._array(i, part, j, stored.get(_name(i, part, j))) for i in members} for j in order]
+
+    def _order(self, part: str, expected: Outline, size: int) -> list[int]:
         """Return the place of each expected array in the checkpoint; raise if it has others, or lacks some."""
         if part not in self.manifest["arrays"]:
-            *others, last = self.manifest["arrays"]
-            held = f"{', '.join(others)} and {last}" if others else last
-            raise ValueError(
-                f"{self.api}: the checkpoint at {self.path} holds {held}, and no {part}; it was saved from something "
-                "else: read it with what wrote it."
-            )
-        if size is not None and size != self.manifest["size"]:
-            raise ValueError(
-                f"{self.api}: the checkpoint at {self.path} has {self.manifest['size']} members, but like has {size}."
-            )
+            held = ", ".join(self.manifest["arrays"])
+            raise ValueError(f"{self} holds {held}, and no {part}; read it with what wrote it.")
+        if size != self.manifest["size"]:
+            raise ValueError(f"{self} has {self.manifest['size']} members, but like has {size}; pass one of that size.")
         written = {array["key"]: array for array in self.manifest["arrays"][part]}
         wanted = {array["key"]: array for array in expected}
         for key in [*wanted, *written]:
             if written.get(key) != wanted.get(key):
                 path = (wanted.get(key) or written[key])["path"]
                 raise ValueError(
-                    f"{self.api}: the checkpoint at {self.path} has {_say(written.get(key))} at `{path}` of a "
-                    f"member's {part}, but like has {_say(wanted.get(key))}; pass one of the architecture and "
-                    "optimiser that was saved."
+                    f"{self} has {_say(written.get(key))} at `{path}` of a member's {part}, but like has "
+                    f"{_say(wanted.get(key))}; pass one of the architecture and optimiser that was saved."
                 )
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]
-
-    def read(self, members: Sequence[int], order: Mapping[str, list[int]]) -> dict[int, dict[str, list[np.ndarray]]]:
-        """Return for each of some members a dict from parts to its arrays as stored, in the order of `order`."""
-        entries = self.manifest["arrays"]
-        wanted: dict[Path, list[str]] = {}
-        for i in members:
-            for part in order:
-                for j, array in enumerate(entries[part]):
-                    if 0 not in array["stored"]:
-                        home = self.path / f"arrays/{self.manifest['owners'][i]}"
-                        wanted.setdefault(home, []).append(_name(i, part, j))
-        read: dict[str, np.ndarray] = {}
-        try:
-            for directory, names in wanted.items():
-                read.update(array_store.get(directory, names))
-        except Exception as error:  # tensorstore raises many kinds for one fact: the bytes cannot be read
-            raise self.damaged(error) from error
-        return {
-            i: {part: [self._array(i, part, j, read.get(_name(i, part, j))) for j in order[part]] for part in order}
-            for i in members
-        }
-
-    def member(self, i: int, part: str, order: list[int]) -> list[jax.Array]:
-        """Return the arrays of one member's part, in the order given."""
-        entries = self.manifest["arrays"][part]
-        stored = self.read([i], {part: order})[i][part]
-        return [as_saved(array, entries[j]["dtype"]) for array, j in zip(stored, order, strict=True)]
 
     def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> np.ndarray:
         """Return array `j` of a part of member `i`, checked."""
@@ -147,10 +156,8 @@ class Checkpoint:
         if zlib.crc32(stored.tobytes()) != self.manifest["checksums"][part][i][j]:
             raise self.damaged(f"the bytes of `{entry['path']}` of member {i} have changed since they were saved")
         if jax.dtypes.canonicalize_dtype(stored.dtype) != stored.dtype:
-            raise ValueError(
-                f"{self.api}: the checkpoint at {self.path} has dtype {stored.dtype} at `{entry['path']}`, which "
-                "needs jax_enable_x64; enable it."
-            )
+            found = f"{self} has dtype {stored.dtype} at `{entry['path']}`"
+            raise ValueError(f"{found}, which needs jax_enable_x64; enable it.")
         return stored
 
 
@@ -183,55 +190,64 @@ def write(
     unfinished = path.parent / f".{path.name}.{group.gather(uuid.uuid4().hex)[0]}.unfinished"
     try:
 
-        def prepare() -> None:
+        def prepare() -> dict[str, list[dict[int, tuple[Any, int]]]]:
+            """Make the directory in the first process; return the members whose arrays this process has."""
             if group.is_first:
                 _check_replaceable(api, path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished.mkdir()
+            return {part: [_held(leaf, size) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
 
         def write_members() -> dict[str, Any]:
             """Write the members that this process owns; return what the manifest needs of them."""
-            owners = _owners(api, parts, size, group)
             mine = [i for i in range(size) if owners[i] == jax.process_index()]
-            stored = {part: [_rows(leaf, mine) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
+            arrays: dict[str, np.ndarray] = {}
+            for part, leaves in held.items():
+                for j, leaf in enumerate(leaves):
+                    arrays |= {_name(i, part, j): np.asarray(leaf[i][0])[leaf[i][1]] for i in mine}
             home = unfinished / f"arrays/{jax.process_index()}"
             if mine:
-                arrays = {
-                    _name(i, p, j): a[i] for p in stored for j, a in enumerate(stored[p]) for i in mine if a[i].size
-                }
-                array_store.put(home, arrays)
+                array_store.put(home, {name: array for name, array in arrays.items() if array.size})
                 for file in [*home.rglob("*"), home]:
                     sync(file)
             # CRC-32 finds damage, which is what it is for; it protects from nobody who changes a file on purpose.
-            checksums = {p: {str(i): [zlib.crc32(a[i].tobytes()) for a in stored[p]] for i in mine} for p in stored}
+            checksums = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
             files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.rglob("*") if f.is_file()}
-            return {"owners": owners, "checksums": checksums, "files": files}
+            return {"checksums": checksums, "files": files}
 
         def finish() -> None:
             """Write history and manifest in the first process, and rename the directory."""
             if not group.is_first:
                 return
+            sums, files = ({k: v for w in written for k, v in w[kind].items()} for kind in ("checksums", "files"))
+            checksums = {
+                part: [[sums[_name(i, part, j)] for j in range(len(arrays))] for i in range(size)]
+                for part, arrays in outlines.items()
+            }
             manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
-            manifest |= {"arrays": outlines, "owners": written[0]["owners"]}
-            by_member = {p: {i: c for w in written for i, c in w["checksums"][p].items()} for p in parts}
-            manifest["checksums"] = {p: [by_member[p][str(i)] for i in range(size)] for p in parts}
-            manifest["files"] = {name: n for w in written for name, n in w["files"].items()}
+            manifest |= {"arrays": outlines, "owners": owners, "checksums": checksums, "files": files}
             if history is not None:
                 # Under numbers: a name may be anything, but savez has parameters of its own.
                 manifest["history"] = list(history)
                 numbered = {f"{i}": array for i, array in enumerate(history.values())}
                 np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
-                manifest["files"][_HISTORY] = (unfinished / _HISTORY).stat().st_size
-                sync(unfinished / _HISTORY)
+                files[_HISTORY] = (unfinished / _HISTORY).stat().st_size
             (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
             # On the disk before the rename, or a power cut could leave the final name with files that are not.
-            for file in [unfinished / _MANIFEST, unfinished / "arrays", unfinished]:
+            for file in [*unfinished.iterdir(), unfinished]:
                 sync(file)
             _replace(unfinished, path)
 
         # Each step in all processes before the next in any: a directory is there before others write into it, and all
         # arrays are written before the first process renames it.
-        group.agree(prepare)
+        held = group.agree(prepare)
+        whole = [i for i in range(size) if all(i in leaf for leaves in held.values() for leaf in leaves)]
+        # The first process that has all arrays of a member writes them.
+        holders = list(zip(group.processes, group.gather(whole), strict=True))
+        owners = [next((process for process, members in holders if i in members), None) for i in range(size)]
+        if None in owners:
+            lost = owners.index(None)
+            raise ValueError(f"{api}: no process has member {lost} whole; give all arrays one sharding of axis 0.")
         written = group.gather(group.agree(write_members))
         group.agree(finish)
     finally:
@@ -239,74 +255,44 @@ def write(
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _owners(api: str, parts: Any, size: int, group: Group) -> list[int]:
-    """Return for each member the first process that has all of its arrays, and writes them."""
-    # From the shardings alone, which all processes know: they agree on the owners without a message.
-    holders = [set(group.processes) for _ in range(size)]
-    for leaf in jax.tree.leaves(parts):
-        if getattr(leaf, "is_fully_addressable", True):
-            continue  # every process has one
-        here: list[set[int]] = [set() for _ in range(size)]
-        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            # A device that has but a part of a member's array cannot write it.
-            if all(i.indices(n) == (0, n, 1) for i, n in zip(index[1:], leaf.shape[1:], strict=True)):
-                for i in range(*index[0].indices(size)):
-                    here[i].add(device.process_index)
-        holders = [before & now for before, now in zip(holders, here, strict=True)]
-    lost = [i for i, processes in enumerate(holders) if not processes]
-    if lost:
-        raise ValueError(
-            f"{api}: no process has all arrays of member {lost[0]}; give all arrays one sharding of axis 0."
-        )
-    return [min(processes) for processes in holders]
-
-
-def _rows(leaf: Any, members: Sequence[int]) -> dict[int, np.ndarray]:
-    """Return the arrays of some members that this process has, as they are stored."""
+def _held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
+    """Return for each member whose whole array this process has an array that it is in, and its place there."""
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
     if getattr(leaf, "is_fully_addressable", True):
-        array = np.asarray(leaf)
-        return {i: array[i] for i in members}
-    rows: dict[int, np.ndarray] = {}
-    for shard in leaf.addressable_shards:
-        if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True)):
-            held = range(*shard.index[0].indices(leaf.shape[0]))
-            if (set(held) & set(members)) - set(rows):
-                array = np.asarray(shard.data)
-                rows.update({i: array[k] for k, i in enumerate(held) if i in members})
-    return rows
+        return {i: (leaf, i) for i in range(size)}
+    return {
+        i: (shard.data, place)
+        for shard in leaf.addressable_shards
+        if all(i.indices(n) == (0, n, 1) for i, n in zip(shard.index[1:], leaf.shape[1:], strict=True))
+        for place, i in enumerate(range(*shard.index[0].indices(size)))
+    }
 
 
-def members_of(tree: Any, size: int) -> list[int]:
+def _members_on_devices(tree: Any, size: int) -> list[int]:
     """Return the members whose arrays this process needs to make a tree like this one."""
-    needed: set[int] = set()
-    for leaf in jax.tree.leaves(tree):
-        if not _is_spread(leaf):
-            return list(range(size))
-        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
-            needed.update(range(*index[0].indices(size)))
-    return sorted(needed)
+    leaves = jax.tree.leaves(tree)
+    if not all(map(_is_spread, leaves)):
+        return list(range(size))
+    parts = [x.sharding.addressable_devices_indices_map(x.shape).values() for x in leaves]
+    return sorted({i for indices in parts for index in indices for i in range(*index[0].indices(size))})
 
 
-def rebuild(like: Any, dtype: str, rows: Mapping[int, np.ndarray], size: int) -> jax.Array:
+def _stacked(like: Any, dtype: str, rows: Mapping[int, np.ndarray]) -> jax.Array:
     """Return the stacked array of members, sharded as `like`."""
-
-    def stacked(places: Any) -> np.ndarray:
-        return np.stack([rows[i] for i in range(*places.indices(size))])
-
     if not _is_spread(like):
-        return as_saved(jnp.asarray(stacked(slice(None))), dtype)
-    shape = (size, *next(iter(rows.values())).shape)
-    # A sharding of keys is one of their data too: that has more axes behind.
+        return _as_saved(np.stack([rows[i] for i in range(len(rows))]), dtype)
+    size = like.shape[0]
 
     def of_shard(index: Any) -> np.ndarray:
         members, *others = index
-        return stacked(members)[(slice(None), *others)]
+        return np.stack([rows[i] for i in range(*members.indices(size))])[(slice(None), *others)]
 
-    return as_saved(jax.make_array_from_callback(shape, like.sharding, of_shard), dtype)
+    # A sharding of keys is one of their data too: that has more axes behind.
+    shape = (size, *next(iter(rows.values())).shape)
+    return _as_saved(jax.make_array_from_callback(shape, like.sharding, of_shard), dtype)
 
 
-def as_saved(data: Any, dtype: str) -> jax.Array:
+def _as_saved(data: Any, dtype: str) -> jax.Array:
     """Return stored data as an array, of keys where it held keys."""
     if not dtype.startswith("key<"):
         return jnp.asarray(data)
@@ -327,14 +313,13 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
-        shape = leaf.shape[1:] if drop_axis else leaf.shape
         # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
-        named = {"key": jax.tree_util.keystr(path), "path": dotted(path), "shape": list(shape)}
+        named = {"key": jax.tree_util.keystr(path), "path": dotted(path)}
         # Keys are stored as their data, of which the dtype does not tell the implementation: its name does.
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         dtype = f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>" if is_key(leaf) else str(leaf.dtype)
-        stored = data.shape[1:] if drop_axis else data.shape
-        return {**named, "dtype": dtype, "stored": list(stored), "stored_dtype": str(data.dtype)}
+        shape, stored = (list(x.shape[1:] if drop_axis else x.shape) for x in (leaf, data))
+        return {**named, "shape": shape, "dtype": dtype, "stored": stored, "stored_dtype": str(data.dtype)}
 
     return [of_leaf(path, leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
@@ -350,8 +335,7 @@ def _check_replaceable(api: str, path: Path) -> None:
     others = sorted(files - {_MANIFEST, *manifest.get("files", {})})
     if others:
         raise FileExistsError(
-            f"{api}: the checkpoint at {path} also holds {others[0]!r}, which would be lost; move it, or give another "
-            "path."
+            f"{api}: the checkpoint at {path} also holds {others[0]!r}, which would be lost; move it."
         )
 
 

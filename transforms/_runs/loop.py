@@ -12,12 +12,10 @@ from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
-from tqdm import tqdm
 
 from .._core.arguments import check_count, describe
 
 State = TypeVar("State")
-Metrics = TypeVar("Metrics")
 
 # Steps that may be waiting on the device: enough to hide the host's work between them, few enough to bound memory,
 # since each holds its batch and metrics until it is done.
@@ -27,12 +25,12 @@ _AHEAD = 2
 def run(
     state: State,
     source: Iterator[Any],
-    advance: Callable[[State, Any], tuple[State, Metrics]],
+    advance: Callable[[State, Any], tuple[State, Any]],
     *,
     step: int,
     target: int | None,
-    record: Callable[[int, Metrics], Any],
-    say: Callable[[int, Metrics], str],
+    record: Callable[[int, Any], Any],
+    say: Callable[[int, Any], str],
     save: Callable[[State], None] | None,
     checkpoint_every: int | None,
     progress: bool,
@@ -63,8 +61,10 @@ def run(
     Returns:
       The last state, how many steps it has taken, and whether Ctrl-C ended the loop.
     """
+    from tqdm import tqdm  # not when the library is imported: that loads JAX alone
+
     saved = step
-    waiting: deque[tuple[int, Metrics]] = deque()
+    waiting: deque[tuple[int, Any]] = deque()
     with (
         _on_interrupt(interruptible) as interrupt,
         tqdm(total=total, initial=done, unit="step", disable=not progress, dynamic_ncols=True) as bar,
@@ -118,14 +118,14 @@ def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
 
     # Python lets only the main thread set a handler, and a program's own handler stays in place.
     main = threading.current_thread() is threading.main_thread()
-    if not (wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-        yield interrupt
-        return
-    signal.signal(signal.SIGINT, handle)
+    ours = wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, handle)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
@@ -142,8 +142,7 @@ def skip(api: str, source: Iterator[Any], count: int) -> None:
     skipped = source.skip(count) if hasattr(source, "skip") else sum(1 for _ in islice(source, count))
     if skipped < count:
         raise ValueError(
-            f"{api}: the checkpoint has used {count} batches, but there are only {skipped}; pass the same batches "
-            "again from their start."
+            f"{api}: the checkpoint has used {count} batches, but there are only {skipped}; pass the same again."
         )
 
 

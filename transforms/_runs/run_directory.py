@@ -31,17 +31,11 @@ class RunDirectory:
     def open(cls, api: str, directory: Any, keep: int, group: Group) -> RunDirectory:
         """Make the directory if it is missing, remove what a killed run had begun to write there, and return it."""
         directory = Path(directory).resolve()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise type(error)(
-                f"{api}: checkpoint_dir={str(directory)!r} cannot be made: {error}; give another directory."
-            ) from error
+        directory.mkdir(parents=True, exist_ok=True)
         # One process cleans up for all: two would remove the same directories, and one of them would fail.
-        if group.is_first:
-            for path in directory.glob(".step_*.unfinished"):
-                if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.unfinished", path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+        for path in directory.glob(".step_*.unfinished") if group.is_first else ():
+            if re.fullmatch(r"\.step_\d{8,}\.[0-9a-f]{32}\.unfinished", path.name):
+                shutil.rmtree(path, ignore_errors=True)
         return cls(api, directory, keep, group)
 
     def newest(self, read: Callable[[Checkpoint], Found]) -> Found | None:
@@ -52,10 +46,7 @@ class RunDirectory:
         """
 
         def open_and_read(path: Path) -> Found:
-            checkpoint = Checkpoint.open(self.api, path)
-            if "history" not in checkpoint.manifest:
-                raise checkpoint.damaged("it has no history, so no run wrote it")
-            return read(checkpoint)
+            return read(Checkpoint.open(self.api, path))
 
         # All processes try those that the first one sees: a shared file system may show them to others later.
         names = self.group.gather([path.name for path in self._paths()])[0]
@@ -71,15 +62,15 @@ class RunDirectory:
         """Let `write` write the checkpoint of a step at a path, and remove those that are no longer to be kept."""
         path = self.directory / f"step_{step:08d}"
 
-        # A damaged one is renamed, not removed: it may be all that is left of a long run.
         def make_room() -> None:
-            if self.group.is_first and path.exists() and not self._is_whole(path):
+            # A damaged one is renamed, not removed: it may be all that is left of a long run.
+            if self.group.is_first and path.exists() and not _is_whole(path):
                 path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}.damaged"))
 
-        # Damaged ones do not count, so that `keep` checkpoints that can be read are always left.
         def remove_old() -> None:
+            # Damaged ones do not count, so that `keep` checkpoints that can be read are always left.
             if self.group.is_first:
-                for old in [path for path in self._paths() if self._is_whole(path)][: -self.keep]:
+                for old in [path for path in self._paths() if _is_whole(path)][: -self.keep]:
                     shutil.rmtree(old)
 
         self.group.agree(make_room)
@@ -91,9 +82,10 @@ class RunDirectory:
         paths = [path for path in self.directory.iterdir() if re.fullmatch(r"step_\d{8,}", path.name)]
         return sorted(paths, key=lambda path: int(path.name[5:]))
 
-    def _is_whole(self, path: Path) -> bool:
-        try:
-            Checkpoint.open(self.api, path)
-        except ValueError:
-            return False
-        return True
+
+def _is_whole(path: Path) -> bool:
+    try:
+        Checkpoint.open("", path)
+    except ValueError:
+        return False
+    return True

@@ -417,9 +417,7 @@ class Test_refusals:
         (tmp_path / "file").write_text("mine")
         batches = iter([None])
         for path in (tmp_path / "file", tmp_path / "file" / "inside"):
-            with pytest.raises(
-                OSError, match=r"Trainer.fit: checkpoint_dir='.*file.*' cannot be made: .*; give another"
-            ):
+            with pytest.raises(OSError, match=r"(File exists|Not a directory): '.*file.*'"):
                 trainer.fit(trainer.init(ens), batches, progress=False, checkpoint_dir=path)
         assert list(batches) == [None]
 

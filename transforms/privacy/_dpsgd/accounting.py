@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,21 +48,22 @@ class Ledger:
         """Return the ε of the first `steps` steps of `models` models together, one example added or removed."""
         return _epsilon(*self._rounds(steps, models), delta, accountant, _FINE)
 
-    def epsilon_at_most(self, steps: int, delta: float, accountant: str, models: int = 1) -> float:
-        """Return an upper bound of `epsilon`, close to it and quicker."""
-        return _epsilon(*self._rounds(steps, models), delta, accountant, _COARSE)
+    def progress(self, step: int, last: int, delta: float, accountant: str, models: int) -> str:
+        """Return a bound of the ε of `step` of `last` steps, as text."""
+        # An ε takes some 50 ms, so it is counted for twenty numbers of steps, each time as far ahead as it is shown.
+        every = math.ceil(last / 20)
+        shown = min(last, math.ceil(step / every) * every)
+        spent = _epsilon(*self._rounds(shown, models), delta, accountant, _FINE if step == last else _COARSE)
+        return f"ε ≤ {math.ceil(1000 * spent) / 1000:.3f}" if math.isfinite(spent) else "ε = ∞"
 
     def steps_within(self, budget: float, delta: float, accountant: str, models: int, most: int) -> int:
         """Return the largest number of steps, `most` at most, whose ε does not pass `budget`."""
-        # ε grows with the number of steps, so it is bisected; `most` first, since budgets often allow it.
-        within, beyond, steps = 0, most + 1, most
-        while beyond - within > 1:
-            if self.epsilon(steps, delta, accountant, models) <= budget:
-                within = steps
-            else:
-                beyond = steps
-            steps = (within + beyond) // 2
-        return within
+
+        def spent(steps: int) -> float:
+            return self.epsilon(steps, delta, accountant, models)
+
+        # ε grows with the number of steps, so it is bisected; not for `most`, which budgets often allow.
+        return most if spent(most) <= budget else bisect_right(range(most), budget, key=spent) - 1
 
     def _rounds(self, steps: int, models: int) -> tuple[float, float, int]:
         """Return the noise, the sampling probability and the number of the sampled sums that steps amount to."""
@@ -73,46 +75,34 @@ class Ledger:
 
 
 def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, delta: float, accountant: str) -> float:
-    """Return the least noise multiplier, to 2e-5 of it, with which `rounds` sampled sums spend `target_epsilon`."""
+    """Return the least noise multiplier, to 1e-5 of it, with which `rounds` sampled sums spend `target_epsilon`."""
     from scipy.optimize import brentq
 
-    def spent(sigma: float, accountant: str = accountant) -> float:
+    def spent(sigma: float) -> float:
         return _epsilon(sigma, sampling_probability, rounds, delta, accountant, _FINE)
 
-    def solve(low: float, high: float, accountant: str, tolerance: float) -> float:
-        # log ε over log σ is nearly a line, so the root is found in few steps. 1e-300 is for an ε of zero.
-        def excess(log_sigma: float) -> float:
-            return math.log(max(spent(math.exp(log_sigma), accountant), 1e-300) / target_epsilon)
-
-        return math.exp(brentq(excess, math.log(low), math.log(high), xtol=tolerance, rtol=1e-12))
-
-    # Little noise takes long to account for, so the search comes from above, first with the quicker accountant.
     high = 1.0
-    while spent(high, "rdp") > target_epsilon:
-        high *= 2
-    while spent(high / 2, "rdp") <= target_epsilon:
-        high /= 2
-    low = high / 2
     if accountant == "pld":
-        # Privacy loss distributions are tighter, so the noise by "rdp" bounds the root from above.
-        high = solve(low, high, "rdp", 1e-2)
+        # Little noise takes long to account for, so the search begins above the root: by "rdp" it takes more noise.
+        high = calibrate(target_epsilon, sampling_probability, rounds, delta, "rdp")
         if spent(1e3 * high) == math.inf:
             raise ValueError(
-                f"DPSGD: privacy loss distributions do not reach as far as target_delta={delta}, where their ε is "
-                'infinite whatever the noise; take a larger one, or accountant="rdp".'
+                f"DPSGD: by pld ε is infinite whatever the noise for target_delta={delta}; take a larger one, or rdp."
             )
-        while spent(high) > target_epsilon:
-            high *= 1.05
-        # If ε falls as a power of σ, at least as quickly as 1 / σ, the root is above σ ε(σ) / target; the loop makes
-        # sure.
-        low = high * max(0.8, 0.999 * spent(high) / target_epsilon)
-        while spent(low) <= target_epsilon:
-            low *= 0.8
+    while spent(high) > target_epsilon:
+        high *= 1.5
+    low = 0.9 * high
+    while spent(low) <= target_epsilon:
+        high, low = low, 0.9 * low
+
+    # log ε over log σ is nearly a line, so the root is found in few steps. 1e-300 is for an ε of zero.
+    def excess(log_sigma: float) -> float:
+        return math.log(max(spent(math.exp(log_sigma)), 1e-300) / target_epsilon)
+
+    found = math.exp(brentq(excess, math.log(low), math.log(high), xtol=1e-5))
     # The root may lie on the side that spends too much: it goes up until it does not.
-    tolerance = 2e-6 if accountant == "rdp" else 1e-5
-    found = solve(low, high, accountant, tolerance)
     while spent(found) > target_epsilon:
-        found = min(high, found * (1 + tolerance))
+        found *= 1 + 1e-6
     # Rounded up, so that machines whose last bits differ find the same.
     return math.ceil(found * 1e6) / 1e6
 

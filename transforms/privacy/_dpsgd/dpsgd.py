@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +20,16 @@ from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
 from ..._models.split_model import is_members, models_of, split_tree
 from ..._runs.checkpoint import Checkpoint
+from ..._runs.history import History, Recorder
+from ..._runs.loop import check_options, run
+from ..._runs.processes import Group
+from ..._runs.run_directory import RunDirectory
 from .._per_example.methods import check_method
-from .checkpoint import read_state, write_state
-from .noise import privatizer
+from . import settings
+from .accounting import Ledger
 from .sampling import Batch, SampledBatches, check_batch
-from .settings import check_extra, check_optimizer, checked_run
-from .state import DPState, check_trainable
-from .step import PrivateStep, update
-
-if TYPE_CHECKING:
-    from ..._runs.history import History
-
-# The key of a run, or of a member (folded with its number), is folded with one of these for each purpose.
-_NOISE, _MASKS, _SAMPLING = (2**32 - i for i in (1, 2, 3))
+from .state import DPState, check_state, check_trainable, published, read_state, resumed, save_run, write_state
+from .step import SAMPLING, PrivateStep
 
 
 class DPSGD:
@@ -117,32 +115,25 @@ class DPSGD:
         microbatch_size: int | None = None,
         has_aux: bool = False,
     ) -> None:
-        check_extra()
+        settings.check_extra()
         check_callable("DPSGD", loss, "loss")
-        check_optimizer(optimizer)
+        settings.check_optimizer(optimizer)
         check_method("DPSGD", method)
         check_count("DPSGD", "microbatch_size", microbatch_size, optional=True)
-        self._run = checked_run(
-            l2_clip_norm=l2_clip_norm,
-            noise_multiplier=noise_multiplier,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            num_examples=num_examples,
-            expected_batch_size=expected_batch_size,
-            num_steps=num_steps,
-            accountant=accountant,
-            noise_strategy=noise_strategy,
-        )
-        self.ledger, self.target_delta, self.accountant = self._run.ledger, self._run.target_delta, accountant
-        self.num_examples, self.num_steps = self._run.num_examples, self._run.num_steps
+        check_count("DPSGD", "num_examples", num_examples)
+        check_count("DPSGD", "num_steps", num_steps)
+        clip = check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
+        delta, strategy = settings.checked_delta(target_delta, num_examples), settings.checked_strategy(noise_strategy)
+        size, probability = settings.checked_sampling(num_examples, expected_batch_size, len(strategy))
+        # The steps of one cycle through the groups together are one Poisson-sampled sum: see `Ledger.event`.
+        rounds = math.ceil(num_steps / len(strategy))
+        sigma = settings.checked_noise(noise_multiplier, target_epsilon, probability, rounds, delta, accountant)
+        self.ledger = Ledger(sigma, probability, clip, size, strategy)
+        self.noise_multiplier, self.target_delta = sigma, delta
+        self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
         self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
-        # One program for a step that leaves its state usable, one for a step that takes over its memory.
-        self._programs = [jax.jit(self._step, donate_argnums=donated) for donated in ((), (0,))]
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Return the standard deviation of the noise in units of the clip norm."""
-        return self.ledger.noise_multiplier
+        self._compiled_step = jax.jit(self._step)
+        self._donated_step = jax.jit(self._step, donate_argnums=0)  # it takes over the memory of the state
 
     def init(self, model_or_params: Any, *, key: jax.Array) -> DPState:
         """Return the state before the first step; a copy, so the model stays as it is.
@@ -163,21 +154,13 @@ class DPSGD:
         tree = held(split_tree(model_or_params))
         trainable = differentiated(trainable_of(tree), integers=True)
         check_trainable(tree, trainable, models_of(model_or_params))
-
-        def states(key: jax.Array, trainable: Any) -> tuple[Any, Any, jax.Array]:
-            opt_state = self._step.optimizer.init(trainable)
-            # An optimizer that needs more than gradients fails here, and not at the first step.
-            jax.eval_shape(partial(update, self._step.optimizer), trainable, opt_state, trainable)
-            noise = privatizer(self.ledger, jax.random.fold_in(key, _NOISE))
-            return opt_state, noise.init(trainable), jax.random.fold_in(key, _MASKS)
-
         if members is None:
-            opt_state, noise_state, mask_key = states(key, trainable)
+            opt_state, noise_state, mask_key = self._step.init(trainable, key)
         else:
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(members))
-            opt_state, noise_state, mask_key = jax.vmap(states)(keys, trainable)
+            opt_state, noise_state, mask_key = jax.vmap(self._step.init)(trainable, keys)
         # Batches are drawn on the host by NumPy, which takes the words of a key as its seed.
-        seed = jax.random.key_data(jax.random.fold_in(key, _SAMPLING)).astype(jnp.uint32)
+        seed = jax.random.key_data(jax.random.fold_in(key, SAMPLING)).astype(jnp.uint32)
         state = DPState(tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members)
         # Strongly typed, or a second program would be compiled for the second step.
         return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
@@ -211,10 +194,10 @@ class DPSGD:
         if state is None:
             seed, start = np.random.SeedSequence().generate_state(8).tolist(), 0
         else:
-            self._check_state("DPSGD.batches", state)
+            check_state("DPSGD.batches", state, self.ledger)
             seed, start = np.asarray(state.seed).tolist(), int(state.step)
-        run = (self.ledger, self.num_examples, self.num_steps, seed, start)
-        return SampledBatches(data, *run, sizes, self._step.microbatch_size or 1)
+        public = self.ledger, self.num_examples, self.num_steps
+        return SampledBatches(data, *public, seed, start, sizes, self._step.microbatch_size or 1)
 
     def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Take one step: the clipped sum of the batch, noise, and the optimizer's update.
@@ -238,16 +221,16 @@ class DPSGD:
         Cost:
           Where a batch has the number of its step, this waits for the step before.
         """
-        self._check_state("DPSGD.step", state)
-        number: Any = getattr(batch, "step", None)
-        known = number is not None and not isinstance(number, Tracer) and not isinstance(state.step, Tracer)
-        # A batch that is used twice, or left out, is not what the accountant counts with.
-        if known and int(number) != int(state.step):
+        check_state("DPSGD.step", state, self.ledger)
+        check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
+        # A batch that is used twice, or left out, is not what the accountant counts with. A tracer has no number yet.
+        known = batch.step is not None and not isinstance(batch.step, Tracer) and not isinstance(state.step, Tracer)
+        if known and int(batch.step) != int(state.step):
             raise ValueError(
-                f"DPSGD.step: the batch was drawn for a state after {int(number)} steps, but this one has taken "
+                f"DPSGD.step: the batch was drawn for a state after {int(batch.step)} steps, but this one has taken "
                 f"{int(state.step)}; take the batches of dp.batches(data, state) one after another, each once."
             )
-        return self._advance(state, batch)
+        return self._compiled_step(state, batch)
 
     def fit(
         self,
@@ -293,25 +276,53 @@ class DPSGD:
             already; a checkpoint of other settings, another model, or later than what was asked for.
           OSError: `checkpoint_dir` cannot be made.
         """
-        from .fit import fit  # which loads tqdm
+        from tqdm import tqdm
 
-        self._check_state("DPSGD.fit", state)
+        check_options("DPSGD.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
+        check_state("DPSGD.fit", state, self.ledger)
+        start, models = int(state.step), published(state, together)
+        wanted = max(start, self.num_steps) if steps is None else start + steps
+        if steps is not None and wanted > self.num_steps:
+            raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={self.num_steps}; ask for fewer steps.")
+        target = wanted
         if epsilon_budget is not None:
-            epsilon_budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
-        return fit(
-            self._run,
-            state,
-            partial(self.batches, data, sizes=sizes),
-            partial(self._advance, donate=True),
-            steps=steps,
-            epsilon_budget=epsilon_budget,
-            together=together,
-            progress=progress,
-            checkpoint_dir=checkpoint_dir,
+            # How many steps a budget allows is known before the first: it depends on public settings alone.
+            budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
+            target = self.ledger.steps_within(budget, self.target_delta, self.accountant, models, wanted)
+        if target < start:
+            raise ValueError(f"DPSGD.fit: {start} steps have spent more than {epsilon_budget=} already; give more.")
+        store = history = None
+        if checkpoint_dir is not None:
+            store = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
+            state, history = resumed(store, state)
+        begin = int(state.step)
+        if begin > target:
+            newest = f"the newest checkpoint in {checkpoint_dir} is at step {begin}"
+            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; ask for more steps or use another directory.")
+        recorder, alone = Recorder(history_every, history), state.members is None
+
+        def record(step: int, metrics: dict[str, Any]) -> None:
+            # A model alone is recorded as an ensemble of one.
+            recorder.add(step, jax.tree.map(lambda x: x[None], metrics) if alone else metrics)
+
+        after, step, interrupted = run(
+            jax.tree.map(jnp.copy, state),  # each step takes over the memory of the state before
+            self.batches(data, state, sizes=sizes),
+            self._donated_step,
+            step=begin,
+            target=target,
+            record=record,
+            say=lambda step, _: self.ledger.progress(step, target, self.target_delta, self.accountant, models),
+            save=None if store is None else partial(save_run, store, recorder),
             checkpoint_every=checkpoint_every,
-            checkpoint_keep=checkpoint_keep,
-            history_every=history_every,
+            progress=progress,
+            done=begin - start,
+            total=target - start,
         )
+        if progress and not interrupted and target < wanted:
+            tqdm.write(f"Stopped after step {step}: one more would pass ε = {epsilon_budget}.")
+        rows = recorder.rows()
+        return after, [{name: x for name, x in row.items() if name != "member"} for row in rows] if alone else rows
 
     def save(self, path: str | os.PathLike[str], state: DPState) -> None:
         """Write a state, ledger and all, to a directory, atomically. It holds the keys of noise and batches.
@@ -324,7 +335,7 @@ class DPSGD:
           TypeError, ValueError: as for `step`.
           FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
         """
-        self._check_state("DPSGD.save", state)
+        check_state("DPSGD.save", state, self.ledger)
         write_state("DPSGD.save", Path(path), state)
 
     def load(self, path: str | os.PathLike[str], like: DPState) -> DPState:
@@ -339,13 +350,8 @@ class DPSGD:
           TypeError, ValueError: as for `step`; it is not a checkpoint, is damaged, or is of other settings or another
             model; the first difference is named.
         """
-        self._check_state("DPSGD.load", like)
+        check_state("DPSGD.load", like, self.ledger)
         return read_state(Checkpoint.open("DPSGD.load", path), like)
-
-    def _advance(self, state: DPState, batch: Batch, *, donate: bool = False) -> tuple[DPState, dict[str, jax.Array]]:
-        """Take a step with a batch that is known to be the next; with `donate` it takes over the memory of `state`."""
-        check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
-        return self._programs[donate](state, batch)
 
     def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
         """Return the ε that was spent, for `target_delta`.
@@ -362,15 +368,13 @@ class DPSGD:
           With "pld" about a second for the first of some settings, then less; remembered.
         """
         if isinstance(state, DPState):
-            ledger, steps, members = state.ledger, int(state.step), state.members
-        elif is_int(state) and state >= 0 and not together:
-            ledger, steps, members = self.ledger, int(state), None
-        else:
+            steps, models = int(state.step), published(state, together)
+            spent = state.ledger.epsilon(steps, self.target_delta, self.accountant, models)
+            return spent if state.members is None or together else np.full(state.members, spent)
+        if not is_int(state) or state < 0 or together:
             what = "a state" if together else "a state or a number of steps"
             raise TypeError(f"DPSGD.epsilon: needs {what}, but got {describe(state)}.")
-        models = (members or 1) if together else 1
-        spent = ledger.epsilon(steps, self.target_delta, self.accountant, models)
-        return spent if members is None or together else np.full(members, spent)
+        return self.ledger.epsilon(int(state), self.target_delta, self.accountant)
 
     def event(self, state: DPState, *, together: bool = False) -> Any:
         """Return what was spent as a `dp_accounting.DpEvent`, to compose with other uses of the same data.
@@ -384,17 +388,4 @@ class DPSGD:
         """
         if not isinstance(state, DPState):
             raise TypeError(f"DPSGD.event: state must come from DPSGD.init, but got {describe(state)}.")
-        return state.ledger.event(int(state.step), (state.members or 1) if together else 1)
-
-    def _check_state(self, api: str, state: Any) -> None:
-        """Raise if `state` is not a state, or was made with other settings than these."""
-        if not isinstance(state, DPState):
-            raise TypeError(f"{api}: state must come from DPSGD.init, but got {describe(state)}.")
-        for name, mine in vars(self.ledger).items():
-            found = getattr(state.ledger, name)
-            if found != mine:
-                raise ValueError(
-                    f"{api}: the state was made with {name}={found}, but this DPSGD has {mine}, and its ledger counts "
-                    "steps of one kind; init a new state from state.model, with another key, and add up what both "
-                    "spend: DPSGD.event."
-                )
+        return state.ledger.event(int(state.step), published(state, together))

@@ -78,9 +78,8 @@ def _call(
         if other:
             raise ValueError(
                 f"DPSGD: the loss changes the state of {type(model).__name__} (`{other[0]}`), which the noise does not "
-                "cover: statistics of a batch say something of each of its examples; use nnx.GroupNorm or "
-                "nnx.LayerNorm in place of BatchNorm, or the evaluation mode of trained statistics, nnx.view(model, "
-                "use_running_average=True). Nothing else may be assigned either, by sow or to parameters."
+                "cover; assign nothing, use nnx.GroupNorm or nnx.LayerNorm in place of BatchNorm, or its trained "
+                "statistics, by nnx.view(model, use_running_average=True)."
             )
         found.append({path: arrays[path] for path in paths})
     value = pair_of("DPSGD", out)[0] if has_aux else out

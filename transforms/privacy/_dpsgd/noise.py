@@ -17,6 +17,7 @@ from ..._core.prng import is_key
 from .accounting import Ledger
 
 _THREEFRY = "threefry2x32"
+_threefry = partial(jax.random.wrap_key_data, impl=_THREEFRY)
 
 
 def privatizer(ledger: Ledger, key: jax.Array) -> Any:
@@ -41,11 +42,13 @@ def add_noise(ledger: Ledger, sums: Any, state: Any) -> tuple[Any, Any]:
     """Return sums of clipped gradients with noise, and the state of the noise for the next step."""
     if ledger.noise_multiplier == 0:
         return sums, state
-    quick = jax.tree.map(lambda x: _with_impl(x, _THREEFRY, _unrolled()), state)
     # The key is a placeholder: it is used by `init` alone, and the state has its own.
     noise = privatizer(ledger, jax.random.key(0))
+    # On two cores, the step of a network of 500,000 parameters with 256 examples and Adam takes 13 to 15 % longer with
+    # either JAX's bits or no loop around the noise, and 14 to 21 % with both.
+    quick = _with_impl(state, _THREEFRY, _unrolled())
     noisy, quick = lax.platform_dependent(sums, quick, cpu=partial(_in_one_go, noise.update), default=noise.update)
-    return noisy, jax.tree.map(lambda x: _with_impl(x, "unrolled", _THREEFRY), quick)
+    return noisy, _with_impl(quick, "unrolled", _THREEFRY)
 
 
 def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
@@ -64,11 +67,14 @@ def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
     return lax.while_loop(lambda carry: carry[0] < iterations, iteration, (jnp.int32(0), (sums, state)))[1]
 
 
-def _with_impl(x: Any, one: str, other: Any) -> Any:
-    """Return the key `x` with another implementation, if it has this one; anything else as it is."""
-    if not is_key(x) or str(jax.random.key_impl(x)) != one:
-        return x
-    return jax.random.wrap_key_data(jax.random.key_data(x), impl=other)
+def _with_impl(tree: Any, one: str, other: Any) -> Any:
+    """Return a tree in which keys of this implementation have another one; anything else is as it was."""
+
+    def of_leaf(x: Any) -> Any:
+        changes = is_key(x) and str(jax.random.key_impl(x)) == one
+        return jax.random.wrap_key_data(jax.random.key_data(x), impl=other) if changes else x
+
+    return jax.tree.map(of_leaf, tree)
 
 
 # On a CPU, JAX's threefry is a loop over its rounds, of which each iteration goes through memory. Written out, it is
@@ -97,10 +103,6 @@ def _block(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
             x1 = x0 ^ ((x1 << np.uint32(left)) | (x1 >> np.uint32(32 - left)))
         x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
     return x0, x1
-
-
-def _threefry(key: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(key, impl=_THREEFRY)
 
 
 @cache

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,9 +21,7 @@ from .accounting import Ledger
 _STANDARD = (-0.3, 0.7, 2.0, 6.0)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["arguments", "is_padding_example", "step"], meta_fields=["sampling"]
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
     """Examples that take part in a step, padded to one of a few sizes.
@@ -48,7 +45,7 @@ class Batch:
     arguments: tuple[Any, ...]
     is_padding_example: Any
     step: Any = None
-    sampling: tuple[float, int] | None = None
+    sampling: tuple[float, int] | None = field(default=None, metadata={"static": True})
 
 
 class SampledBatches:
@@ -103,7 +100,9 @@ class SampledBatches:
         drawn = next(self._drawn)
         step = np.int32(self._step)
         self._step += 1
-        size = _padded(len(drawn), self.sizes)
+        # A batch larger than all sizes is never cut: an example that was drawn and left out would break the accounting.
+        largest = self.sizes[-1]
+        size = next((s for s in self.sizes if s >= len(drawn)), largest * math.ceil(len(drawn) / largest))
         arguments = jax.tree.map(lambda x: _take(x, drawn, size), self._data)
         return Batch(arguments, np.arange(size) >= len(drawn), step, self._sampling)
 
@@ -122,28 +121,17 @@ def padded_sizes(num_examples: int, expected_batch_size: float, multiple: int = 
     return tuple(sorted({min(num_examples, multiple * math.ceil(size / multiple)) for size in wanted}))
 
 
-def _padded(size: int, sizes: Sequence[int]) -> int:
-    """Return the least of the sizes that holds a batch, or the multiple of the largest that does."""
-    # A batch larger than all sizes is never cut: an example that was drawn and left out would break the accounting.
-    return next((s for s in sizes if s >= size), sizes[-1] * math.ceil(size / sizes[-1]))
-
-
 def _take(data: Any, drawn: np.ndarray, size: int) -> Any:
     """Return the drawn examples, then zeros: padding is not a copy of any example."""
     if isinstance(data, jax.Array):
         # An index beyond the end is filled with zeros; a negative one would count from the end.
         places = np.full(size, len(data), np.int32 if len(data) < 2**31 else np.int64)
         places[: len(drawn)] = drawn
-        return _fill(data, places)
+        return jnp.take(data, places, axis=0, mode="fill", fill_value=0)
     # In NumPy, on the host: `jax.jit` would compile a program for each number of drawn examples.
     taken = np.zeros((size, *data.shape[1:]), data.dtype)
     taken[: len(drawn)] = data[drawn]
     return taken
-
-
-@jax.jit
-def _fill(data: jax.Array, places: jax.Array) -> jax.Array:
-    return jnp.take(data, places, axis=0, mode="fill", fill_value=0)
 
 
 def _check_data(data: Any, num_examples: int) -> None:
@@ -156,24 +144,21 @@ def _check_data(data: Any, num_examples: int) -> None:
         numbers = isinstance(leaf, (jax.Array, np.ndarray)) and not is_key(leaf) and leaf.dtype.kind not in "OSUMm"
         if not numbers or not leaf.ndim:
             raise TypeError(
-                f"DPSGD.batches: `{name}` is {describe(leaf)}, but the examples are axis 0 of NumPy or JAX arrays of "
-                "numbers."
+                f"DPSGD.batches: `{name}` is {describe(leaf)}, but examples are axis 0 of NumPy or JAX arrays."
             )
         if len(leaf) != num_examples:
             raise ValueError(
-                f"DPSGD.batches: `{name}` has {len(leaf)} examples along axis 0, but ε is counted for "
-                f"num_examples={num_examples}; make both the same."
+                f"DPSGD.batches: `{name}` has {len(leaf)} examples, but {num_examples=}; make both the same."
             )
 
 
 def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
     """Return the sizes in order; raise if they are not counts that `multiple` divides."""
     found = tuple(sizes) if isinstance(sizes, Iterable) else ()
-    if not found or not all(is_int(s) and s >= 1 for s in found):
-        raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1, but got {sizes!r}.")
     # A remainder of a batch would be a program, and a group of examples, of a size of its own.
-    if any(s % multiple for s in found):
-        raise ValueError(f"DPSGD.batches: microbatch_size={multiple} must divide all sizes, but got {sizes!r}.")
+    if not found or not all(is_int(s) and s >= 1 and s % multiple == 0 for s in found):
+        of = f" that microbatch_size={multiple} divides" if multiple > 1 else ""
+        raise ValueError(f"DPSGD.batches: sizes must be ints of at least 1{of}, but got {sizes!r}.")
     return tuple(sorted({int(s) for s in found}))
 
 
@@ -181,14 +166,13 @@ def check_batch(api: str, batch: Any, sampling: tuple[float, int]) -> None:
     """Raise if a batch was not sampled as ε is counted for: with this probability and number of bands."""
     if not isinstance(batch, Batch):
         raise TypeError(
-            f"{api}: a batch must come from DPSGD.batches, whose sampling ε is counted for, but got "
-            f"{describe(batch)}; who samples elsewhere makes a Batch(arguments, is_padding_example) of it."
+            f"{api}: a batch must come from DPSGD.batches, or be a Batch of your own, but got {describe(batch)}."
         )
     padding = batch.is_padding_example
     if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:
         raise ValueError(
-            f"{api}: is_padding_example of a batch must be booleans, one for each of one or more examples, but "
-            f"got {describe(padding)}; a batch without examples is all padding."
+            f"{api}: is_padding_example must be booleans, shape (size,), but got {describe(padding)}; a batch without "
+            "examples is all padding."
         )
     if batch.sampling not in (None, sampling):
         raise ValueError(

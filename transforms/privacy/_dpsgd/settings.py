@@ -1,103 +1,75 @@
-"""The settings of `DPSGD` that decide what a run spends, and their checks."""
+"""The settings of `DPSGD` that decide what a run spends: what they must be, and the noise that a target asks for."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from ..._core.arguments import check_count, check_number, describe
-from .accounting import ACCOUNTANTS, Ledger, calibrate
+from ..._core.arguments import check_number, describe
+from .accounting import ACCOUNTANTS, calibrate
 
 
-@dataclass(frozen=True)
-class Run:
-    """The settings of a run that decide what it spends.
-
-    Attributes:
-      ledger: what a step spends.
-      target_delta: the δ that every ε is for.
-      accountant: "pld" or "rdp".
-      num_examples: how many examples the data have.
-      num_steps: how many steps the run has.
-    """
-
-    ledger: Ledger
-    target_delta: float
-    accountant: str
-    num_examples: int
-    num_steps: int
+def checked_delta(target_delta: Any, num_examples: int) -> float:
+    """Return δ as a Python float; raise or warn if it makes no sense."""
+    delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
+    # Publishing one example at random is (0, 1 / n)-differentially private, so δ should be well below that.
+    if delta * num_examples > 1:
+        warnings.warn(
+            f"DPSGD: target_delta={delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with which "
+            "publishing an example at random is allowed; take a smaller one.",
+            stacklevel=3,
+        )
+    return delta
 
 
-def checked_run(
-    *,
-    l2_clip_norm: Any,
-    noise_multiplier: Any,
-    target_epsilon: Any,
-    target_delta: Any,
-    num_examples: Any,
-    expected_batch_size: Any,
-    num_steps: Any,
-    accountant: Any,
-    noise_strategy: Any,
-) -> Run:
-    """Return the settings of a run, with the noise that a target asks for; raise for settings that make no sense."""
+def checked_sampling(num_examples: int, expected_batch_size: Any, bands: int) -> tuple[float, float]:
+    """Return the expected size of a batch, and with which probability an example takes part where it may."""
+    in_range = f"positive, and at most num_examples={num_examples}"
+    size = check_number("DPSGD", "expected_batch_size", expected_batch_size, lambda x: 0 < x <= num_examples, in_range)
+    # With bands an example may take part in every `bands`-th step only, so it does with as many times the probability.
+    probability = size * bands / num_examples
+    if probability > 1 + 1e-9:
+        most = f"{num_examples / bands:g} examples"
+        raise ValueError(f"DPSGD: {bands} bands allow batches of {most}, but {expected_batch_size=}; take fewer bands.")
+    return size, min(1.0, probability)  # beyond 1 by a rounding
+
+
+def checked_noise(
+    noise_multiplier: Any, target_epsilon: Any, probability: float, rounds: int, delta: float, accountant: Any
+) -> float:
+    """Return the noise multiplier, as given or such that `rounds` sampled sums spend `target_epsilon`."""
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
     if (noise_multiplier is None) == (target_epsilon is None):
         given = "none of them" if noise_multiplier is None else "both"
         raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
     number = partial(check_number, "DPSGD")
-    l2_clip_norm = number("l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
-    target_delta = number("target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
-    if noise_multiplier is not None:
-        noise_multiplier = number(
-            "noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0"
-        )
-    if target_epsilon is not None:
-        target_epsilon = number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
-    check_count("DPSGD", "num_examples", num_examples)
-    check_count("DPSGD", "num_steps", num_steps)
-    in_range = f"positive, and at most num_examples={num_examples}"
-    expected_batch_size = number("expected_batch_size", expected_batch_size, lambda x: 0 < x <= num_examples, in_range)
-    strategy = _checked_strategy(noise_strategy)
-    # With bands an example may take part in every `bands`-th step only, so it does with as many times the probability.
-    probability = expected_batch_size * len(strategy) / num_examples
-    if probability > 1 + 1e-9:
-        raise ValueError(
-            f"DPSGD: with {len(strategy)} bands a batch has at most num_examples / {len(strategy)} = "
-            f"{num_examples / len(strategy):g} examples, but expected_batch_size={expected_batch_size}; take fewer "
-            "bands, or smaller batches."
-        )
-    probability = min(1.0, probability)  # beyond 1 by a rounding
-    # Publishing one example at random is (0, 1 / n)-differentially private, so δ should be well below that.
-    if target_delta * num_examples > 1:
-        warnings.warn(
-            f"DPSGD: target_delta={target_delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with "
-            "which publishing an example at random is allowed; take a smaller one.",
-            stacklevel=3,
-        )
-    if target_epsilon is not None:
-        # The steps of one cycle through the groups together are one Poisson-sampled sum: see `Ledger.event`.
-        rounds = math.ceil(num_steps / len(strategy))
-        noise_multiplier = calibrate(target_epsilon, probability, rounds, target_delta, accountant)
-    assert noise_multiplier is not None
-    ledger = Ledger(noise_multiplier, probability, l2_clip_norm, expected_batch_size, strategy)
-    return Run(ledger, target_delta, accountant, int(num_examples), int(num_steps))
+    if target_epsilon is None:
+        return number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
+    target = number("target_epsilon", target_epsilon, lambda x: 0 < x < math.inf, "positive and finite")
+    return calibrate(target, probability, rounds, delta, accountant)
+
+
+def checked_strategy(strategy: Any) -> tuple[float, ...]:
+    """Return the coefficients of a noise strategy; raise if they are not finite, or the first is not positive."""
+    array = np.asarray([1.0] if strategy is None else strategy)
+    if array.dtype.kind not in "iuf" or array.ndim != 1 or not np.isfinite(array).all() or not (array[:1] > 0).any():
+        got = describe(strategy)
+        raise ValueError(f"DPSGD: noise_strategy must be finite, shape (bands,), the first positive, but got {got}.")
+    return tuple(array.astype(float).tolist())
 
 
 def check_extra() -> None:
     """Raise if what `pip install 'plurax[privacy]'` installs is missing."""
-    missing = [name for name in ("jax_privacy", "dp_accounting") if find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"DPSGD needs {missing[0].replace('_', '-')}; install it with pip install 'plurax[privacy]'."
-        )
+    for name in ("jax_privacy", "dp_accounting"):
+        if find_spec(name) is None:
+            missing = name.replace("_", "-")
+            raise ModuleNotFoundError(f"DPSGD needs {missing}; install it with pip install 'plurax[privacy]'.")
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -105,23 +77,5 @@ def check_optimizer(optimizer: Any) -> None:
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"DPSGD: optimizer must be an optax GradientTransformation, such as optax.adam(1e-3) or what "
-            f"optax.MultiSteps(...).gradient_transformation() gives, but got {describe(optimizer)}."
-        )
-
-
-def _checked_strategy(strategy: Any) -> tuple[float, ...]:
-    """Return the coefficients of a noise strategy; raise if they are not finite, or the first is not positive."""
-    if strategy is None:
-        return (1.0,)
-    try:
-        array = np.asarray(strategy, float)
-    except (TypeError, ValueError):
-        array = np.asarray(np.nan)
-    if array.ndim != 1 or not array.size or not np.isfinite(array).all() or not array[0] > 0:
-        raise ValueError(
-            f"DPSGD: noise_strategy must be the finite coefficients of a banded Toeplitz matrix, shape (bands,), the "
-            f"first of them positive, but got {describe(strategy)}."
-        )
-    return tuple(array.tolist())
+        got = describe(optimizer)
+        raise TypeError(f"DPSGD: optimizer must be an optax GradientTransformation, such as adam(1e-3), but got {got}.")

@@ -1,26 +1,28 @@
-"""`DPState`: what private training changes."""
+"""`DPState`: what private training changes, what its parameters must be, and how it is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import is_array, released
 from ..._models.split_model import merge_tree, shared_variable
+from ..._runs.checkpoint import Checkpoint, outline, write
+from ..._runs.history import Recorder
+from ..._runs.run_directory import RunDirectory
 from .accounting import Ledger
 
+_PART = "private state"
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tree", "opt_state", "noise_state", "mask_key", "step", "seed"],
-    meta_fields=["ledger", "members"],
-)
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class DPState:
     """What training with `DPSGD` changes, as a pytree; `DPSGD.init` makes it.
@@ -51,8 +53,8 @@ class DPState:
     mask_key: jax.Array
     step: jax.Array
     seed: jax.Array
-    ledger: Ledger
-    members: int | None
+    ledger: Ledger = field(metadata={"static": True})
+    members: int | None = field(metadata={"static": True})
 
     @property
     def model(self) -> Any:
@@ -60,27 +62,81 @@ class DPState:
         return merge_tree(released(self.tree))
 
 
+def published(state: DPState, together: bool) -> int:
+    """Return how many models are published as one: all members `together`, or one."""
+    return (state.members or 1) if together else 1
+
+
+def check_state(api: str, state: Any, ledger: Ledger) -> None:
+    """Raise if `state` is not a state, or was made with settings that spend something else."""
+    if not isinstance(state, DPState):
+        raise TypeError(f"{api}: state must come from DPSGD.init, but got {describe(state)}.")
+    _check_ledger(f"{api}: the state", state.ledger, ledger)
+
+
+def _check_ledger(what: str, found: Ledger, mine: Ledger) -> None:
+    """Raise if a state or a checkpoint was made with settings that spend something else."""
+    for name in vars(mine):
+        if getattr(found, name) != getattr(mine, name):
+            raise ValueError(
+                f"{what} was made with {name}={getattr(found, name)}, but this DPSGD has {getattr(mine, name)}, and a "
+                "ledger counts steps of one kind; make one with the settings of the run, or init a new state from "
+                "state.model, with another key, and add up what both spend: DPSGD.event."
+            )
+
+
 def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
     """Raise if there are no parameters, or if some are not arrays, cannot train, or are shared by modules."""
-    if not jax.tree.leaves(tree):
+    leaves = jax.tree.leaves_with_path(tree)
+    if not leaves:
         raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
-    # Complex parameters too are refused: noise would have half of its variance in each part.
-    # Where nothing trains, the parameters are meant to be what there is.
-    for path, leaf in jax.tree.leaves_with_path(trainable if jax.tree.leaves(trainable) else tree):
-        if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays of real "
-                "floating point; let the loss close over what does not train."
-            )
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not is_array(leaf):
-            raise TypeError(
-                f"DPSGD.init: `{leaf_name('params', path)}` is {describe(leaf)}, but parameters are arrays (of which "
-                "those of floating point train); let the loss close over what is none."
-            )
-    shared = shared_variable(list(models))
-    if shared:
-        variable = shared[0][1]
-        raise ValueError(
-            f"DPSGD.init: two modules share the variable `{variable}`; put them into one module, such as nnx.Dict."
+    # Where nothing trains, the parameters are meant to be what there is. Complex ones too are refused: noise would have
+    # half of its variance in each part.
+    train = jax.tree.leaves_with_path(trainable) or leaves
+    wrong = [(path, x) for path, x in train if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating)]
+    for path, x in [*wrong, *((path, x) for path, x in leaves if not is_array(x))]:
+        raise TypeError(
+            f"DPSGD.init: `{leaf_name('params', path)}` is {describe(x)}, but parameters are arrays, of which those of "
+            "real floating point train; let the loss close over anything else."
         )
+    if shared := shared_variable(list(models)):
+        raise ValueError(
+            f"DPSGD.init: two modules share the variable `{shared[0][1]}`; put them into one, such as nnx.Dict."
+        )
+
+
+def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.ndarray] | None = None) -> None:
+    """Write a state, with its ledger, its steps and perhaps a history."""
+    # The step and the ledger are in the manifest, where a person can read them; JSON has Python's numbers to the bit.
+    about = {"step": int(state.step), "ledger": asdict(state.ledger)}
+    parts, outlines = _as_member(state)
+    write(api, path, parts, 1, outlines=outlines, about=about, history=history)
+
+
+def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
+    """Return the state of a checkpoint, like another; raise if it is of other settings or another model."""
+    read = checkpoint.load(*_as_member(like), 1)[_PART]
+    written = checkpoint.manifest["ledger"]
+    _check_ledger(f"{checkpoint}", Ledger(**{**written, "strategy": tuple(written["strategy"])}), like.ledger)
+    step = jnp.asarray(checkpoint.manifest["step"], like.step.dtype)
+    return replace(like, **jax.tree.map(lambda x: x[0], read), step=step)
+
+
+def resumed(store: RunDirectory, state: DPState) -> tuple[DPState, dict[str, np.ndarray] | None]:
+    """Return the state from which a run goes on, with its history: its newest checkpoint, if not older than `state`."""
+    found = store.newest(lambda checkpoint: (read_state(checkpoint, state), checkpoint.history()))
+    if found is None or found[0].step < state.step:
+        return state, None
+    # A checkpoint at the step of the state may be of another run: the state that was passed counts.
+    return found[0] if found[0].step > state.step else state, found[1]
+
+
+def save_run(store: RunDirectory, recorder: Recorder, state: DPState) -> None:
+    """Write the checkpoint of a run."""
+    store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
+
+
+def _as_member(state: DPState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of a state that are stored, as those of a single member, and what they are."""
+    arrays = {name: getattr(state, name) for name in ("tree", "opt_state", "noise_state", "mask_key", "seed")}
+    return {_PART: jax.tree.map(lambda x: x[None], arrays)}, {_PART: outline(arrays)}

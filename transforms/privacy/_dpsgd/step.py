@@ -18,9 +18,12 @@ from ..._models.split_model import SplitModel, split
 from .._per_example.clipped import clipped_grad
 from .accounting import Ledger
 from .model_loss import of_example, with_random_state
-from .noise import add_noise
+from .noise import add_noise, privatizer
 from .sampling import Batch
 from .state import DPState
+
+# The key of a run, or of a member (folded with its number), is folded with one of these for each purpose.
+_NOISE, _MASKS, SAMPLING = (2**32 - i for i in (1, 2, 3))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,14 @@ class PrivateStep:
     keep_batch_dim: bool
     microbatch_size: int | None
     has_aux: bool
+
+    def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """Return the state of the optimizer, that of the noise, and the key of masks, for one model."""
+        opt_state = self.optimizer.init(trainable)
+        # An optimizer that asks for the value of the loss, which no noise covers, fails here, not at the first step.
+        jax.eval_shape(self.optimizer.update, trainable, opt_state, trainable)
+        noise_state = privatizer(self.ledger, jax.random.fold_in(key, _NOISE)).init(trainable)
+        return opt_state, noise_state, jax.random.fold_in(key, _MASKS)
 
     def __call__(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
         """Return the state after a step, and the metrics."""
@@ -70,6 +81,8 @@ class PrivateStep:
         self, arrays: tuple[Any, ...], step: jax.Array, batch: Batch
     ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
         """Return the arrays of one model after a step, and its metrics."""
+        import optax
+
         tree, opt_state, noise_state, mask_key = arrays
         trainable = differentiated(trainable_of(tree), integers=True)
         gradient = clipped_grad(
@@ -78,7 +91,8 @@ class PrivateStep:
             batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
             return_values=True,
             return_grad_norms=True,
-            dtype=_dtype_of_sums(trainable),
+            # Half precision is summed, and noise is added, in float32.
+            dtype=jnp.result_type(jnp.float32, *jax.tree.leaves(trainable)),
             l2_clip_norm=self.ledger.l2_clip_norm,
             method=self.method,
             keep_batch_dim=self.keep_batch_dim,
@@ -90,7 +104,8 @@ class PrivateStep:
         noisy, noise_state = add_noise(self.ledger, sums, noise_state)
         # By the expected size, which is public; the size that was drawn is not, and would need noise of its own.
         noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
-        trained, opt_state = update(self.optimizer, noisy, opt_state, trainable)
+        updates, opt_state = self.optimizer.update(noisy, opt_state, trainable)
+        trained = optax.apply_updates(trainable, updates)
         # Which keys were used, and how often, is found from an example of zeros, so that no data can show in it.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
         tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
@@ -108,35 +123,10 @@ class PrivateStep:
 def _metrics_of(aux: Any) -> dict[str, Any]:
     """Return the metrics that a loss reports: a dict under its names, anything else as "aux"."""
     metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
-    for name in ("loss", "clipped"):
-        if name in metrics:
-            raise ValueError(f"DPSGD: the auxiliary output of the loss has `{name}`, which DPSGD uses; rename it.")
+    if taken := {"loss", "clipped"} & metrics.keys():
+        raise ValueError(f"DPSGD: the auxiliary output of the loss has `{min(taken)}`, which DPSGD uses; rename it.")
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
-            raise TypeError(
-                f"DPSGD: the auxiliary output of the loss must be numbers and arrays of them, but "
-                f"`{leaf_name('aux', path)}` is {describe(leaf)}; leave it out."
-            )
+            where = leaf_name("aux", path)
+            raise TypeError(f"DPSGD: the loss may return numbers, but `{where}` is {describe(leaf)}; leave it out.")
     return metrics
-
-
-def _dtype_of_sums(trainable: Any) -> Any:
-    """Return float32 or wider where some parameters have half precision, for sums and noise; else None."""
-    dtypes = {x.dtype for x in jax.tree.leaves(trainable)}
-    return jnp.result_type(jnp.float32, *dtypes) if any(dtype.itemsize < 4 for dtype in dtypes) else None
-
-
-def update(optimizer: Any, gradient: Any, opt_state: Any, trainable: Any) -> tuple[Any, Any]:
-    """Return the parameters after an update, and the state of the optimizer."""
-    import optax
-
-    try:
-        updates, opt_state = optimizer.update(gradient, opt_state, trainable)
-    except TypeError as error:
-        if "missing" not in str(error):
-            raise
-        raise TypeError(
-            f"DPSGD: the optimizer cannot go by the noisy gradient alone ({error}); take one that needs no values of "
-            "the loss, which no noise covers."
-        ) from error
-    return optax.apply_updates(trainable, updates), opt_state

@@ -78,7 +78,19 @@ def test_no_steps_spend_nothing_and_no_noise_spends_everything():
 def test_the_quick_bound_is_a_bound(q):
     for steps in (1, 10, 300):
         exact = ledger(1.2, q).epsilon(steps, 1e-5, "pld")
-        assert exact <= ledger(1.2, q).epsilon_at_most(steps, 1e-5, "pld") <= 1.1 * exact
+        shown = float(ledger(1.2, q).progress(steps, 20 * steps, 1e-5, "pld", 1).removeprefix("ε ≤ "))
+        assert exact <= shown <= 1.1 * exact + 1e-3
+
+
+def test_the_bound_of_the_bar_holds_until_the_next_one():
+    """It is of at most twenty numbers of steps, never below what was spent, and exact at the end."""
+    of = ledger(1.2, 0.2)
+    shown = [of.progress(step, 97, 1e-5, "rdp", 2) for step in range(1, 98)]
+    assert len(set(shown)) <= 20
+    spent = [of.epsilon(step, 1e-5, "rdp", 2) for step in range(1, 98)]
+    assert all(float(text.removeprefix("ε ≤ ")) >= exact for text, exact in zip(shown, spent, strict=True))
+    assert float(shown[-1].removeprefix("ε ≤ ")) <= spent[-1] + 1e-3
+    assert ledger(0.0).progress(1, 2, 1e-5, "rdp", 1) == "ε = ∞"
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
