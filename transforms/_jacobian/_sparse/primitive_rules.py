@@ -33,6 +33,8 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
         return [_elementwise(eqn, values)]
     if name in _LINES or name in _SUMS:
         return _mixed_along(eqn, values)
+    if name in _MATRICES:
+        return _mixed_matrices(eqn, values)
     if name not in _RULES:
         return None
     found = _RULES[name](eqn, values)
@@ -237,6 +239,13 @@ def _tridiagonal_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
     return united([*matrix, *mixed(eqn, [None] * 3 + values[3:], [columns] * 4, [columns])])
 
 
+def _mixed_matrices(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """Return sets over all of each matrix, or over the axes of each Fourier transform: the leading axes are batches."""
+    lengths = eqn.params.get("fft_lengths", (0, 0))
+    batch = range(aval(eqn.invars[0]).ndim - len(lengths))
+    return mixed(eqn, values, [batch] * len(eqn.invars), [batch] * len(eqn.outvars))
+
+
 # Operations whose results depend on all numbers along an axis, or axes, and the parameter that names these: of `_LINES`
 # the results have the axis too, of `_SUMS` they lack it.
 _LINES = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
@@ -245,6 +254,13 @@ _SUMS = {
     **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),  # of integers, bit by bit
     "reduce": "dimensions",
 }
+# Factorisations and transforms: each number of a result does depend on its whole matrix, or line.
+_MATRICES = frozenset(
+    """
+    cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
+    symmetric_product tridiagonal
+    """.split()  # noqa: SIM905 (words read better)
+)
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Any]] = {
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _cumulated),
     "bitcast_convert_type": _bits,

@@ -642,3 +642,13 @@ def test_an_operation_of_another_library_mixes_everything() -> None:
         found = jax.jit(jacobian(jax.vmap(fun), sparsity="auto"))(X.reshape(2, 3))
     assert found.nse == 36
     np.testing.assert_array_equal(found.todense().reshape(6, 6), np.kron(np.eye(2), np.eye(3)[::-1]))
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_numbers_from_other_examples_of_a_map_around_are_not_followed(mode: str) -> None:
+    fun = lambda x: x * lax.psum(x**2, "b")
+    cells = np.stack([X, X[::-1] + 0.25])
+    with pytest.warns(UserWarning, match="`psum` lets devices exchange numbers"):
+        found = jax.vmap(jacobian(fun, mode=mode, sparsity="auto"), axis_name="b")(cells)
+    expected = jax.vmap((jax.jacfwd if mode == "forward" else jax.jacrev)(fun), axis_name="b")(cells)
+    np.testing.assert_allclose(found.todense(), expected, rtol=1e-5)
