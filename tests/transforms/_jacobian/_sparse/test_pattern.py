@@ -328,7 +328,7 @@ def test_dense_is_taken_where_xla_counts_less_for_it() -> None:
     sparse = jacobian(jax.nn.softmax, sparsity="auto")
     choice = sparse.explain(X)
     assert choice.colors is None
-    assert choice.why == "XLA counts fewer operations and bytes than for 6 products"
+    assert choice.why == "a dense Jacobian takes no more than 6 products"
     assert_equals(sparse(X), jax.jit(jax.jacfwd(jax.nn.softmax))(X))
     # Some entries are never asked for.
     assert_equals(jacobian(jax.nn.softmax, sparsity=~np.eye(6, dtype=bool))(X) * 1.0, _off_diagonal(X))
@@ -644,10 +644,9 @@ def test_an_asdex_that_does_not_fit_jax_is_told_from_none(monkeypatch: pytest.Mo
         jacobian(jnp.sum, sparsity="auto")
 
 
-@pytest.mark.parametrize("limits", [(0, 0), (2**24, 0), (2**24, 2**18)])
-def test_seeds_may_be_constants_or_compared(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "_CONSTANT", limits[0])
-    monkeypatch.setattr(compressed, "_FOLDED", limits[1])
+@pytest.mark.parametrize("limit", [0, 2**20])
+def test_seeds_may_be_constants_or_compared(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "_FOLDED", limit)
     for chunk_size in (None, 1):
         sparse = jacobian(arrow, sparsity="auto", chunk_size=chunk_size)
         assert_equals(jax.jit(sparse)(LONG), jax.jit(jax.jacfwd(arrow))(LONG))
