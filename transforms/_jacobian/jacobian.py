@@ -192,9 +192,9 @@ def jacobian(
 
       A sparse one: one linearization and a product for each colour. Columns that share no row have the same colour,
       or rows that share no column; with mode "auto" a few full rows, or columns, are computed in the other mode than
-      the rest. Where that takes as many products as the dense one, the entries are taken from the dense one. The pattern
-      is found and coloured once for each trace, and outside `jit` for each call: in 0.1 s for 2,000 inputs, 0.5 s for
-      100,000.
+      the rest. Where that takes as many products as the dense one, the entries are taken from the dense one. The
+      pattern is found and coloured once for each trace, and outside `jit` for each call: in 0.1 s for 2,000 inputs,
+      0.5 s for 100,000.
 
     Source:
       `jax.jacfwd` and `jax.jacrev`; Griewank and Walther 2008, "Evaluating Derivatives"; for sparse ones Gebremedhin,

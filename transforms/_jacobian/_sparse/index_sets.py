@@ -21,8 +21,6 @@ from ..._core.prng import is_key
 
 # A value that depends on no input, and is not known.
 UNKNOWN = object()
-# Above so many (result, operand) pairs a rule no longer looks at single ones, such as those with a known zero.
-PAIRS = 2**23
 
 
 def is_set(value: Any) -> bool:

@@ -21,7 +21,7 @@ def pattern_of(matrix: np.ndarray[tuple[int, int], Any]) -> Pattern:
 
 
 def entries_read(coloring: Any, pattern: Pattern, matrix: np.ndarray) -> np.ndarray:
-    """What the places of all entries hold, in products with sums of columns and rows; both are of one kind if one is."""
+    """What all entries are read as: from products with sums of columns or of rows, or from those of one kind."""
     pushed = np.stack([matrix[:, coloring.columns == k].sum(1) for k in range(coloring.counts[0])] or [np.zeros(0)])
     pulled = np.stack([matrix[coloring.rows == k].sum(0) for k in range(coloring.counts[1])] or [np.zeros(0)])
     by_row, by_column = (
