@@ -318,7 +318,7 @@ def jacobian_of(
             with mesh_of((args, kwargs)):
                 if sparsity is not None:
                     return sparse_of(call, args, kwargs)[1]
-                choice = choose_mode(api, call, anew=mode == "auto")
+                choice = choose_mode(api, call)
             asked = f'it was asked for by mode="{mode}"' if inner is None else f"the outer Jacobian is in {mode} mode"
             return choice if mode == "auto" else choice._replace(mode=mode, why=asked)
 

@@ -96,17 +96,15 @@ def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, n
     in_column = np.bincount(pattern.cols, minlength=pattern.shape[1])
     choices = [np.full(len(pattern.rows), mode == "forward") for mode in modes]
     if len(modes) > 1:
-        choices += [in_row[pattern.rows] < bound for bound in _bounds(in_row)]
-        choices += [in_column[pattern.cols] >= bound for bound in _bounds(in_column)]
+        # Rows, or columns, of few entries are divided from those of many at powers of two.
+        most = max(in_row.max(initial=0), in_column.max(initial=0))
+        bounds = 2 ** np.arange(1, int(most).bit_length())
+        choices += [in_row[pattern.rows] < bound for bound in bounds]
+        choices += [in_column[pattern.cols] >= bound for bound in bounds]
     for forward in choices:
         # Each row of a product gives one entry: it takes at least as many products as the fullest row, or column, has.
         fullest = [np.bincount(x, minlength=1).max() for x in (pattern.rows[forward], pattern.cols[~forward])]
         yield cost(*fullest), forward
-
-
-def _bounds(entries: np.ndarray) -> np.ndarray:
-    """Return numbers of entries that divide rows, or columns, into those with fewer and those with more."""
-    return 2 ** np.arange(1, int(entries.max(initial=0)).bit_length())
 
 
 def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, int]:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._calls.call import Call, check_output
-from ..dense import check_real, map_slices, sharded_like, sizes_of, unsharded
-from ..mode import Compute, Evaluator, ModeChoice, dense_evaluator, output_shapes, possible_modes
+from ..dense import DENSE, check_real, map_slices, sharded_like, sizes_of, unsharded
+from ..mode import Compute, Evaluator, ModeChoice, dense_evaluator, output_shapes, refused_modes
 from .coloring import Coloring, coloring_of, cost, symmetric_coloring_of
 from .pattern import (
     Entries,
@@ -51,7 +51,10 @@ def sparse_evaluator(
     out = output_shapes(api, call)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     shape = sum(sizes_of(outputs)), sum(sizes_of(inputs))
-    modes = possible_modes(call, out) if mode == "auto" else (mode,)
+    modes: tuple[str, ...] = (mode,)
+    if mode == "auto":
+        refused = refused_modes(call, out)
+        modes = tuple(each for each in DENSE if each not in refused)
     checked = partial(verify, modes[0]) if check else None
     choice = partial(ModeChoice, inputs=shape[1], outputs=shape[0], flops=None)
     # A dense Jacobian takes a product for each input (forward) or each output (reverse).

@@ -27,21 +27,9 @@ def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
       eqn: the operation.
       values: for each of its operands its sets (for one of them at least), or its value as far as it is known.
     """
-    name = eqn.primitive.name
-    if name in IDENTITIES:
-        return values[: len(eqn.outvars)]
-    if name in PLACED or name == "select_n":
-        return _moved(eqn, values)
-    if name in ELEMENTWISE:
-        return [_elementwise(eqn, values)]
-    if name in _LINES or name in _SUMS:
-        return _mixed_along(eqn, values)
-    if name in _MATRICES:
-        return _mixed_matrices(eqn, values)
-    if name not in _RULES:
-        return None
-    found = _RULES[name](eqn, values)
-    return None if found is None else [found]
+    rule = _RULES.get(eqn.primitive.name)
+    found = rule(eqn, values) if rule else None
+    return found if found is None or isinstance(found, list) else [found]
 
 
 # ---- Operations by which each number is one of an operand, or a constant
@@ -196,25 +184,23 @@ def _from_side(eqn: JaxprEqn, values: list[Any], side: int, contract: Any, batch
     return mixed(eqn, alone, [[*batch[side], *free[side]]] * 2, [results])[0]
 
 
-def _triangular_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a solution: all of the matrix, and the right-hand side up to each number, or from it on."""
-    params, shape = eqn.params, aval(eqn.invars[1]).shape
-    found = mixed(eqn, [values[0], None], [range(len(shape) - 2)] * 2, [range(len(shape) - 2)])
-    if is_set(values[1]):
-        axis = len(shape) - (2 if params["left_side"] else 1)
+def _solution(eqn: JaxprEqn, values: list[Any]) -> Any:
+    """Return the sets of a solution: all of its matrix, and of the right-hand side the same column (or row).
+
+    With a triangular matrix, only what comes before in the order of substitution.
+    """
+    params, shape, count = eqn.params, aval(eqn.outvars[0]).shape, len(values)
+    batch = range(len(shape) - 2)
+    axis = len(shape) - (2 if params.get("left_side", True) else 1)
+    found = mixed(eqn, [*values[:-1], None], [batch] * count, [batch])
+    if is_set(values[-1]) and "lower" in params:
         # Forward substitution for a lower matrix; transposing it, or solving x a = b, turns the order around.
         forward = params["lower"] ^ bool(params["transpose_a"]) ^ (not params["left_side"])
-        found.append(cumulated(values[1], shape, axis, not forward))
+        found.append(cumulated(values[-1], shape, axis, not forward))
+    elif is_set(values[-1]):
+        columns = [i for i in range(len(shape)) if i != axis]
+        found += mixed(eqn, [None] * (count - 1) + values[-1:], [columns] * count, [columns])
     return united(found)
-
-
-def _tridiagonal_solution(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a solution: all of its right-hand side, which is a column, and of the matrix."""
-    ndim = aval(eqn.outvars[0]).ndim
-    batch = range(ndim - 2)
-    columns = [*batch, ndim - 1]
-    matrix = mixed(eqn, [*values[:3], None], [batch] * 4, [batch])
-    return united([*matrix, *mixed(eqn, [None] * 3 + values[3:], [columns] * 4, [columns])])
 
 
 def _mixed_matrices(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -239,12 +225,17 @@ _MATRICES = frozenset(
     symmetric_product tridiagonal
     """.split()  # noqa: SIM905 (words read better)
 )
+# From an operation and its operands to the sets of its result, of its results, or to None; later ones count.
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Any]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys([*PLACED, "select_n"], _moved),
+    **dict.fromkeys(IDENTITIES, lambda eqn, values: values[: len(eqn.outvars)]),
+    **dict.fromkeys([*_LINES, *_SUMS], _mixed_along),
+    **dict.fromkeys(_MATRICES, _mixed_matrices),
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _cumulated),
     "bitcast_convert_type": _bits,
     "dot_general": _product,
-    "triangular_solve": _triangular_solution,
-    "tridiagonal_solve": _tridiagonal_solution,
+    **dict.fromkeys(["triangular_solve", "tridiagonal_solve"], _solution),
     "conv_general_dilated": convolved,
     **dict.fromkeys(["reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add"], windowed),
     "select_and_scatter_add": scattered_from_windows,
