@@ -110,7 +110,7 @@ def batch_jacobian(
 
     def of_batch(*args: Any, **kwargs: Any) -> Any:
         axes = axes_per_argument("batch_jacobian", in_axes, args)
-        size = mapped_size("batch_jacobian", fun, args, kwargs, axes, None, None, "the batch")
+        mapped_size("batch_jacobian", fun, args, kwargs, axes, None, None, "the batch")
         if rows == "vmap":
 
             def of_sample(owner: Any, kwargs: Any, *args: Any) -> Opaque:
@@ -125,10 +125,12 @@ def batch_jacobian(
                     f"batch_jacobian: argument `{argument_name(fun, args, i)}` is shared by all samples "
                     '(in_axes is None), so its derivatives cannot be summed over them; use rows="vmap".'
                 )
-        if check:
-            _check_independent(call, axes, args, kwargs, size)
-        summed = _summed(function, argnums, call.selected, has_aux, axes, mode, size, {**limits, **kinds})
-        return summed(owner, args, kwargs)
+        if check and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise ValueError(
+                "batch_jacobian: check=True needs values, but the arguments are traced; check outside jit."
+            )
+        batch, bare = (owner, args, kwargs), not isinstance(argnums, (tuple, list))
+        return _summed(function, call.selected, bare, has_aux, axes, mode, check, batch, {**limits, **kinds})
 
     def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
         options: Any = {"in_axes": in_axes, "rows": rows, "mode": mode, "check": check, **limits, **kinds}
@@ -174,9 +176,9 @@ def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
 
 
 def _summed(
-    function: Any, argnums: Argnums, selected: Any, has_aux: bool, axes: Any, mode: str, size: int, options: Any
-) -> Callable[..., Any]:
-    """Return a function of a batch that computes the Jacobians of all samples as one, by a sum over the samples.
+    function: Any, selected: Any, bare: bool, has_aux: bool, axes: Any, mode: str, check: bool, batch: Any, options: Any
+) -> Any:
+    """Return the Jacobians of all samples of a batch, which are computed as one, by a sum over the samples.
 
     With f_b the output of sample b, which depends on x_b alone, derivatives by shifts s of the samples are those by the
     samples, and one pass over the batch gives them for all b:
@@ -185,8 +187,9 @@ def _summed(
         d sum_c f_c(x_c + s_c) / d s_b = d f_b / d x_b  reverse mode: a cotangent for each number of its output
     """
 
-    def moved(shifts: tuple[Any, ...], owner: Any, args: Any, kwargs: Any) -> Any:
+    def moved(*call: Any) -> Any:
         """Evaluate `function` at the arguments plus shifts, whose axis 0 is that of the samples."""
+        *shifts, owner, args, kwargs = call
         sums = list(args)
         for i, shift in zip(selected, shifts, strict=True):
             leaves, treedef = jax.tree.flatten(args[i])
@@ -194,68 +197,52 @@ def _summed(
             sums[i] = jax.tree.unflatten(treedef, [x + jnp.moveaxis(s, 0, axis) for x, s, axis in pairs])
         return function(owner, *sums, **kwargs)
 
-    def shifted(shifts: tuple[Any, ...], *call: Any) -> Any:
+    def shifted(*call: Any) -> Any:
         """Add one shift to all samples."""
-        return moved(jax.tree.map(lambda s: jnp.expand_dims(s, 0), shifts), *call)
+        return moved(*jax.tree.map(lambda s: jnp.expand_dims(s, 0), call[:-3]), *call[-3:])
 
-    def summed(shifts: tuple[Any, ...], *call: Any) -> Any:
+    def summed(*call: Any) -> Any:
         """Add a shift of its own to each sample, and sum the outputs over the samples."""
-        out = moved(shifts, *call)
+        out = moved(*call)
         out, aux = out if has_aux else (out, None)
         total = jax.tree.map(lambda x: x.sum(axis=0), out)
         return (total, aux) if has_aux else total
 
-    def jacobians(owner: Any, args: Any, kwargs: Any) -> Any:
-        """Return the Jacobians by the shifts at zero, in the form for `argnums`."""
+    def no_shifts(i: int) -> Any:
+        leaves, treedef = jax.tree.flatten(batch[1][i])
+        pairs = zip(leaves, broadcast_axes(axes[i], batch[1][i]), strict=True)
+        return jax.tree.unflatten(treedef, [jnp.zeros_like(jnp.moveaxis(x, axis, 0)) for x, axis in pairs])
 
-        def no_shifts(i: int) -> Any:
-            leaves, treedef = jax.tree.flatten(args[i])
-            pairs = zip(leaves, broadcast_axes(axes[i], args[i]), strict=True)
-            return jax.tree.unflatten(treedef, [jnp.zeros_like(jnp.moveaxis(x, axis, 0)) for x, axis in pairs])
-
-        samples = tuple(map(no_shifts, selected))
-        one = jax.tree.map(lambda x: weak_like(jnp.zeros(x.shape[1:], x.dtype), x), samples)
-        call = Call("batch_jacobian", shifted, (0,), has_aux, (one, owner, args, kwargs), {})
-        out = output_shapes("batch_jacobian", call)
-        _check_batch("output", out, size)
-        inputs, outputs = sum(sizes_of(one)), sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(out))
-        forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
-        evaluator, fun, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
-        rows = jacobian_of("batch_jacobian", fun, 0, has_aux, evaluator, row_axis=1, **options)
-        result = rows(shifts, owner, args, kwargs)
-        result, aux = result if has_aux else (result, None)
-        # The shifts are one tuple, as if `argnums` were one.
-        if not isinstance(argnums, (tuple, list)):
-            result = jax.tree.map(lambda _, derivative: derivative[0], out, result)
-        return (result, aux) if has_aux else result
-
-    return jacobians
+    samples = tuple(map(no_shifts, selected))
+    size = len(jax.tree.leaves(samples)[0])
+    one = jax.tree.map(lambda x: weak_like(jnp.zeros(x.shape[1:], x.dtype), x), samples)
+    every = tuple(range(len(selected)))
+    out = output_shapes("batch_jacobian", Call("batch_jacobian", shifted, every, has_aux, (*one, *batch), {}))
+    _check_batch("output", out, size)
+    if check and size:
+        _check_independent(Call("batch_jacobian", moved, every, has_aux, (*samples, *batch), {}), size)
+    inputs, outputs = sum(sizes_of(one)), sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(out))
+    forward = mode == "forward" or (mode == "auto" and inputs <= outputs)
+    evaluator, fun, shifts = ("forward", shifted, one) if forward else ("reverse", summed, samples)
+    positions = 0 if bare else every
+    return jacobian_of("batch_jacobian", fun, positions, has_aux, evaluator, row_axis=1, **options)(*shifts, *batch)
 
 
-def _check_independent(call: Call, axes: tuple[Axes, ...], args: Any, kwargs: Any, size: int) -> None:
-    """Raise if the output of a sample changes with another one: along one sample, the others' derivatives are zero."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
-        raise ValueError("batch_jacobian: check=True needs values, but the arguments are traced; check outside jit.")
+def _check_independent(call: Call, size: int) -> None:
+    """Raise if the output of a sample changes with another one: along one sample, the others' derivatives are zero.
+
+    The call is that of a function of a shift for each sample, along axis 0.
+    """
     # The same directions in each call: a check that passes once passes again.
     generator = np.random.default_rng(0)
-    primals = call.primals
-    out, push, _ = jax.linearize(call, *primals, has_aux=True)
-    _check_batch("output", out, size)
+    _, push, _ = jax.linearize(call, *call.primals, has_aux=True)
     # Along a random direction a dependence is missed only where its derivative happens to be orthogonal to it.
-    directions = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), primals)
-    leaf_axes = broadcast_axes(tuple(axes[i] for i in call.selected), primals)
+    directions = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), call.primals)
 
     def influence(sample: jax.Array) -> jax.Array:
         """Return for each sample whether its output changes with `sample`."""
-        sample_axes = iter(leaf_axes)
-
-        def only(x: jax.Array) -> jax.Array:
-            shape = [1] * x.ndim
-            shape[next(sample_axes)] = size
-            return jnp.where((jnp.arange(size) == sample).reshape(shape), x, 0)
-
-        moved = jax.tree.leaves(push(*jax.tree.map(only, directions)))
-        return jnp.stack([(x != 0).any(axis=tuple(range(1, x.ndim))) for x in moved]).any(axis=0)
+        moved = push(*jax.tree.map(lambda x: jnp.zeros_like(x).at[sample].set(x[sample]), directions))
+        return jnp.stack([(x != 0).reshape(size, -1).any(axis=1) for x in jax.tree.leaves(moved)]).any(axis=0)
 
     # One sample at a time, so that the check needs no more memory than one derivative of the batch.
     found = np.asarray(vmap(influence, chunk_size=1)(jnp.arange(size)))

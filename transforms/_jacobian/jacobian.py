@@ -192,9 +192,9 @@ def jacobian(
 
       A sparse one: one linearization and a product for each colour. Columns that share no row have the same colour,
       or rows that share no column; with mode "auto" a few full rows, or columns, are computed in the other mode than
-      the rest. Where that seems no cheaper than the dense one by the operations and bytes that XLA counts, the entries
-      are taken from the dense one. The pattern is found and coloured once for each trace, and outside `jit` for each
-      call: in 0.1 s for 2,000 inputs, 0.5 s for 100,000.
+      the rest. Where that takes as many products as the dense one, the entries are taken from the dense one. The
+      pattern is found and coloured once for each trace, and outside `jit` for each call: in 0.1 s for 2,000 inputs,
+      0.5 s for 100,000.
 
     Source:
       `jax.jacfwd` and `jax.jacrev`; Griewank and Walther 2008, "Evaluating Derivatives"; for sparse ones Gebremedhin,
@@ -318,7 +318,7 @@ def jacobian_of(
             with mesh_of((args, kwargs)):
                 if sparsity is not None:
                     return sparse_of(call, args, kwargs)[1]
-                choice = choose_mode(api, call, anew=mode == "auto")
+                choice = choose_mode(api, call)
             asked = f'it was asked for by mode="{mode}"' if inner is None else f"the outer Jacobian is in {mode} mode"
             return choice if mode == "auto" else choice._replace(mode=mode, why=asked)
 

@@ -16,7 +16,7 @@ from .._core.memory import lower_apart
 from .dense import DENSE, by_columns, by_rows, sizes_of
 
 # Where one side is so many times as large as the other, the sizes decide, and nothing is lowered.
-DECISIVE = 4
+_DECISIVE = 4
 # What JAX raises where a mode does not differentiate a function: forward mode does not pass through a custom_vjp
 # (TypeError), reverse mode through a while_loop or a callback (ValueError), neither through an operation without a rule
 # (NotImplementedError). A mistake in the function itself was met before, when its output was asked for.
@@ -73,33 +73,28 @@ def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
     return lambda primals, cotangents: jax.vjp(fun, *primals)[1](cotangents)
 
 
-def possible_modes(call: Call, out: Any) -> tuple[str, ...]:
-    """Return the modes that differentiate a call with this output; raise the error of forward mode if none does."""
-    if _is_complex(out):
-        return ("forward",)
-    modes, errors = [], []
+def refused_modes(call: Call, out: Any) -> dict[str, str]:
+    """Return the mode that cannot differentiate a call with this output, if any, and why; raise if neither can."""
+    if not call.holomorphic:
+        if not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(call.primals)):
+            return {"forward": "forward mode takes real arguments only"}
+        if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
+            return {"reverse": "the output is complex, which reverse mode does not take"}
+    errors: dict[str, Exception] = {}
     for mode, vectors in (("forward", call.primals), ("reverse", out)):
-        # Under `vmap`, because some rules are missed only when the derivative is mapped, as the Jacobian will do.
-        product = jax.vmap(partial(product_in(mode, call), call.primals))
+        product = product_in(mode, call)
         try:
-            jax.eval_shape(product, jax.tree.map(_batch_of_one, vectors))
-        except NeedsValues:  # whether the branch that is taken has a derivative shows later
-            modes.append(mode)
+            try:
+                # Under `vmap`, because some rules are missed only when the derivative is mapped, as the Jacobian does.
+                mapped = jax.vmap(partial(product, call.primals))
+                jax.eval_shape(mapped, jax.tree.map(_batch_of_one, vectors))
+            except NeedsValues:  # with values: does the branch that these take have this derivative?
+                product(call.primals, jax.tree.map(jnp.zeros_like, vectors))
         except _NO_DERIVATIVE as error:
-            errors.append(error)
-        else:
-            modes.append(mode)
-    if not modes:
-        raise errors[0]
-    return tuple(modes)
-
-
-def choose_mode(api: str, call: Call, *, anew: bool = False) -> ModeChoice:
-    """Return the cheaper mode for a dense Jacobian, decided once for each function and kind of arguments, or `anew`."""
-    choices = _choices(call, None)
-    if anew or not choices:
-        choices[:] = [_decide(api, call)]
-    return choices[0]
+            errors[mode] = error
+    if len(errors) == 2:
+        raise errors["forward"]
+    return {mode: f"{mode} mode cannot differentiate it: {error}" for mode, error in errors.items()}
 
 
 def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin: tuple[Any, Any] | None = None) -> Any:
@@ -114,71 +109,47 @@ def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin:
       compute: a function of a mode.
       origin: as for `jacobian_of`.
     """
-    choices = _choices(call, origin)
+    fun, made = origin or (call.fun, None)
+    # A list that is kept for such calls: empty, or with the choice that was made.
+    choices = call.remembered(fun, ("mode", made), list)
     remembered = choices[:]
-    choices[:] = remembered or [_decide(api, call)]
+    choices[:] = remembered or [choose_mode(api, call)]
     try:
         return compute(choices[0].mode)
     except _NO_DERIVATIVE:
         if not remembered:
             raise
-        choices[:] = [_decide(api, call)]
+        choices[:] = [choose_mode(api, call)]
         if choices[0].mode == remembered[0].mode:
             raise
     return compute(choices[0].mode)
 
 
-def _choices(call: Call, origin: tuple[Any, Any] | None) -> list[ModeChoice]:
-    """Return the list that is remembered for such calls: empty, or with the choice that was made."""
-    fun, made = origin or (call.fun, None)
-    return call.remembered(fun, ("mode", made), list)
-
-
-def _decide(api: str, call: Call) -> ModeChoice:
-    """Choose by dtypes if they leave one mode, then by sizes, then by XLA's operations; skip a mode that fails."""
+def choose_mode(api: str, call: Call) -> ModeChoice:
+    """Choose the mode that there is, or else the cheaper one by sizes, then by XLA's operations."""
     out = output_shapes(api, call)
     inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
-    choice = partial(ModeChoice, inputs=inputs, outputs=outputs)
-    if not call.holomorphic:
-        real = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(call.primals))
-        if not real:
-            return choice("reverse", flops=None, why="forward mode takes real arguments only")
-        if _is_complex(out):
-            return choice("forward", flops=None, why="the output is complex, which reverse mode does not take")
-    first, other = ("reverse", "forward") if outputs < inputs else ("forward", "reverse")
+    choice = partial(ModeChoice, inputs=inputs, outputs=outputs, flops=None)
+    refused = refused_modes(call, out)
+    for mode, other in (("forward", "reverse"), ("reverse", "forward")):
+        if other in refused:
+            return choice(mode, why=refused[other])
+    first = "reverse" if outputs < inputs else "forward"
     few, many = sorted((inputs, outputs))
-    vectors = {"forward": call.primals, "reverse": out}
+    if many >= _DECISIVE * few:
+        return choice(first, why=f"there are {inputs} inputs and {outputs} outputs")
     flops: dict[str, float] = {}
-    errors: dict[str, Exception] = {}
-    for mode in (first, other):
-        try:
-            # The mode that the sizes favour is traced all the same, since it may not differentiate this function.
-            if many >= DECISIVE * few and mode == first:
-                jax.eval_shape(partial(DENSE[mode], api, call, None))
-                return choice(mode, flops=None, why=f"there are {inputs} inputs and {outputs} outputs")
+    try:
+        for mode, compute in DENSE.items():
             # Counted in the lowered program: nothing is compiled or run.
-            analysis = lower_apart(partial(DENSE[mode], api, call, None)).cost_analysis() or {}
+            analysis = lower_apart(partial(compute, api, call, None)).cost_analysis() or {}
             flops[mode] = analysis.get("flops", 0.0)
-        except NeedsValues:
-            try:  # with values: does the branch that these take have this derivative?
-                product_in(mode, call)(call.primals, jax.tree.map(jnp.zeros_like, vectors[mode]))
-            except _NO_DERIVATIVE as error:
-                errors[mode] = error
-                continue
-            mode = first if flops else mode
-            return choice(mode, flops=None, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
-        except _NO_DERIVATIVE as error:
-            errors[mode] = error
-    if len(errors) == 2:
-        raise errors[first]
-    if errors:
-        (mode,), (refused,) = flops, errors
-        return choice(mode, flops=None, why=f"{refused} mode cannot differentiate it: {errors[refused]}")
+    except NeedsValues:
+        return choice(first, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
     # A row of reverse mode is written in one piece, a column of forward mode in as many as there are outputs.
     if flops["reverse"] == flops["forward"]:
         return choice("reverse", flops=flops, why="XLA counts as many operations either way; rows lie in one piece")
-    mode = min(flops, key=flops.__getitem__)
-    return choice(mode, flops=flops, why="XLA counts fewer operations")
+    return choice(min(flops, key=flops.__getitem__), flops=flops, why="XLA counts fewer operations")
 
 
 def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
@@ -188,10 +159,6 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
     if any(spec):  # over explicit axes of a mesh, which are part of a type
         sharding = NamedSharding(kind.sharding.mesh, PartitionSpec(None, *spec))
     return jax.ShapeDtypeStruct((1, *kind.shape), kind.dtype, sharding=sharding)
-
-
-def _is_complex(out: Any) -> bool:
-    return any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out))
 
 
 def output_shapes(api: str, call: Call) -> Any:

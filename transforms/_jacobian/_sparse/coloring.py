@@ -15,8 +15,6 @@ from .pattern import Pattern, asdex, pattern_at
 
 # The cost of a product in reverse mode, in products in forward mode: measured between 1 and 2.
 _REVERSE = 1.5
-# So many bounds are tried between rows of many entries and of few, and so many between such columns.
-_BOUNDS = 8
 
 
 class Coloring(NamedTuple):
@@ -26,17 +24,16 @@ class Coloring(NamedTuple):
       columns: for each column the product in forward mode that it is part of; -1 for none.
       rows: for each row the product in reverse mode that it is part of; -1 for none.
       counts: how many products there are in forward and in reverse mode.
-      forward: for each entry whether it is read from a product in forward mode, else from one in reverse mode.
+      by_row: for each entry whether it is read from a product with the sum of columns, at the place of its row; else it
+        is read from one with the sum of rows, at the place of its column. A symmetric matrix has one kind for both.
       product: for each entry the number of this product.
-      place: for each entry its place in this product.
     """
 
     columns: np.ndarray
     rows: np.ndarray
     counts: tuple[int, int]
-    forward: np.ndarray
+    by_row: np.ndarray
     product: np.ndarray
-    place: np.ndarray
 
 
 def cost(forward: int, reverse: int) -> float:
@@ -58,8 +55,7 @@ def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
         rows, number = _colors(api, pattern.cols[~forward], pattern.rows[~forward], pattern.shape[::-1])
         if best is None or cost(count, number) < cost(*best.counts):
             product = np.where(forward, columns[pattern.cols], rows[pattern.rows])
-            place = np.where(forward, pattern.rows, pattern.cols)
-            best = Coloring(columns, rows, (count, number), forward, product, place)
+            best = Coloring(columns, rows, (count, number), forward, product)
     assert best is not None
     return best
 
@@ -84,11 +80,10 @@ def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
     direct = colors[pattern.cols] >= 0
     direct[direct] = alone[(pattern.rows * count + colors[pattern.cols])[direct]]
     product = np.where(direct, colors[pattern.cols], colors[pattern.rows])
-    place = np.where(direct, pattern.rows, pattern.cols)
-    none, every = np.full(size, -1), np.full(len(place), True)
+    none = np.full(size, -1)
     if mode == "reverse":
-        return Coloring(none, colors, (0, count), ~every, product, place)
-    return Coloring(colors, none, (count, 0), every, product, place)
+        return Coloring(none, colors, (0, count), direct, product)
+    return Coloring(colors, none, (count, 0), direct, product)
 
 
 def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, np.ndarray]]:
@@ -101,18 +96,15 @@ def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, n
     in_column = np.bincount(pattern.cols, minlength=pattern.shape[1])
     choices = [np.full(len(pattern.rows), mode == "forward") for mode in modes]
     if len(modes) > 1:
-        choices += [in_row[pattern.rows] < bound for bound in _bounds(in_row)]
-        choices += [in_column[pattern.cols] >= bound for bound in _bounds(in_column)]
+        # Rows, or columns, of few entries are divided from those of many at powers of two.
+        most = max(in_row.max(initial=0), in_column.max(initial=0))
+        bounds = 2 ** np.arange(1, int(most).bit_length())
+        choices += [in_row[pattern.rows] < bound for bound in bounds]
+        choices += [in_column[pattern.cols] >= bound for bound in bounds]
     for forward in choices:
         # Each row of a product gives one entry: it takes at least as many products as the fullest row, or column, has.
         fullest = [np.bincount(x, minlength=1).max() for x in (pattern.rows[forward], pattern.cols[~forward])]
         yield cost(*fullest), forward
-
-
-def _bounds(entries: np.ndarray) -> np.ndarray:
-    """Return numbers of entries that divide rows, or columns, into those with fewer and those with more."""
-    levels = np.flatnonzero(np.bincount(entries, minlength=1))[1:]
-    return levels[np.unique(np.linspace(0, len(levels) - 1, _BOUNDS).astype(int))] if len(levels) else levels
 
 
 def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, int]:

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._calls.call import Call, check_output
-from ..._core.compat import NeedsValues
-from ..._core.memory import lower_apart
-from ..dense import check_real, map_slices, sharded_like, sizes_of, unsharded
-from ..mode import DECISIVE, Compute, Evaluator, ModeChoice, choose_mode, dense_evaluator, output_shapes, possible_modes
+from ..dense import DENSE, check_real, map_slices, sharded_like, sizes_of, unsharded
+from ..mode import Compute, Evaluator, ModeChoice, dense_evaluator, output_shapes, refused_modes
 from .coloring import Coloring, coloring_of, cost, symmetric_coloring_of
 from .pattern import (
     Entries,
@@ -31,9 +29,9 @@ from .pattern import (
 )
 from .verify import verify
 
-# Up to how many numbers the seeds (the summed unit vectors) are constants of the program, and up to how many XLA may
-# compute with while it compiles: it folds a linear function of a constant into a constant, but computes slowly.
-_CONSTANT, _FOLDED = 2**24, 2**18
+# Up to how many numbers XLA may compute with while it compiles: it folds a linear function of a constant, such as the
+# seeds (the summed unit vectors), into a constant, but computes slowly.
+_FOLDED = 2**20
 
 
 def sparse_evaluator(
@@ -53,15 +51,20 @@ def sparse_evaluator(
     out = output_shapes(api, call)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     shape = sum(sizes_of(outputs)), sum(sizes_of(inputs))
-    modes = possible_modes(call, out) if mode == "auto" else (mode,)
+    modes: tuple[str, ...] = (mode,)
+    if mode == "auto":
+        refused = refused_modes(call, out)
+        modes = tuple(each for each in DENSE if each not in refused)
     checked = partial(verify, modes[0]) if check else None
     choice = partial(ModeChoice, inputs=shape[1], outputs=shape[0], flops=None)
+    # A dense Jacobian takes a product for each input (forward) or each output (reverse).
+    alone = {"forward": cost(shape[1], 0), "reverse": cost(0, shape[0])}
+    cheapest = min(modes, key=alone.__getitem__)
 
     def dense(pattern: Pattern, why: str) -> tuple[Evaluator, ModeChoice]:
-        chosen = choose_mode(api, call).mode if len(modes) == 2 else modes[0]
-        evaluator = dense_evaluator(api, call, chosen)
+        evaluator = dense_evaluator(api, call, cheapest)
         compute = partial(_sparse, pattern, partial(_of_dense, pattern, evaluator.compute), checked)
-        return Evaluator(compute, evaluator.slices), choice(chosen, why=why)
+        return Evaluator(compute, evaluator.slices), choice(cheapest, why=why)
 
     try:
         if isinstance(sparsity, str):
@@ -76,32 +79,17 @@ def sparse_evaluator(
             stacklevel=4,
         )
         return dense(full_pattern(shape), f"the pattern cannot be found: {reason}")
-    coloring = (
-        symmetric_coloring_of(api, pattern, modes[0])
-        if symmetric and shape[0] == shape[1]
-        else coloring_of(api, pattern, modes)
-    )
-    compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), checked)
+    if symmetric and shape[0] == shape[1]:
+        coloring = symmetric_coloring_of(api, pattern, modes[0])
+    else:
+        coloring = coloring_of(api, pattern, modes)
     count = coloring.counts
+    if cost(*count) >= alone[cheapest]:
+        return dense(pattern, f"a dense Jacobian takes no more than {sum(count)} products")
+    compute = partial(_sparse, pattern, partial(_of_products, pattern, coloring), checked)
     found = "both" if all(count) else "reverse" if count[1] else "forward"
     why = f"{count[0]} products in forward and {count[1]} in reverse mode give all {len(pattern.rows)} entries"
-    evaluator = Evaluator(compute, lambda: max(1, *count)), choice(found, why=why, colors=count)
-    # A dense Jacobian costs a product for each input (forward) or each output (reverse); where the colours are far
-    # fewer, there is no need to lower both programs to compare them.
-    alone = {"forward": cost(shape[1], 0), "reverse": cost(0, shape[0])}
-    if DECISIVE * cost(*count) <= min(alone[mode] for mode in modes):
-        return evaluator
-    other = dense(pattern, f"XLA counts fewer operations and bytes than for {sum(count)} products")
-    try:
-        return min(other, evaluator, key=lambda evaluator: _work(api, call, evaluator[0]))
-    except NeedsValues:
-        return evaluator
-
-
-def _work(api: str, call: Call, evaluator: Evaluator) -> float:
-    """Return the operations of a program plus the bytes that it reads and writes, as XLA counts both."""
-    analysis = lower_apart(partial(evaluator.compute, api, call, None)).cost_analysis() or {}
-    return analysis.get("flops", 0.0) + analysis.get("bytes accessed", 0.0)
+    return Evaluator(compute, lambda: max(1, *count)), choice(found, why=why, colors=count)
 
 
 def _sparse(
@@ -170,49 +158,24 @@ def _of_products(
     inputs, treedef = jax.tree.flatten(call.primals)
     outputs, form = jax.tree.flatten(out)
 
-    def pushed(seed: list[Any]) -> Any:
-        return push(*jax.tree.unflatten(treedef, seed))
-
-    def pulled(seed: list[Any]) -> Any:
-        return pull(jax.tree.unflatten(form, seed))
-
-    # One matrix for each array of the output and then of the input, with a product in each row, and where each of these
-    # arrays starts: entries of products in reverse mode are numbered after all of those in forward mode.
-    matrices = _products(pushed, inputs, coloring.columns, count, chunk_size) or [None] * len(outputs)
-    matrices = [*matrices, *_products(pulled, outputs, coloring.rows, number, chunk_size)]
-    starts = starts_of([*outputs, *inputs])
-    places = coloring.place + np.where(coloring.forward, 0, starts[len(outputs)])
-
-    def read(chosen: np.ndarray, dtype: Any) -> jax.Array:
-        """Return these entries, each from the product and the array of it that hold it."""
-        if not len(chosen):
-            return jnp.zeros(0, dtype)
-        parts, order = [], []
-        array = np.searchsorted(starts, places[chosen], "right") - 1
-        for k in np.flatnonzero(np.bincount(array)):
-            these = chosen[array == k]
-            parts.append((matrices[k], coloring.product[these], places[these] - starts[k]))
-            order.append(these)
-        positions = np.argsort(np.concatenate(order)) if len(parts) > 1 else None
-        return _gather_entries(parts, positions, dtype=np.dtype(dtype))
-
+    pushed = _products(
+        lambda seed: push(*jax.tree.unflatten(treedef, seed)), inputs, coloring.columns, count, chunk_size
+    )
+    pulled = _products(lambda seed: pull(jax.tree.unflatten(form, seed)), outputs, coloring.rows, number, chunk_size)
     entries: Entries = [[] for _ in outputs]
-    for j, i, chosen, _ in blocks_of(pattern, outputs, inputs):
-        entries[j].append(read(chosen, jnp.result_type(outputs[j] if count else inputs[i])))
+    for j, i, chosen, (rows, cols) in blocks_of(pattern, outputs, inputs):
+        by_row, product = coloring.by_row[chosen], coloring.product[chosen]
+        parts = [jnp.zeros(0, jnp.result_type(outputs[j] if count else inputs[i]))]
+        # A symmetric Jacobian has products of one kind, from which mirror images of entries are read too.
+        for here, matrices, k, places in ((by_row, pushed or pulled, j, rows), (~by_row, pulled or pushed, i, cols)):
+            if here.any():
+                read = matrices[k].at[product[here], places[here]].get(mode="promise_in_bounds")
+                parts.append(read.astype(parts[0].dtype))
+        found = jnp.concatenate(parts)
+        if len(parts) == 3:  # from both, the entries that are read by row first
+            found = found[np.argsort(np.argsort(~by_row, stable=True))]
+        entries[j].append(found)
     return out, entries, rest
-
-
-# One program where values are known, instead of one for each operation.
-@partial(jax.jit, static_argnames="dtype", inline=True)
-def _gather_entries(parts: list[tuple[Any, Any, Any]], order: Any, dtype: Any) -> jax.Array:
-    """Return the entries of matrices, at the rows and columns that come with each, as one array in this order."""
-    found = [
-        matrix.at[rows, cols].get(mode="promise_in_bounds", wrap_negative_indices=False).astype(dtype)
-        for matrix, rows, cols in parts
-    ]
-    if order is None:
-        return found[0]
-    return jnp.concatenate(found).at[order].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _products(
@@ -222,16 +185,15 @@ def _products(
     if not count:
         return []
     starts = starts_of(arrays)
-    # XLA repeats a comparison with a colour wherever its result is used, which took twice the time of a constant.
-    known = count * len(colors) <= _CONSTANT
-    seeds: Any = colors == np.arange(count)[:, None] if known else np.arange(count)
-    if seeds.size > _FOLDED:
-        seeds = jax.lax.optimization_barrier(jnp.asarray(seeds))
+    known: Any = colors
+    if count * len(colors) > _FOLDED:
+        known = jax.lax.optimization_barrier(jnp.asarray(colors))
+    seeds = known == np.arange(count)[:, None]
 
-    def of_color(seed: Any) -> list[Any]:
-        ones, units = seed if known else colors == seed, []
+    def of_color(ones: Any) -> list[Any]:
+        units = []
         for start, x in zip(starts, arrays, strict=False):
-            part = jnp.asarray(ones[start : start + jnp.size(x)], jnp.result_type(x))
+            part = ones[start : start + jnp.size(x)].astype(jnp.result_type(x))
             units.append(sharded_like(part.reshape(jnp.shape(x)), x))
         return [unsharded(leaf).reshape(-1) for leaf in jax.tree.leaves(product(units))]
 

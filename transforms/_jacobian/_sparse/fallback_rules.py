@@ -1,103 +1,31 @@
-"""Operations without a rule of their own: a program that does the same, or the batch axes that JAX's `vmap` proves."""
+"""Operations without a rule of their own: a program of other operations that does the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..._core.jaxpr import CALLS, aval, called
-from .index_sets import mixed
-
-# Factorisations and transforms: each number of a result does depend on its whole matrix, or line.
-_MIXES_ITS_MATRIX = frozenset(
-    """
-    cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
-    symmetric_product tridiagonal
-    """.split()  # noqa: SIM905 (words read better)
-)
-
-
-def sets_by_batches(eqn: JaxprEqn, values: list[Any]) -> tuple[list[Any], bool]:
-    """Return sets over all of a matrix, or line, for operations that mix exactly these, else over all operands.
-
-    Of other operations the rule for `vmap` does not prove how large a slice must be.
-
-    Returns:
-      The sets; whether it is known that they have no entry too many.
-    """
-    tight = eqn.primitive.name in _MIXES_ITS_MATRIX
-    axes = range(_mapped_axes(eqn) if tight else 0)
-    return mixed(eqn, values, [axes] * len(eqn.invars), [axes] * len(eqn.outvars)), tight
-
-
-def _mapped_axes(eqn: JaxprEqn) -> int:
-    """Return how many leading axes an operation is mapped over, as JAX's own rule proves.
-
-    If mapping the operation on the slices gives this very operation, each slice of its results is made of the same
-    slices of its operands.
-    """
-    avals = [aval(x) for x in (*eqn.invars, *eqn.outvars)]
-    most = min(x.ndim for x in avals)
-    for count in range(most, 0, -1):
-        if len({x.shape[:count] for x in avals}) == 1 and _is_mapped(eqn, count):
-            return count
-    return 0
-
-
-def _is_mapped(eqn: JaxprEqn, count: int) -> bool:
-    """Return whether `vmap` over the first `count` axes of the operation on one slice gives this very operation."""
-
-    def bind(*slices: Any) -> Any:
-        return eqn.primitive.bind(*slices, **eqn.primitive.get_bind_params(eqn.params))
-
-    mapped = reduce(lambda fun, _: jax.vmap(fun), range(count), bind)
-    slices = [jax.ShapeDtypeStruct(aval(x).shape[count:], aval(x).dtype) for x in eqn.invars]
-    try:
-        # The rule for `vmap` does not look at the slices: only lowering shows that they are too small.
-        one = jax.tree.leaves(jax.jit(bind).lower(*slices).out_info)
-        if [x.shape for x in one] != [aval(x).shape[count:] for x in eqn.outvars]:
-            return False
-        other = _single_eqn(jax.make_jaxpr(mapped)(*map(_struct, eqn.invars)).jaxpr)
-        if other is None or other.primitive is not eqn.primitive or other.params != eqn.params:
-            return False
-        return all(aval(x).shape == aval(y).shape for x, y in zip(eqn.outvars, other.outvars, strict=True))
-    except Exception:  # no rule, or one that does not take the slices
-        return False
-
-
-def _single_eqn(jaxpr: Jaxpr) -> JaxprEqn | None:
-    """Return the only operation of a program, if there is one, and it has the program's arguments and results."""
-    if len(jaxpr.eqns) != 1:
-        return None
-    (eqn,) = jaxpr.eqns
-    if list(eqn.invars) != list(jaxpr.invars) or list(eqn.outvars) != list(jaxpr.outvars):
-        return None
-    return _single_eqn(called(eqn)[0]) if eqn.primitive.name in CALLS else eqn
-
-
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval(x).shape, aval(x).dtype)
+from ..._core.jaxpr import CALLS, aval, with_inner
 
 
 def program_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return a program of other operations that computes the same as an operation; None if there is none."""
-    name = eqn.primitive.name
-    if eqn.effects or name in _MIXES_ITS_MATRIX:
+    if eqn.effects:
         return None
-    # Some primitives are implemented in terms of others, which have rules.
-    compute = _PROGRAMS.get(name, eqn.primitive.impl)
+    compute = _PROGRAMS.get(eqn.primitive.name, eqn.primitive.impl)
+    shapes = [jax.ShapeDtypeStruct(aval(x).shape, aval(x).dtype) for x in eqn.invars]
     try:
-        closed = jax.make_jaxpr(lambda *args: compute(*args, **eqn.params))(*map(_struct, eqn.invars))
+        closed = jax.make_jaxpr(lambda *args: compute(*args, **eqn.params))(*shapes)
     except Exception:  # it wants arrays
         return None
     same = [aval(x).shape for x in closed.jaxpr.outvars] == [aval(x).shape for x in eqn.outvars]
-    only = _single_eqn(closed.jaxpr)
-    return closed if same and (only is None or only.primitive is not eqn.primitive) else None
+    # A primitive without one is implemented as a compiled program of itself alone.
+    kinds = {x.primitive.name for x in with_inner(closed.jaxpr.eqns)} - set(CALLS)
+    return closed if same and kinds != {eqn.primitive.name} else None
 
 
 # ---- Products with sparse matrices

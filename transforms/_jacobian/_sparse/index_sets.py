@@ -16,13 +16,11 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..._core.compat import Tracer
-from ..._core.jaxpr import aval, holds_refs
+from ..._core.jaxpr import aval
 from ..._core.prng import is_key
 
 # A value that depends on no input, and is not known.
 UNKNOWN = object()
-# Above so many (result, operand) pairs a rule no longer looks at single ones, such as those with a known zero.
-PAIRS = 2**23
 
 
 def is_set(value: Any) -> bool:
@@ -164,9 +162,3 @@ def mixed(eqn: JaxprEqn, values: list[Any], operands: Sequence[Any], results: Se
 def rows_of(x: Any, value: Any, columns: int) -> Any:
     """Return the sets of a value, empty ones if it has none."""
     return value if is_set(value) else matrix_at([], [], (math.prod(aval(x).shape), columns))
-
-
-def refuse_refs(eqn: JaxprEqn) -> None:
-    """Raise if an operation has a `jax.Ref`: no variable of the program leads from what is written to what is read."""
-    if holds_refs(eqn):
-        raise NotImplementedError(f"`{eqn.primitive.name}` may write what is asked about to a `jax.Ref`")

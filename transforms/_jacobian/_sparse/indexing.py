@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -81,10 +81,6 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
     sizes = [1 if i in single else next(windows) for i in range(len(shape))]
     axes = numbers.scatter_dims_to_operand_dims
     where, cells = _cells(partly_known(indices, eqn.invars[1]), axes, sizes, shape)
-    # With known indices a plain `scatter` replaces what was there; all others combine it with the updates.
-    replaces = (
-        len(np.unique(cells)) == cells.size and eqn.primitive.name == "scatter" and params["update_jaxpr"] is None
-    )
     # From each number of the updates to where it is put: the gather of which this is the transpose.
     transposed = lax.GatherDimensionNumbers(
         offset_dims=numbers.update_window_dims,
@@ -93,31 +89,39 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
         operand_batching_dims=numbers.operand_batching_dims,
         start_indices_batching_dims=numbers.scatter_indices_batching_dims,
     )
-    if replaces and is_set(operand):
-        # Indices that were promised to be in bounds, and are not, replace nothing.
-        clip = params["mode"] == lax.GatherScatterMode.CLIP
-        operand = _replaced(operand, _gather(cells, where, transposed, sizes, params["mode"] if clip else "fill"))
-    return _put(operand, updates, _gather(cells, where, transposed, sizes, params["mode"]), cells)
+    # A plain `scatter` replaces what was there; all others combine it with the updates.
+    replaces = eqn.primitive.name == "scatter" and params["update_jaxpr"] is None
+    placed = partial(_gather, cells, where, transposed, sizes)
+    return _written(operand, updates, replaces, cells, placed, params["mode"])
 
 
 def sliced(eqn: JaxprEqn, values: list[Any]) -> Any:
     """Return the sets of a slice: along an axis whose start is unknown, the union over all of that axis."""
     if any(map(is_set, values[1:])):
         return None
-    starts, cells = _starts(eqn, values, 1, eqn.params["slice_sizes"])
-    return take(grouped(values[0], cells.ravel(), cells.size), _slice(cells, starts, eqn.params["slice_sizes"]))
+    sizes = eqn.params["slice_sizes"]
+    where, cells, numbers = _starts(eqn, values, 1, sizes)
+    return take(grouped(values[0], cells.ravel(), cells.size), _gather(cells, where, numbers, sizes, "clip"))
 
 
 def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
     """Return the sets of an update by a slice; with an unknown start, those that were there remain."""
     if any(map(is_set, values[2:])):
         return None
-    operand, update = values[:2]
-    starts, cells = _starts(eqn, values, 2, aval(eqn.invars[1]).shape)
-    places = _slice(cells, starts, aval(eqn.invars[1]).shape)
-    if is_set(operand) and len(np.unique(cells)) == cells.size:
-        operand = _replaced(operand, places)
-    return _put(operand, update, places, cells)
+    sizes = aval(eqn.invars[1]).shape
+    where, cells, numbers = _starts(eqn, values, 2, sizes)
+    placed = partial(_gather, cells, where, numbers, sizes)
+    return _written(values[0], values[1], True, cells, placed, lax.GatherScatterMode.CLIP)
+
+
+def _starts(eqn: JaxprEqn, values: list[Any], first: int, sizes: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Return what `_cells` does for start indices that are operands of their own, and the gather of such a slice."""
+    parts = [partly_known(value, x) for value, x in zip(values[first:], eqn.invars[first:], strict=True)]
+    # JAX clamps them in their own dtype, which may hold more than the int32 that the gather takes.
+    starts = np.array([min(max(int(part.numbers), 0), 2**31 - 1) for part in parts], np.int32)
+    shape, axes = aval(eqn.invars[0]).shape, tuple(range(len(parts)))
+    where, cells = _cells(PartlyKnown(starts, np.array([part.sure for part in parts], bool)), axes, sizes, shape)
+    return where, cells, lax.GatherDimensionNumbers(axes, (), axes)
 
 
 def _cells(where: PartlyKnown, axes: Any, sizes: Any, shape: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -131,17 +135,6 @@ def _cells(where: PartlyKnown, axes: Any, sizes: Any, shape: Any) -> tuple[np.nd
     return np.where(where.sure, where.numbers, 0), cells
 
 
-def _starts(eqn: JaxprEqn, values: list[Any], first: int, sizes: Any) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return what `_cells` does for start indices that are operands of their own, from operand `first` on."""
-    parts = [partly_known(value, x) for value, x in zip(values[first:], eqn.invars[first:], strict=True)]
-    shape = aval(eqn.invars[0]).shape
-    if not parts:
-        return [], cells_of(shape, [])
-    where = PartlyKnown(*(np.stack(x) for x in zip(*parts, strict=True)))
-    starts, cells = _cells(where, range(len(shape)), sizes, shape)
-    return list(starts), cells
-
-
 def _gather(cells: np.ndarray, where: np.ndarray, numbers: Any, sizes: Any, mode: Any) -> np.ndarray:
     """Return the cells that JAX's own gather reads at these indices, -1 where it reads a fill value."""
     with jax.ensure_compile_time_eval():
@@ -149,24 +142,21 @@ def _gather(cells: np.ndarray, where: np.ndarray, numbers: Any, sizes: Any, mode
         return np.asarray(lax.gather(*moved, numbers, tuple(sizes), mode=mode, fill_value=-1))
 
 
-def _slice(cells: np.ndarray, starts: list[np.ndarray], sizes: Any) -> np.ndarray:
-    """Return a slice of cells, its start clamped as by the primitive; `lax.dynamic_slice` would wrap negative ones."""
-    firsts = [min(max(int(start), 0), n - size) for start, n, size in zip(starts, cells.shape, sizes, strict=True)]
-    return cells[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
+def _written(operand: Any, updates: Any, replaces: bool, cells: np.ndarray, placed: Any, mode: Any) -> Any:
+    """Return an array's sets united with those of the updates, each in all of the cell that it is put into.
 
-
-def _replaced(operand: Any, places: np.ndarray) -> Any:
-    """Return an array's sets without those at these flat indices."""
-    kept = np.arange(operand.shape[0])
-    kept[places[places >= 0]] = -1
-    return take(operand, kept)
-
-
-def _put(operand: Any, updates: Any, to: np.ndarray, cells: np.ndarray) -> Any:
-    """Return an array's sets united with those of the updates, each in all of the cell that it is put into."""
+    `placed` gives, for a mode of indices out of bounds, the cell that each number of the updates is put into.
+    """
+    if replaces and is_set(operand) and len(np.unique(cells)) == cells.size:  # with known indices the old ones go
+        # Indices that were promised to be in bounds, and are not, replace nothing.
+        clip = mode == lax.GatherScatterMode.CLIP
+        lost = placed(mode if clip else "fill")
+        kept = np.arange(operand.shape[0])
+        kept[lost[lost >= 0]] = -1
+        operand = take(operand, kept)
     if not is_set(updates):
         return operand
-    to = to.ravel()
+    to = placed(mode).ravel()
     found = np.flatnonzero(to >= 0)
-    sums = matrix_at(to[found], found, (math.prod(cells.shape), len(to))) @ updates
+    sums = matrix_at(to[found], found, (cells.size, len(to))) @ updates
     return united([operand, sums[cells.ravel()]])

@@ -132,14 +132,10 @@ def asdex(api: str) -> Any:
     """Return the library that colours patterns, imported when it is needed."""
     try:
         import asdex
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{api}: sparsity needs asdex; install it with pip install 'plurax[sparse]'."
-        ) from error
-    except ImportError as error:  # it imports private names of JAX, which come and go
-        raise ImportError(
-            f"{api}: the installed asdex cannot be imported with jax {jax.__version__} ({error}); install "
-            "versions that go together with pip install 'plurax[sparse]'."
+    except ImportError as error:  # also of private names of JAX, which come and go
+        raise type(error)(
+            f"{api}: sparsity needs asdex in a version that fits jax {jax.__version__} ({error}); install it with "
+            "pip install 'plurax[sparse]'."
         ) from error
     return asdex
 

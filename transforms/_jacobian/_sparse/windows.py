@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..._core.jaxpr import aval
-from .index_sets import PAIRS, is_set, known, matrix_at, mixed, places_of, united
+from .index_sets import is_set, known, matrix_at, mixed, places_of, united
 
 
 def convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
@@ -31,31 +31,25 @@ def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
     axes = list(map(_windows_along, places.shape[2:], kernel[2:], *options))
     # All pairs of a window and a number in it, over all spatial axes: the output, the input and the weight of each.
     to, source, within = _over_all_axes(axes, (out.shape[2:], places.shape[2:], tuple(kernel[2:])))
-    outputs, channels, batch, area = kernel[0], kernel[1], out.shape[0], math.prod(out.shape[2:])
-    weights = known(values[1])
-    groups = max(params["feature_group_count"], params["batch_group_count"])
-    mask = None
+    weights, outputs, batch = known(values[1]), kernel[0], out.shape[0]
     # With zeros in the kernel each output channel has sets of its own; without, all channels of a group share theirs.
-    if weights is not None and not weights.all() and outputs * channels * batch * len(to) <= PAIRS:
-        mask, groups = weights.transpose(numbers[1]).reshape(outputs, channels, -1) != 0, outputs
-    places = places.reshape(*places.shape[:2], -1)
-    rows, cols = [], []
-    for group in range(groups):
-        # The slice of input channels, or of the batch, that the group's first output channel reads.
-        first = group * outputs // groups
-        part = first * params["feature_group_count"] // outputs
-        batches = np.arange(batch) + batch * (first * params["batch_group_count"] // outputs)
-        for channel in range(channels):
-            chosen = slice(None) if mask is None else mask[group, channel, within]
-            rows.append((group * batch + np.arange(batch)[:, None]) * area + to[chosen])
-            cols.append(places[batches[:, None], part * channels + channel, source[chosen]])
-    shape = (groups * batch * area, places.size)
-    sums = matrix_at(np.concatenate([x.ravel() for x in rows]), np.concatenate([x.ravel() for x in cols]), shape)
-    of_group = (np.arange(outputs) * groups // outputs)[:, None]
-    row = (of_group * batch + np.arange(batch)[:, None, None]) * area + np.arange(area)
+    if weights is None or weights.all():
+        kernel[0] = max(params["feature_group_count"], params["batch_group_count"])
+        weights = np.ones(kernel)
+    else:
+        weights = weights.transpose(numbers[1])
+    # The output channel, or group, the input channel of its group and the pair, of all terms of the sums.
+    channel, part, pair = np.nonzero(weights.reshape(*kernel[:2], -1)[:, :, within])
+    # The slices of the input's channels and of its batch that an output channel reads.
+    part += channel * params["feature_group_count"] // kernel[0] * kernel[1]
+    example = np.arange(batch)[:, None]
+    read = example + channel * params["batch_group_count"] // kernel[0] * batch
+    sums = np.arange(batch * kernel[0] * math.prod(out.shape[2:])).reshape(batch, kernel[0], -1)
+    cols = places.reshape(*places.shape[:2], -1)[read, part, source[pair]]
+    found = matrix_at(sums[example, channel, to[pair]], cols, (sums.size, places.size)) @ values[0]
     order = np.empty(out.size, int)
-    order[out.ravel()] = row.ravel()
-    return (sums @ values[0])[order]
+    order[out.reshape(batch, outputs, -1)] = sums[:, np.arange(outputs) * kernel[0] // outputs]
+    return found[order]
 
 
 def _windows_along(

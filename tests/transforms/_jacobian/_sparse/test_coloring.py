@@ -20,14 +20,19 @@ def pattern_of(matrix: np.ndarray[tuple[int, int], Any]) -> Pattern:
     return pattern_at(rows, cols, matrix.shape)
 
 
-def entries_read(coloring: Any, matrix: np.ndarray) -> np.ndarray:
-    """What the places of all entries hold, in products with sums of columns and rows."""
+def entries_read(coloring: Any, pattern: Pattern, matrix: np.ndarray) -> np.ndarray:
+    """What all entries are read as: from products with sums of columns or of rows, or from those of one kind."""
     pushed = np.stack([matrix[:, coloring.columns == k].sum(1) for k in range(coloring.counts[0])] or [np.zeros(0)])
     pulled = np.stack([matrix[coloring.rows == k].sum(0) for k in range(coloring.counts[1])] or [np.zeros(0)])
+    by_row, by_column = (
+        (pulled, pulled) if not coloring.counts[0] else (pushed, pulled if coloring.counts[1] else pushed)
+    )
     return np.array(
         [
-            (pushed if forward else pulled)[product, place]
-            for forward, product, place in zip(coloring.forward, coloring.product, coloring.place, strict=True)
+            by_row[product, row] if here else by_column[product, col]
+            for here, product, row, col in zip(
+                coloring.by_row, coloring.product, pattern.rows, pattern.cols, strict=True
+            )
         ]
     )
 
@@ -49,7 +54,7 @@ def matrices(draw: Any, square: bool = False) -> np.ndarray:
 def test_every_entry_is_read_alone(matrix: np.ndarray, modes: tuple[str, ...]) -> None:
     pattern = pattern_of(matrix)
     coloring = coloring_of("test", pattern, modes)
-    np.testing.assert_array_equal(entries_read(coloring, matrix), matrix[pattern.rows, pattern.cols])
+    np.testing.assert_array_equal(entries_read(coloring, pattern, matrix), matrix[pattern.rows, pattern.cols])
     assert coloring.counts[0] == 0 or "forward" in modes
     assert coloring.counts[1] == 0 or "reverse" in modes
 
@@ -59,7 +64,7 @@ def test_every_entry_of_a_symmetric_matrix_is_read_alone(matrix: np.ndarray, mod
     pattern = pattern_of(np.triu(matrix) if half else matrix + matrix.T)
     whole = np.triu(matrix) + np.triu(matrix).T if half else matrix + matrix.T
     coloring = symmetric_coloring_of("test", pattern, mode)
-    np.testing.assert_array_equal(entries_read(coloring, whole), whole[pattern.rows, pattern.cols])
+    np.testing.assert_array_equal(entries_read(coloring, pattern, whole), whole[pattern.rows, pattern.cols])
     assert coloring.counts[mode == "forward"] == 0
 
 

@@ -328,7 +328,7 @@ def test_dense_is_taken_where_xla_counts_less_for_it() -> None:
     sparse = jacobian(jax.nn.softmax, sparsity="auto")
     choice = sparse.explain(X)
     assert choice.colors is None
-    assert choice.why == "XLA counts fewer operations and bytes than for 6 products"
+    assert choice.why == "a dense Jacobian takes no more than 6 products"
     assert_equals(sparse(X), jax.jit(jax.jacfwd(jax.nn.softmax))(X))
     # Some entries are never asked for.
     assert_equals(jacobian(jax.nn.softmax, sparsity=~np.eye(6, dtype=bool))(X) * 1.0, _off_diagonal(X))
@@ -631,7 +631,7 @@ def test_refusals(call: Any, error: Any, match: str) -> None:
 def test_without_asdex_the_extra_is_named(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "asdex", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r"sparsity needs asdex; install it with pip install 'plurax\[sparse\]'"
+        ModuleNotFoundError, match=r"sparsity needs asdex in .*; install it with pip install 'plurax\[sparse\]'"
     ):
         transform(jnp.sum, sparsity="auto")
 
@@ -640,14 +640,13 @@ def test_an_asdex_that_does_not_fit_jax_is_told_from_none(monkeypatch: pytest.Mo
     (tmp_path / "asdex.py").write_text("from jax import no_such_name")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "asdex", raising=False)
-    with pytest.raises(ImportError, match=r"with jax .*no_such_name.*; install versions that go together with pip"):
+    with pytest.raises(ImportError, match=r"a version that fits jax .*no_such_name.*; install it with pip install"):
         jacobian(jnp.sum, sparsity="auto")
 
 
-@pytest.mark.parametrize("limits", [(0, 0), (2**24, 0), (2**24, 2**18)])
-def test_seeds_may_be_constants_or_compared(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "_CONSTANT", limits[0])
-    monkeypatch.setattr(compressed, "_FOLDED", limits[1])
+@pytest.mark.parametrize("limit", [0, 2**20])
+def test_seeds_may_be_constants_or_compared(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "_FOLDED", limit)
     for chunk_size in (None, 1):
         sparse = jacobian(arrow, sparsity="auto", chunk_size=chunk_size)
         assert_equals(jax.jit(sparse)(LONG), jax.jit(jax.jacfwd(arrow))(LONG))
