@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
+from .._models.hashable import Opaque
 from .._models.mutation import call_with_models, check_structure, passing_through, refuse_changes, update
-from .._models.opaque import Opaque
 from .._models.split_model import (
     SplitModel,
     bound_model,
@@ -82,7 +82,8 @@ class Call:
                     f"{api}: argnums has an nnx.DiffState for `{argument_name(fun, args, i)}`, which holds no NNX "
                     f"module; write its position, {i}."
                 )
-        self.form = Primals(api, self.name, tuple(self._parts[i] for i in self.selected), integers)
+        names = tuple(argument_name(fun, args, i) for i in self.selected)
+        self.form = Primals(api, names, tuple(self._parts[i] for i in self.selected), integers)
         self.primals = self.form.values
 
     def remembered(self, fun: Any, options: Any, decide: Callable[[], Any]) -> Any:
@@ -90,49 +91,41 @@ class Call:
         arguments = self._owner_parts, self._parts, self._kwarg_parts
         return remembered(fun, arguments, (options, self.selected, self._has_aux, self.holomorphic), decide)
 
-    def name(self, i: int) -> str:
-        """Return what `fun` calls the `i`-th of the primals."""
-        return argument_name(self.fun, self._args, self.selected[i])
-
     def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
         """Raise if a primal cannot be differentiated; with `allow_int` integers and booleans pass."""
         kind: Any = jnp.inexact if complex_too else jnp.floating
         name = "floating point" if complex_too else "real floating point"
         if self.holomorphic:
             kind, name = jnp.complexfloating, "complex floating point, with holomorphic=True,"
-        constant = (jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else ()
-        for i, primal in enumerate(self._whole_if_none()):
-            for path, leaf in jax.tree.leaves_with_path(primal):
-                dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
-                if isinstance(leaf, int) and constant:  # a Python int or bool, which has no dtype
-                    continue
-                if dtype is None or not any(jnp.issubdtype(dtype, one) for one in (kind, *constant)):
-                    # A function that is not holomorphic has no complex derivative, but one by each part.
-                    is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-                    cure = (
-                        "give its real and imaginary parts, as arguments of their own" if is_complex else "convert it"
-                    )
-                    if is_complex and self.holomorphic is False:
-                        cure += ", pass holomorphic=True if fun is holomorphic"
-                    raise TypeError(
-                        f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
-                        f"of {name} can be differentiated; {cure}, or leave it out of argnums."
-                    )
-
-    def _whole_if_none(self) -> list[Any]:
-        """Return the primals, but the whole of an argument in which nothing is differentiated, for errors about it."""
-        whole = (trainable_of(self._parts[i]) for i in self.selected)
-        return [x if jax.tree.leaves(x) else every for x, every in zip(self.primals, whole, strict=True)]
+        kinds = (kind, jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else (kind,)
+        for place, leaf in self._leaves():
+            dtype = dtype_of(leaf)
+            if dtype is not None and any(jnp.issubdtype(dtype, one) for one in kinds):
+                continue
+            cure = "convert it"
+            # A function that is not holomorphic has no complex derivative, but one by each part.
+            if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+                cure = "give its real and imaginary parts, as arguments of their own"
+                cure += ", pass holomorphic=True if fun is holomorphic" if self.holomorphic is False else ""
+            raise TypeError(
+                f"{self._api}: argument `{place}` is {describe(leaf)}, but only arrays of {name} can be "
+                f"differentiated; {cure}, or leave it out of argnums."
+            )
 
     def check_arrays(self) -> None:
         """Raise if a primal has a leaf that is not an array or a number."""
-        for i, primal in enumerate(self._whole_if_none()):
-            for path, leaf in jax.tree.leaves_with_path(primal):
-                if dtype_of(leaf) is None:
-                    raise TypeError(
-                        f"{self._api}: `{leaf_name(self.name(i), path)}` is {describe(leaf)}, which has no derivative; "
-                        "let fun close over it."
-                    )
+        for place, leaf in self._leaves():
+            if dtype_of(leaf) is None:
+                raise TypeError(
+                    f"{self._api}: `{place}` is {describe(leaf)}, which has no derivative; let fun close over it."
+                )
+
+    def _leaves(self) -> Iterator[tuple[str, Any]]:
+        """Yield the leaves of the primals by name; all leaves of an argument in which nothing is differentiated."""
+        for name, primal, whole in zip(self.form.names, self.primals, self.form.trees, strict=True):
+            tree = primal if jax.tree.leaves(primal) else trainable_of(whole)
+            for path, leaf in jax.tree.leaves_with_path(tree):
+                yield leaf_name(name, path), leaf
 
     def _filled(self, primals: Sequence[Any]) -> list[Any]:
         """Return the positional arguments, split, with these primals in their places."""
@@ -224,7 +217,5 @@ def check_complex(api: str, out: Any) -> None:
 def pair_of(api: str, out: Any) -> tuple[Any, Any]:
     """Return what a function with `has_aux` has returned; raise if it is not a pair."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(
-            f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
-        )
+        raise TypeError(f"{api}: with has_aux=True, fun must return a pair (output, aux), not {describe(out)}.")
     return tuple(out)

@@ -185,8 +185,15 @@ class SplitModel:
         return self.structure.merge(self.trainable, self.rest)
 
     def arrays(self) -> dict[str, Any]:
-        """Return all arrays by their dotted paths, in the order of the leaves."""
-        return named_arrays(self.trainable) | named_arrays(self.rest)
+        """Return all arrays by their dotted paths, in the order of the leaves; raise if two have the same."""
+        leaves = jax.tree.leaves_with_path((self.trainable, self.rest))
+        names = [dotted(path[1:]) for path, _ in leaves]  # without the number of the half
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"{self.structure!r} has two arrays of the name `{max(names, key=names.count)}`, one of them with a "
+                "dot in the name of an attribute or key; use names without dots."
+            )
+        return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
 
     def changes(self, after: SplitModel) -> list[str]:
         """Return the dotted paths of the arrays that are other objects `after` a call, or "configuration"."""

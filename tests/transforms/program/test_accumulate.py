@@ -330,7 +330,5 @@ def test_names_with_dots_that_meet_are_refused() -> None:
         model["a.b"][...] += 1
         return x.sum()
 
-    with pytest.raises(
-        ValueError, match="accumulate: a model has two arrays of the name `a.b`, one of them with a dot"
-    ):
+    with pytest.raises(ValueError, match="Dict has two arrays of the name `a.b`, one of them with a dot"):
         accumulate(count, 2)(model, jnp.ones(4))
