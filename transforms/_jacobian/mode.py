@@ -131,7 +131,7 @@ def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin:
 def _choices(call: Call, origin: tuple[Any, Any] | None) -> list[ModeChoice]:
     """Return the list that is remembered for such calls: empty, or with the choice that was made."""
     fun, made = origin or (call.fun, None)
-    return call.remembered(fun, ("mode", made), list)
+    return call.remembered(fun, made)
 
 
 def _decide(api: str, call: Call) -> ModeChoice:

@@ -210,7 +210,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             TypeError,
             "`params` is a model and no batch; say with batch_argnums",
         ),
-        (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass what all of them share in an argument"),
+        (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass it in another argument"),
         (
             loss,
             {},
@@ -223,7 +223,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             {},
             {},
             ValueError,
-            "the arguments of batch_argnums hold no array, so there are no examples; name others",
+            "the arguments of batch_argnums hold no array, so there are no examples; pass some",
         ),
         (loss, {}, jnp.ones(5), ValueError, "micro_batches is 2, which does not divide the 5 examples; leave some out"),
         (
