@@ -15,7 +15,7 @@ from ...transforms._core.arguments import check_count, describe, is_int
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
-from ...transforms._models.stacking import Stacking, check_leaves, strong
+from ...transforms._models.stacking import check_leaves, stack_models, strong
 from .sharding import Layout
 
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
@@ -23,7 +23,7 @@ _REMEDY = "build all members with one configuration", "define it once, at module
 
 def stack_members(api: str, members: Sequence[Any]) -> tuple[Structure, Any, Any]:
     """Return the structure of the members, and their stacked trainable and other arrays; raise if they do not fit."""
-    parts = Stacking(api, "member", _REMEDY)(members)
+    parts = stack_models(api, "member", _REMEDY, members)
     _check_any_arrays(api, parts)
     return parts.structure, parts.trainable, parts.rest
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core.arguments import argument_name, describe, leaf_name, resolve_argnums
+from .._models.hashable import Opaque
 from .._models.mutation import call_with_models, check_structure, passing_through, refuse_changes, update
-from .._models.opaque import Opaque
 from .._models.split_model import (
-    SplitModel,
     bound_model,
     is_module,
     models_of,
@@ -66,7 +66,7 @@ class Call:
         integers: bool = False,
         filters: Mapping[int, Any] | None = None,
     ) -> None:
-        self._api, self.fun, self._has_aux, self._args = api, fun, has_aux, args
+        self._api, self.fun, self._has_aux = api, fun, has_aux
         self.holomorphic = holomorphic
         self._owner, self._function = bound_model(fun)
         self.selected = resolve_argnums(api, fun, tuple(argnums), args)
@@ -74,25 +74,20 @@ class Call:
         refuse_shared_state(api, fun, self._owner, args, kwargs)
         self._models = models_of((self._owner, args, kwargs))
         split_by = dict(zip(self.selected, map((filters or {}).get, argnums), strict=True))
-        self._owner_parts, self._kwarg_parts = split_tree((self._owner, kwargs))
-        self._parts = tuple(split_tree(arg, split_by.get(i)) for i, arg in enumerate(args))
-        for i in split_by:
-            if split_by[i] is not None and not any(map(is_module, models_of(args[i]))):
+        parts = tuple(split_tree(arg, split_by.get(i)) for i, arg in enumerate(args))
+        self._split = split_tree(self._owner), parts, split_tree(kwargs)
+        names = tuple(argument_name(fun, args, i) for i in self.selected)
+        for name, (i, by) in zip(names, split_by.items(), strict=True):
+            if by is not None and not any(map(is_module, models_of(args[i]))):
                 raise TypeError(
-                    f"{api}: argnums has an nnx.DiffState for `{argument_name(fun, args, i)}`, which holds no NNX "
-                    f"module; write its position, {i}."
+                    f"{api}: argnums has an nnx.DiffState for `{name}`, which holds no NNX module; write {i} alone."
                 )
-        self.form = Primals(api, self.name, tuple(self._parts[i] for i in self.selected), integers)
+        self.form = Primals(api, names, tuple(parts[i] for i in self.selected), integers)
         self.primals = self.form.values
 
-    def remembered(self, fun: Any, options: Any, decide: Callable[[], Any]) -> Any:
+    def remembered(self, fun: Any, options: Any) -> list[Any]:
         """Return what was decided for `fun`, of which this is a call, and calls like this one: see `decisions.py`."""
-        arguments = self._owner_parts, self._parts, self._kwarg_parts
-        return remembered(fun, arguments, (options, self.selected, self._has_aux, self.holomorphic), decide)
-
-    def name(self, i: int) -> str:
-        """Return what `fun` calls the `i`-th of the primals."""
-        return argument_name(self.fun, self._args, self.selected[i])
+        return remembered(fun, self._split, (options, self.selected, self._has_aux, self.holomorphic))
 
     def check_floating(self, *, complex_too: bool = True, allow_int: bool = False) -> None:
         """Raise if a primal cannot be differentiated; with `allow_int` integers and booleans pass."""
@@ -100,51 +95,52 @@ class Call:
         name = "floating point" if complex_too else "real floating point"
         if self.holomorphic:
             kind, name = jnp.complexfloating, "complex floating point, with holomorphic=True,"
-        constant = (jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else ()
-        for i, primal in enumerate(self._whole_if_none()):
-            for path, leaf in jax.tree.leaves_with_path(primal):
-                dtype = getattr(leaf, "dtype", None) or (type(leaf) if isinstance(leaf, (float, complex)) else None)
-                if isinstance(leaf, int) and constant:  # a Python int or bool, which has no dtype
-                    continue
-                if dtype is None or not any(jnp.issubdtype(dtype, one) for one in (kind, *constant)):
-                    # A function that is not holomorphic has no complex derivative, but one by each part.
-                    is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-                    cure = (
-                        "give its real and imaginary parts, as arguments of their own" if is_complex else "convert it"
-                    )
-                    if is_complex and self.holomorphic is False:
-                        cure += ", pass holomorphic=True if fun is holomorphic"
-                    raise TypeError(
-                        f"{self._api}: argument `{leaf_name(self.name(i), path)}` is {describe(leaf)}, but only arrays "
-                        f"of {name} can be differentiated; {cure}, or leave it out of argnums."
-                    )
-
-    def _whole_if_none(self) -> list[Any]:
-        """Return the primals, but the whole of an argument in which nothing is differentiated, for errors about it."""
-        whole = (trainable_of(self._parts[i]) for i in self.selected)
-        return [x if jax.tree.leaves(x) else every for x, every in zip(self.primals, whole, strict=True)]
+        kinds = (kind, jnp.integer, jnp.bool_) if allow_int and not self.holomorphic else (kind,)
+        for place, leaf in self._leaves():
+            dtype = dtype_of(leaf)
+            if dtype is not None and any(jnp.issubdtype(dtype, one) for one in kinds):
+                continue
+            cure = "convert it"
+            # A function that is not holomorphic has no complex derivative, but one by each part.
+            if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+                cure = "give its real and imaginary parts, as arguments of their own"
+                cure += ", pass holomorphic=True if fun is holomorphic" if self.holomorphic is False else ""
+            raise TypeError(
+                f"{self._api}: argument `{place}` is {describe(leaf)}, but only arrays of {name} can be "
+                f"differentiated; {cure}, or leave it out of argnums."
+            )
 
     def check_arrays(self) -> None:
         """Raise if a primal has a leaf that is not an array or a number."""
-        for i, primal in enumerate(self._whole_if_none()):
-            for path, leaf in jax.tree.leaves_with_path(primal):
-                if dtype_of(leaf) is None:
-                    raise TypeError(
-                        f"{self._api}: `{leaf_name(self.name(i), path)}` is {describe(leaf)}, which has no derivative; "
-                        "let fun close over it."
-                    )
+        for place, leaf in self._leaves():
+            if dtype_of(leaf) is None:
+                raise TypeError(
+                    f"{self._api}: `{place}` is {describe(leaf)}, which has no derivative; let fun close over it."
+                )
 
-    def _filled(self, primals: Sequence[Any]) -> list[Any]:
-        """Return the positional arguments, split, with these primals in their places."""
-        filled = list(self._parts)
+    def _leaves(self) -> Iterator[tuple[str, Any]]:
+        """Yield the leaves of the primals by name; all leaves of an argument in which nothing is differentiated."""
+        for name, primal, whole in zip(self.form.names, self.primals, self.form.trees, strict=True):
+            tree = primal if jax.tree.leaves(primal) else trainable_of(whole)
+            for path, leaf in jax.tree.leaves_with_path(tree):
+                yield leaf_name(name, path), leaf
+
+    def _evaluate(
+        self, primals: Sequence[Any], replaced: Mapping[int, Any], kwargs: Any
+    ) -> tuple[Any, Any, Any, list[Any]]:
+        """Return the output, the auxiliary output, the split arguments, and the models as the call has left them."""
+        owner, parts, _ = self._split
+        args = list(parts)
         for i, primal in zip(self.selected, primals, strict=True):
-            filled[i] = with_trainable(self._parts[i], primal)
-        return filled
+            args[i] = with_trainable(args[i], primal)
+        before = owner, [replaced.get(i, arg) for i, arg in enumerate(args)], kwargs
+        out, left = call_with_models(self._function, before)
+        out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
+        return out, aux, before, left
 
     def __call__(self, *primals: Any) -> tuple[Any, Any]:
         # The models are merged anew in each trace: JAX may trace a call several times, each with tracers of its own.
-        before = (self._owner_parts, tuple(self._filled(primals)), self._kwarg_parts)
-        out, left = call_with_models(self._function, before)
+        out, aux, before, left = self._evaluate(primals, {}, self._split[2])
         after = []
         for i, (then, model) in enumerate(zip(splits_of(before), left, strict=True)):
             # With the filter of before: under another one the two would have other parts, and not compare.
@@ -158,8 +154,7 @@ class Call:
                     f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; "
                     "keep values that fun computes in another kind of variable, such as nnx.BatchStat."
                 )
-            after.append(now)
-        out, aux = pair_of(self._api, out) if self._has_aux else (out, None)
+            after.append(now.rest)
         return out, (Opaque.of(aux), after)
 
     def evaluate(self, primals: Sequence[Any], replaced: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -170,24 +165,19 @@ class Call:
           replaced: other positional arguments by their positions.
           kwargs: the keyword arguments.
         """
-        filled = self._filled(primals)
-        for i, value in replaced.items():
-            filled[i] = value
-        before = (self._owner_parts, tuple(filled), kwargs)
-        out, left = call_with_models(self._function, before)
+        out, aux, before, left = self._evaluate(primals, replaced, kwargs)
         # This is called for one example of many: no single one of their states could be written back.
         why, more = "of which there is one for all examples; use", "; call nnx.RNN with initial_carry="
         refuse_changes(f"{self._api}: fun", self._function, before, left, why, more)
-        return pair_of(self._api, out) if self._has_aux else (out, None)
+        return out, aux
 
     def finish(self, rest: Any) -> Any:
         """Write what `fun` changed into the models; return the auxiliary output."""
         aux, after = rest
-        call = self._owner_parts, self._parts, self._kwarg_parts
-        before = splits_of(call)
+        before = splits_of(self._split)
         # The trainable arrays stay as they were: they are other objects after the transform, but equal.
-        left = [SplitModel(x.structure, x.trainable, now.rest) for x, now in zip(before, after, strict=True)]
-        update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, call))
+        left = [replace(parts, rest=now) for parts, now in zip(before, after, strict=True)]
+        update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, self._split))
         return aux.value
 
     def gradient(self, i: int, values: Any) -> Any:
@@ -224,7 +214,5 @@ def check_complex(api: str, out: Any) -> None:
 def pair_of(api: str, out: Any) -> tuple[Any, Any]:
     """Return what a function with `has_aux` has returned; raise if it is not a pair."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(
-            f"{api}: with has_aux=True, fun must return a pair (output, aux), but it returned {describe(out)}."
-        )
+        raise TypeError(f"{api}: with has_aux=True, fun must return a pair (output, aux), not {describe(out)}.")
     return tuple(out)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core.compat import Tracer
-from .._models.opaque import Opaque
+from .._models.hashable import Opaque
 from .._models.split_model import merge_tree, split_tree
 
 
@@ -105,7 +105,7 @@ def with_automatic(
     found: list[Any] = []
 
     def run(leaves: list[Any]) -> list[jax.Array]:
-        out = Opaque.of(function(*merge_tree(given.filled(leaves).value)))
+        out = Opaque.of(function(*merge_tree(given.join(leaves))))
         specs = zip(out.arrays, place(out.value), strict=True)
         found[:] = [out, [_merged(jax.typeof(x), spec) for x, spec in specs]]
         return out.arrays
@@ -124,13 +124,13 @@ def with_automatic(
             raise
         raise ValueError(
             f"{api}: fun closes over an array of a mesh with the explicit axes {', '.join(axes)}; pass it as an "
-            "argument, which all examples share, or make a mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."
+            "argument, which all examples share, or make the axes automatic (jax.sharding.AxisType.Auto)."
         ) from error
     if not found[1]:
         return found[0].value
     shardings = [NamedSharding(mesh, spec) for spec in found[1]]
     arrays = jax.jit(jax.sharding.auto_axes(run, axes=tuple(axes), out_sharding=shardings))(leaves)
-    return found[0].filled(arrays).value
+    return found[0].join(arrays)
 
 
 def _is_array(x: Any) -> bool:

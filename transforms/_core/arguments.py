@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,15 +62,11 @@ def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, .
     sequence = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not sequence:
         raise ValueError(f"{api}: {name} is empty; name at least one positional argument.")
-    try:
-        positions = tuple(operator.index(number) for number in sequence)
-        if any(isinstance(number, bool) for number in sequence):
-            raise TypeError  # True has an index, 1, but means a flag that was passed in the wrong place
-    except TypeError:
-        raise TypeError(f"{api}: {name} must be an int or a tuple of ints, but got {argnums!r}.") from None
-    if len(set(positions)) < len(positions):
+    if not all(map(is_int, sequence)):
+        raise TypeError(f"{api}: {name} must be an int or a tuple of ints, but got {argnums!r}.")
+    if len(set(sequence)) < len(sequence):
         raise ValueError(f"{api}: {name}={argnums!r} names an argument twice; name each once.")
-    return positions
+    return tuple(map(int, sequence))
 
 
 def is_int(x: Any) -> bool:
@@ -135,38 +130,31 @@ def resolve_argnums(
     resolved = tuple(position % count for position in positions)
     # `check_argnums` refused equal positions, but 1 and -1 are one argument in a call with two.
     if len(set(resolved)) < len(resolved):
-        twice = next(r for r in resolved if resolved.count(r) > 1)
-        raise ValueError(
-            f"{api}: {name}={positions!r} names argument `{argument_name(fun, args, twice)}` twice in a call with "
-            f"{count} positional arguments; name each once."
-        )
+        twice = argument_name(fun, args, max(resolved, key=resolved.count))
+        raise ValueError(f"{api}: {name}={positions!r} names argument `{twice}` twice in this call; name each once.")
     return resolved
 
 
 def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[Any]) -> int:
     """Return the size of axis 0 of all arrays that `batch_argnums` selects; raise if they have several."""
-    # The first array names what the others are compared with, so that the error has both.
-    size, first = None, ""
+    sizes: dict[str, int] = {}
     for i in positions:
         for path, leaf in leaves_with_path(args[i]):
             name = leaf_name(argument_name(fun, args, i), path)
-            shape = getattr(leaf, "shape", ())
-            if not shape:
+            if not getattr(leaf, "shape", ()):
                 raise ValueError(
-                    f"{api}: `{name}` is {describe(leaf)}, which has no axis of examples; pass what all of them share "
-                    "in an argument that batch_argnums leaves out."
+                    f"{api}: `{name}` is {describe(leaf)}, which has no axis of examples; pass it in another argument."
                 )
-            if size is None:
-                size, first = shape[0], name
-            elif shape[0] != size:
-                raise ValueError(
-                    f"{api}: `{first}` has {size} examples along axis 0, but `{name}` has {shape[0]}; give all parts "
-                    "of the batch the same."
-                )
-    if size is None:
-        raise ValueError(
-            f"{api}: the arguments of batch_argnums hold no array, so there are no examples; name others, or pass some."
-        )
+            sizes[name] = leaf.shape[0]
+    if not sizes:
+        raise ValueError(f"{api}: the arguments of batch_argnums hold no array, so there are no examples; pass some.")
+    # The first array is what the others are compared with.
+    first, size = next(iter(sizes.items()))
+    for name, other in sizes.items():
+        if other != size:
+            raise ValueError(
+                f"{api}: `{first}` has {size} examples along axis 0, but `{name}` has {other}; pass as many in each."
+            )
     return size
 
 

@@ -35,8 +35,7 @@ def check_in_axes(api: str, in_axes: Axes) -> Axes:
     if not is_axis(in_axes) and not isinstance(in_axes, (tuple, list)):
         raise TypeError(
             f"{api}: in_axes must be an int, None, or a tuple with one entry for each positional argument, but got "
-            f"{describe(in_axes)}"
-            + (f"; wrap the axes of a dict: in_axes=({in_axes!r},)." if isinstance(in_axes, dict) else ".")
+            f"{describe(in_axes)}; wrap the axes of one argument: in_axes=(axes,)."
         )
     return check_axes(api, "in_axes", in_axes)
 
@@ -91,6 +90,9 @@ def mapped_size(
     def name(argument: int | str, path: tuple[Any, ...] = ()) -> str:
         return leaf_name(argument if isinstance(argument, str) else argument_name(fun, args, argument), path)
 
+    def say(argument: int | str, path: tuple[Any, ...], axis: int, size: int) -> str:
+        return f"axis {axis} of argument `{name(argument, path)}` has size {size}"
+
     for argument, value, axes_of_value in mapped:
         try:
             leaf_axes = broadcast_axes(axes_of_value, value)
@@ -101,10 +103,9 @@ def mapped_size(
                 "all of it."
             ) from None
         # Positional arguments come first, so that of two which differ the latter is by keyword if any is.
-        remedy, or_shared = "", ", or pass None for an argument that is shared"
+        or_shared = ", or pass None for an argument that is shared"
         if isinstance(argument, str):
-            remedy = "; keyword arguments are mapped over axis 0, so bind one that is shared with functools.partial"
-            or_shared = remedy
+            or_shared = ", or bind shared keyword arguments with functools.partial, since all are mapped over axis 0"
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value), leaf_axes, strict=True):
             if axis is None:
                 continue
@@ -112,29 +113,19 @@ def mapped_size(
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
                     f"{api}: argument `{name(argument, path)}` cannot be mapped over axis {axis}: it is "
-                    f"{describe(leaf)}{remedy or '; name an axis it has' + or_shared}."
+                    f"{describe(leaf)}; name an axis it has{or_shared}."
                 )
-            size = shape[axis]
-            if axis_size is not None and size != axis_size:
-                raise ValueError(
-                    f"{api}: axis {axis} of argument `{name(argument, path)}` has size {size}, but {given_by} is "
-                    f"{axis_size}; make them one size{or_shared}."
-                )
-            first = first or (argument, path, axis, size)
-            if size != first[3]:
-                raise ValueError(
-                    f"{api}: axis {first[2]} of argument `{name(*first[:2])}` has size {first[3]}, but axis {axis} of "
-                    f"argument `{name(argument, path)}` has size {size}; map arrays of one size{or_shared}."
-                )
-    if first is not None:
-        return first[3]
-    if axis_size is None:
-        raise ValueError(
-            f"{api}: nothing is mapped: "
-            + ("every entry of in_axes is None" if jax.tree.leaves((args, kwargs)) else "the call has no array")
-            + "; map at least one argument, or pass axis_size."
-        )
-    return axis_size
+            here = argument, path, axis, shape[axis]
+            first = first or here
+            if here[3] != (first[3] if axis_size is None else axis_size):
+                other = say(*first) if axis_size is None else f"{given_by} is {axis_size}"
+                raise ValueError(f"{api}: {other}, but {say(*here)}; map arrays of one size{or_shared}.")
+    if axis_size is not None:
+        return axis_size
+    if first is None:
+        why = "every entry of in_axes is None" if jax.tree.leaves((args, kwargs)) else "the call has no array"
+        raise ValueError(f"{api}: nothing is mapped: {why}; map at least one argument, or pass axis_size.")
+    return first[3]
 
 
 def check_out_axes(api: str, out_axes: Axes, out: Any, fixed: Callable[[Any], bool]) -> None:

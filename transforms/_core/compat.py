@@ -52,30 +52,22 @@ def one_of(examples: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=kind.manual_axis_type)
 
 
-def transforms_around(tracer: Tracer) -> list[str]:
-    """Return which of vmap, derivatives and loops JAX is tracing around a tracer, innermost first, as far as it tells.
+def is_repeated(tracer: Tracer) -> bool:
+    """Return whether a vmap, a derivative or a loop is being traced around a tracer, as far as JAX tells.
 
-    The attributes that are read here are private to JAX. They are used for a warning only (see `memory.py`), and where
-    one is missing the list is shorter.
+    The attributes that are read here are private to JAX. They are used for a warning only (see `memory.py`), which is
+    not given where one is missing.
     """
-    found = []
     trace: Any = getattr(tracer, "_trace", None)
     while trace is not None:
         program = getattr(getattr(trace, "frame", None), "debug_info", None)
-        found.append(_TRANSFORMS.get(getattr(program, "traced_for", None) or type(trace).__name__))
+        if (getattr(program, "traced_for", None) or type(trace).__name__) in _REPEATING:
+            return True
         trace = getattr(trace, "parent_trace", None)
-    return [name for name in found if name]
+    return False
 
 
-_TRANSFORMS = {
-    "BatchTrace": "vmap",
-    "JVPTrace": "derivative",
-    "LinearizeTrace": "derivative",
-    "scan": "scan",
-    "fori_loop": "fori_loop",
-    "while_body": "while_loop",
-    "while_cond": "while_loop",
-}
+_REPEATING = {"BatchTrace", "JVPTrace", "LinearizeTrace", "scan", "fori_loop", "while_body", "while_cond"}
 
 
 def serialized(compiled: Any) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from .arguments import describe, is_int
-from .compat import NeedsValues, Tracer, transforms_around
+from .compat import NeedsValues, Tracer, is_repeated
 
 _UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
 _UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate(["k", "m", "g", "t"], 1)}
@@ -118,20 +118,20 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
       UserWarning: what is computed is part of a larger program that maps, repeats or differentiates it, whose
         temporaries are not known here.
     """
-    found: dict[int, tuple[int, list[str]]] = {}
+    found: dict[int, tuple[int, bool]] = {}
 
     def need(chunk: int) -> int:
         found[chunk] = temporaries(partial(compute, chunk))
         return found[chunk][0]
 
     chunk = largest_chunk(api, need, size, budget)
-    needed, around = found[chunk]
-    if around:
-        need_of_part = in_words(needed) if needed else "nothing but arguments and results"
+    needed, repeated = found[chunk]
+    if repeated:
         warnings.warn(
             f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
-            f"{need_of_part}, with {chunk} of {size} slices at a time), but the {around[0]} around it may "
-            "need more; give the outermost transform the budget, or compile the whole and read its memory_analysis().",
+            f"{in_words(needed)}, with {chunk} of {size} slices at a time), but the vmap, loop or derivative around it "
+            "may need more; give the outermost transform the budget, or compile the whole and read its "
+            "memory_analysis().",
             stacklevel=_level_of_the_user(),
         )
     return chunk
@@ -145,15 +145,12 @@ def _level_of_the_user() -> int:
     return level
 
 
-def temporaries(fun: Callable[[], Any]) -> tuple[int, list[str]]:
-    """Return the bytes that `fun` needs besides arguments and results, and the transforms around that transform it.
-
-    It is compiled as a program of its own.
-    """
+def temporaries(fun: Callable[[], Any]) -> tuple[int, bool]:
+    """Return the bytes that `fun` needs besides arguments and results, and whether a transform around repeats it."""
     lowered, tracers = _lower_apart(fun)
     analysis: Any = lowered.compile().memory_analysis()
     # Only a transform that traces something `fun` closes over will map, repeat or differentiate it.
-    return analysis.temp_size_in_bytes, max(map(transforms_around, tracers), key=len, default=[])
+    return analysis.temp_size_in_bytes, any(map(is_repeated, tracers))
 
 
 def lower_apart(fun: Callable[[], Any]) -> Any:
@@ -166,23 +163,21 @@ def _lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
     # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program. In such
     # a trace arrays with values become constants of the outer program, for which XLA chooses other layouts and copies.
     closed = jax.make_jaxpr(fun)()
-    traced = [isinstance(constant, Tracer) for constant in closed.consts]
-    free = traced if any(traced) else [True] * len(traced)
+    tracers = [x for x in closed.consts if isinstance(x, Tracer)]
+    free = (Tracer,) if tracers else (object,)
 
     def of_constants(*arguments: Any) -> Any:
         given = iter(arguments)
-        constants = [next(given) if is_free else x for x, is_free in zip(closed.consts, free, strict=True)]
+        constants = [next(given) if isinstance(x, free) else x for x in closed.consts]
         return jax.core.eval_jaxpr(closed.jaxpr, constants)
 
-    avals = [jax.typeof(constant) for constant, is_free in zip(closed.consts, free, strict=True) if is_free]
-    lowered = jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
-    return lowered, [constant for constant in closed.consts if isinstance(constant, Tracer)]
+    avals = [jax.typeof(x) for x in closed.consts if isinstance(x, free)]
+    return jax.jit(of_constants).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)), tracers
 
 
 def in_words(size: int) -> str:
     """Return a number of bytes in the largest unit that it fills, as in "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        size_in_unit = size / _UNITS[unit.lower()]
-        if size_in_unit < 1024:
-            return f"{size_in_unit:.3g} {unit}"
+        if size < 1024 * _UNITS[unit.lower()]:
+            return f"{size / _UNITS[unit.lower()]:.3g} {unit}"
     return f"{size / _UNITS['tib']:.3g} TiB"

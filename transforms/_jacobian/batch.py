@@ -25,8 +25,7 @@ from .._core.axes import Axes, axes_per_argument, broadcast_axes, check_in_axes,
 from .._core.compat import Tracer
 from .._core.memory import check_budget
 from .._core.weak_types import weak_like
-from .._models.hashable import HashablePytree
-from .._models.opaque import Opaque
+from .._models.hashable import HashablePytree, Opaque
 from .._models.split_model import bound_model, is_model
 from .._vmap import vmap, vmap_of
 from .dense import sizes_of

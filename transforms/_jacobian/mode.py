@@ -111,7 +111,7 @@ def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin:
     """
     fun, made = origin or (call.fun, None)
     # A list that is kept for such calls: empty, or with the choice that was made.
-    choices = call.remembered(fun, ("mode", made), list)
+    choices = call.remembered(fun, made)
     remembered = choices[:]
     choices[:] = remembered or [choose_mode(api, call)]
     try:

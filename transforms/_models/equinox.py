@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey, keystr, register_pytree_with_keys
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
+
+from .hashable import HashablePytree
+from .split_model import dotted
 
 
 def is_equinox(x: Any) -> bool:
@@ -51,40 +55,26 @@ def _is_inexact(x: Any) -> bool:
     return isinstance(x, (float, complex)) if dtype is None else jnp.issubdtype(dtype, jnp.inexact)
 
 
+@dataclass(frozen=True, eq=False)
 class Held:
     """An Equinox module as a pytree of its arrays alone, which a compiled program takes and returns.
 
-    Args:
+    Attributes:
       arrays: its arrays, in order.
-      static: its structure, and for each leaf the path, its value if it is not an array, and the type of that: 1, 1.0
-        and True are equal, but a function may do something else with each.
+      paths: their dotted paths.
+      rest: all else in it.
     """
 
-    __slots__ = ("arrays", "static")
+    arrays: Iterable[Any]
+    paths: tuple[str, ...]
+    rest: HashablePytree
 
-    def __init__(self, arrays: Iterable[Any], static: tuple[Any, tuple[tuple[str, Any, type], ...]]) -> None:
-        self.arrays, self.static = list(arrays), static
-
-    def module(self) -> Any:
-        """Return the module with these arrays."""
-        treedef, leaves = self.static
-        given = iter(self.arrays)
-        return jax.tree.unflatten(treedef, [next(given) if leaf is _ARRAY else leaf for _, leaf, _ in leaves])
-
-    def keyed(self) -> list[tuple[GetAttrKey, Any]]:
-        """Return its arrays with their paths."""
-        paths = [path for path, leaf, _ in self.static[1] if leaf is _ARRAY]
-        return [(GetAttrKey(path), x) for path, x in zip(paths, self.arrays, strict=True)]
-
-
-# Placeholder for an array among the leaves of a module: a type, which no leaf of a module is by accident.
-_ARRAY = jax.Array
 
 register_pytree_with_keys(
     Held,
-    lambda held: (held.keyed(), held.static),
-    lambda static, arrays: Held(tuple(arrays), static),
-    lambda held: (held.arrays, held.static),
+    lambda held: (zip(map(GetAttrKey, held.paths), held.arrays, strict=True), (held.paths, held.rest)),
+    lambda static, arrays: Held(arrays, *static),
+    lambda held: (held.arrays, (held.paths, held.rest)),
 )
 
 
@@ -94,15 +84,15 @@ def held(tree: Any) -> Any:
     def hold(x: Any) -> Any:
         if not is_equinox(x):
             return x
-        leaves, treedef = jax.tree.flatten_with_path(x)
-        others = [_ARRAY if is_array(leaf) else leaf for _, leaf in leaves]
-        paths = (keystr(path, simple=True, separator=".") for path, _ in leaves)
-        static = tuple(zip(paths, others, map(type, others), strict=True))
-        return Held([leaf for _, leaf in leaves if is_array(leaf)], (treedef, static))
+        arrays, rest = HashablePytree.separate(x, (jax.Array, np.ndarray))
+        paths = tuple(dotted(path) for path, leaf in jax.tree.leaves_with_path(x) if is_array(leaf))
+        return Held(arrays, paths, rest)
 
     return jax.tree.map(hold, tree, is_leaf=is_equinox)
 
 
 def released(tree: Any) -> Any:
     """Return `tree` with its modules as they were before `held`."""
-    return jax.tree.map(lambda x: x.module() if isinstance(x, Held) else x, tree, is_leaf=lambda x: isinstance(x, Held))
+    return jax.tree.map(
+        lambda x: x.rest.join(x.arrays) if isinstance(x, Held) else x, tree, is_leaf=lambda x: isinstance(x, Held)
+    )

@@ -1,15 +1,21 @@
-"""Arguments with their arrays taken out, so that the remainder can be a static argument of `jax.jit`."""
+"""Any value as its arrays and the rest of it: hashable, for static arguments of `jax.jit`, or of any kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import register_dataclass
 
 from .split_model import by_value
+
+# What is an array rather than configuration.
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 class Placeholder(Enum):
@@ -32,24 +38,23 @@ class HashablePytree:
         self._key = treedef, by_value(leaves), tuple(map(type, leaves))
 
     @classmethod
-    def separate(cls, tree: Any) -> tuple[list[Any], HashablePytree]:
-        """Return the arrays of `tree`, and the rest of it."""
+    def separate(cls, tree: Any, kinds: tuple[type, ...] = _ARRAYS) -> tuple[list[Any], HashablePytree]:
+        """Return the leaves of `tree` that are of these types, and the rest of it."""
         leaves, treedef = jax.tree.flatten(tree)
-        arrays = [leaf for leaf in leaves if cls.is_array(leaf)]
-        return arrays, cls(tuple(Placeholder.ARRAY if cls.is_array(leaf) else leaf for leaf in leaves), treedef)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+        return arrays, cls(tuple(Placeholder.ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves), treedef)
 
     @classmethod
     def of(cls, tree: Any) -> HashablePytree:
-        """Return `tree` as a hashable value, with None as a leaf."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-        return cls(tuple(leaves), treedef)
+        """Return `tree` as a hashable value."""
+        return cls.separate(tree, ())[1]
 
     @staticmethod
     def is_array(x: Any) -> bool:
         """Return whether `x` is an array rather than configuration."""
-        return isinstance(x, (jax.Array, np.ndarray, np.generic))
+        return isinstance(x, _ARRAYS)
 
-    def join(self, arrays: list[Any]) -> Any:
+    def join(self, arrays: Iterable[Any]) -> Any:
         """Return the tree that `separate` was given, with these arrays."""
         rest = iter(arrays)
         return self.map(lambda leaf: next(rest) if leaf is Placeholder.ARRAY else leaf)
@@ -61,7 +66,7 @@ class HashablePytree:
     @property
     def value(self) -> Any:
         """Return the tree that `of` was given."""
-        return self.map(lambda leaf: leaf)
+        return self.join([])
 
     def __reduce__(self) -> Any:
         return HashablePytree, (self._leaves, self._treedef)  # the types in the key may have no name to be pickled by
@@ -71,3 +76,29 @@ class HashablePytree:
 
     def __hash__(self) -> int:
         return hash(self._key)
+
+
+@partial(register_dataclass, data_fields=["arrays"], meta_fields=["join"])
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """Any value as a pytree of its JAX arrays, so that it passes through a transform of JAX as an output.
+
+    Attributes:
+      arrays: the arrays; others after a transform.
+      join: the function from arrays to the value. It is a bound method, which Python compares by identity: what is not
+        an array may be anything, and need not have `==` or a hash.
+    """
+
+    arrays: list[Any]
+    join: Callable[[Iterable[Any]], Any]
+
+    @classmethod
+    def of(cls, value: Any) -> Opaque:
+        """Return a value as such a pytree."""
+        arrays, rest = HashablePytree.separate(value, (jax.Array,))
+        return cls(arrays, rest.join)
+
+    @property
+    def value(self) -> Any:
+        """Return the value, with the arrays of this pytree."""
+        return self.join(self.arrays)

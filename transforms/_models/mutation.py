@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from .._core.compat import scan_counts
-from .._core.jaxpr import CALLS, IDENTITIES, aval, called
+from .._core.jaxpr import CALLS, IDENTITIES, aval, called, interpret
 from .split_model import (
     SplitModel,
     dotted,
@@ -48,25 +48,16 @@ def call_purely(
       ValueError: the call changes the structure of a model, or assigns a trainable array (which it `may_assign` in
         modules).
     """
-    # Changes are identified by dotted path, so that two arrays of one path would be taken for each other.
-    for parts_before in splits_of(arguments):
-        names = [dotted(path[1:]) for path, _ in jax.tree.leaves_with_path((parts_before.trainable, parts_before.rest))]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"{api}: a model has two arrays of the name `{next(x for x in names if names.count(x) > 1)}`, one of "
-                "them with a dot in the name of an attribute or key; use names without dots."
-            )
     out, models = call_with_models(function, arguments)
     changed = []
-    parts = [split(model) for model in models]
-    for model, before, after in zip(models, splits_of(arguments), parts, strict=True):
+    for model, before, paths in zip(models, splits_of(arguments), changes(function, arguments, models), strict=True):
+        after = split(model)
         check_structure(f"{api}: fun", type(model).__name__, before, after)
-    for model, after, paths in zip(models, parts, changes(function, arguments, models), strict=True):
         assigned = set(paths) & set(named_arrays(after.trainable))
         if assigned and not (may_assign and is_module(model)):
             raise ValueError(
-                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; update parameters "
-                "outside of fun, and keep values that it computes in another kind of variable, such as nnx.BatchStat."
+                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; update it outside "
+                "of fun, and keep values that fun computes in another kind of variable, such as nnx.BatchStat."
             )
         changed.append({path: array for path, array in after.arrays().items() if path in paths})
     return out, changed
@@ -86,13 +77,9 @@ def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]])
     """Return split models with the arrays in place that `call_purely` reports as changed."""
 
     def put(before: SplitModel, new: dict[str, Any]) -> SplitModel:
-        if not new:
-            return before
         # `path[1:]`, since the first key of a path is the number of the half.
-        halves = before.trainable, before.rest
-        return SplitModel(
-            before.structure, *jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), halves)
-        )
+        halves = jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), (before.trainable, before.rest))
+        return SplitModel(before.structure, *halves)
 
     return [put(before, new) for before, new in zip(parts, changed, strict=True)]
 
@@ -213,66 +200,51 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
         return after
 
     jaxpr = jax.make_jaxpr(arrays_after)(before).jaxpr
-    inputs = {
-        (i, path): number for number, (i, path) in enumerate((i, p) for i, x in enumerate(before) for p in x.arrays())
-    }
-    # An array is kept if it is the input of its own name, with its axes in the same order.
-    kept = {
+    inputs = [(i, path) for i, parts in enumerate(before) for path in parts.arrays()]
+    # Each input is known by its number, and by the order of its axes: an array that is transposed twice is that input.
+    known = [(number, _axes(variable)) for number, variable in enumerate(jaxpr.invars)]
+    kept = [
         name
-        for name, source, out in zip(outputs, _sources(jaxpr), jaxpr.outvars, strict=True)
-        if name in inputs and source == (inputs[name], _axes(out))
-    }
+        for name, source, out in zip(outputs, _sources(jaxpr, known), jaxpr.outvars, strict=True)
+        if source is not None and inputs[source[0]] == name and source[1] == _axes(out)
+    ]
     return [{path for j, path in kept if j == i} for i in range(len(before))]
 
 
-# The number of an input or operand, and the order of its axes: an array transposed twice is that input.
-_Source = tuple[int, tuple[int, ...]]
+# What a value of a program is: an input, by number and the order of its axes, or None where it is computed.
+_Source = tuple[int, tuple[int, ...]] | None
 
 
-def _sources(jaxpr: Any) -> list[_Source | None]:
-    """Return for each output of `jaxpr` the input that it is, or None where it was computed."""
-    # By identity, since operands may be literals, which cannot be hashed.
-    known = {id(variable): (i, _axes(variable)) for i, variable in enumerate(jaxpr.invars)}
-    for eqn in jaxpr.eqns:
-        for variable, operands in zip(eqn.outvars, _operands_left(eqn), strict=True):
-            found = {_followed(known, eqn.invars, operand) for operand in operands}
-            # Branches that return different inputs leave it to the data which one it is.
-            source = found.pop() if len(found) == 1 else None
-            if source is not None:
-                known[id(variable)] = source
-    return [known.get(id(variable)) for variable in jaxpr.outvars]
+def _sources(jaxpr: Any, known: Sequence[_Source]) -> list[_Source]:
+    """Return for each output of `jaxpr` what it is, from what its arguments are."""
+    return interpret(jaxpr, [None] * len(jaxpr.constvars), known, _sources_of_results, lambda _: None)
 
 
-def _followed(known: dict[int, _Source], operands: Sequence[Any], source: _Source | None) -> _Source | None:
-    """Return the input that an operand is, with its axes permuted by both steps."""
-    before = None if source is None else known.get(id(operands[source[0]]))
-    return before and source and (before[0], tuple(before[1][axis] for axis in source[1]))
-
-
-def _operands_left(eqn: Any) -> list[list[_Source | None]]:
-    """Return for each result of an operation the operands that it may be, with None where it may be computed."""
+def _sources_of_results(eqn: Any, known: list[_Source]) -> Sequence[_Source]:
+    """Return for each result of an operation what it is, from what its operands are."""
     name, params = eqn.primitive.name, eqn.params
     if name in IDENTITIES:
-        return [[(i, _axes(variable))] for i, variable in enumerate(eqn.outvars)]
+        return known[: len(eqn.outvars)]
     if name == "transpose":
-        return [[(0, tuple(params["permutation"]))]]
+        return [known[0] and (known[0][0], tuple(known[0][1][axis] for axis in params["permutation"]))]
     if name in CALLS:
-        return [[source] for source in _sources(called(eqn)[0])]
-    if name == "cond":  # one source for each branch; the first operand is the number of the branch
-        branches = [_sources(branch.jaxpr) for branch in params["branches"]]
-        return [[x and (x[0] + 1, x[1]) for x in each] for each in zip(*branches, strict=True)]
+        return _sources(called(eqn)[0], known)
+    if name == "cond":
+        # The first operand is the number of the branch: if the branches return different inputs, that decides.
+        branches = zip(*(_sources(branch.jaxpr, known[1:]) for branch in params["branches"]), strict=True)
+        return [found[0] if len(set(found)) == 1 else None for found in branches]
     # A loop leaves a result alone if its body does in every iteration: the output at a place of the carry (or of the
     # slices, in a scan) is the input at the same place.
     if name in ("scan", "while"):
-        loop = params["jaxpr"] if name == "scan" else params["body_jaxpr"]
+        body = (params["jaxpr"] if name == "scan" else params["body_jaxpr"]).jaxpr
         shared = scan_counts(params)[0] if name == "scan" else params["body_nconsts"]
-        before = 0 if name == "scan" else params["cond_nconsts"]
-        inner = zip(_sources(loop.jaxpr), loop.jaxpr.outvars, eqn.outvars, strict=True)
+        skipped = 0 if name == "scan" else params["cond_nconsts"]
+        after = _sources(body, [(place, _axes(variable)) for place, variable in enumerate(body.invars)])
         return [
-            [(before + shared + k, _axes(result)) if source == (shared + k, _axes(out)) else None]
-            for k, (source, out, result) in enumerate(inner)
+            known[skipped + place] if found == (place, _axes(out)) else None
+            for place, (found, out) in enumerate(zip(after, body.outvars, strict=True), shared)
         ]
-    return [[None]] * len(eqn.outvars)
+    return [None] * len(eqn.outvars)
 
 
 def _axes(variable: Any) -> tuple[int, ...]:

@@ -69,16 +69,11 @@ def is_module(x: Any) -> bool:
 def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
     """Return `argnums` with plain positions for `nnx.DiffState`s, and the filters of those by position."""
     nnx = sys.modules.get("flax.nnx")
-    filters: dict[int, Any] = {}
-
-    def position(x: Any) -> Any:
-        if nnx is None or not isinstance(x, nnx.DiffState):
-            return x
-        filters[x.argnum] = x.filter
-        return x.argnum
-
-    found = type(argnums)(map(position, argnums)) if isinstance(argnums, (tuple, list)) else position(argnums)
-    return found, filters
+    kinds = nnx.DiffState if nnx else ()
+    several = isinstance(argnums, (tuple, list))
+    filters = {x.argnum: x.filter for x in (argnums if several else [argnums]) if isinstance(x, kinds)}
+    plain = [x.argnum if isinstance(x, kinds) else x for x in (argnums if several else [argnums])]
+    return (tuple(plain) if several else plain[0]), filters
 
 
 def is_members(x: Any) -> bool:
@@ -111,7 +106,7 @@ def by_value(x: Any) -> Any:
 class ModuleStructure:
     """A `GraphDef` and the places of its arrays.
 
-    The key that it is compared by and its hash are computed once: they take 0.3 ms for a small network.
+    The key that it is compared by is computed once: it takes 0.3 ms for a small network.
 
     Args:
       graphdef: the static part of a module.
@@ -146,18 +141,11 @@ class ModuleStructure:
     def __deepcopy__(self, _: Any) -> ModuleStructure:
         return self  # it never changes, and functions in a copied `GraphDef` would no longer be equal
 
-    def __reduce__(self) -> Any:
-        return ModuleStructure, (self.graphdef, self.paths, self.trains)
-
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, ModuleStructure) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._key)
+        return hash(tuple(self.paths))  # much faster than that of the graph, and as good where structures are alike
 
     @cached_property
     def _key(self) -> nnx.GraphDef[Any]:
@@ -185,8 +173,15 @@ class SplitModel:
         return self.structure.merge(self.trainable, self.rest)
 
     def arrays(self) -> dict[str, Any]:
-        """Return all arrays by their dotted paths, in the order of the leaves."""
-        return named_arrays(self.trainable) | named_arrays(self.rest)
+        """Return all arrays by their dotted paths, in the order of the leaves; raise if two have the same."""
+        leaves = jax.tree.leaves_with_path((self.trainable, self.rest))
+        names = [dotted(path[1:]) for path, _ in leaves]  # without the number of the half
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"{self.structure!r} has two arrays of the name `{max(names, key=names.count)}`, one of them with a "
+                "dot in the name of an attribute or key; use names without dots."
+            )
+        return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
 
     def changes(self, after: SplitModel) -> list[str]:
         """Return the dotted paths of the arrays that are other objects `after` a call, or "configuration"."""
@@ -274,28 +269,24 @@ def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
 
     `fun` may be a model, a method of one, or a transform or partial of either.
     """
+    owner, rebind = _binding(fun)
+    return owner, lambda owner, /, *args, **kwargs: rebind(owner)(*args, **kwargs)
+
+
+def _binding(fun: Callable[..., Any]) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
+    """Return the model that `fun` is bound to, or None, and a function that binds it to another one."""
+    # A call has a merged copy of the model, which has to take the place of the user's own wherever that is.
     if is_model(fun) or is_members(fun):
-        return fun, lambda model, /, *args, **kwargs: model(*args, **kwargs)
-    owner = getattr(fun, "__self__", None)
-    if isinstance(fun, MethodType) and is_model(owner):
-        # The function, not the method: that is bound to the user's own module, and a call has a merged copy of it.
-        function = fun.__func__
-        return owner, function
-    transform = transform_of(fun)
-    owner = bound_model(transform[0])[0] if transform else None
-    # The model is inside a transform or partial: that is made anew around the model which a call merges.
-    if owner is not None:
-        return owner, lambda owner, /, *args, **kwargs: _with_owner(fun, owner)(*args, **kwargs)
-    return None, lambda _, /, *args, **kwargs: fun(*args, **kwargs)
-
-
-def _with_owner(fun: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """Return `fun` with `owner` in place of the model that `bound_model` finds in it."""
+        return fun, lambda owner: owner
+    if isinstance(fun, MethodType) and is_model(fun.__self__):
+        return fun.__self__, partial(MethodType, fun.__func__)
     transform = transform_of(fun)
     if transform:
         inner, rebuild = transform
-        return rebuild(_with_owner(inner, owner))
-    return MethodType(fun.__func__, owner) if isinstance(fun, MethodType) else owner
+        owner, rebind = _binding(inner)
+        if owner is not None:
+            return owner, lambda owner: rebuild(rebind(owner))
+    return None, lambda _: fun
 
 
 def refuse_shared_state(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,73 +13,56 @@ from jax import lax
 
 from .._core.arguments import describe, short
 from .hashable import HashablePytree
-from .split_model import SplitModel, by_value, dotted, is_module, shared_variable, split
+from .split_model import SplitModel, dotted, is_module, shared_variable, split
 
 
-@dataclass(frozen=True)
-class Stacking:
-    """A function that stacks models; its errors name the first difference and the model that has it.
+def stack_models(api: str, noun: str, remedy: tuple[str, str], models: Sequence[Any]) -> SplitModel:
+    """Return the models as one, with their axis in front of each array.
 
     Args:
       api: what the user called.
       noun: what one of the models is called there.
       remedy: what to do where configurations differ, and where they differ only in the identity of objects.
+      models: the models.
+
+    Raises:
+      TypeError: the classes differ, or a variable holds something that is not an array.
+      ValueError: the models share a variable; an array of one is missing, added, or of another shape or dtype; the
+        configurations differ.
     """
-
-    api: str
-    noun: str
-    remedy: tuple[str, str]
-
-    def __call__(self, models: Sequence[Any]) -> SplitModel:
-        """Return the models as one, with their axis in front of each array.
-
-        Raises:
-          TypeError: the classes differ, or a variable holds something that is not an array.
-          ValueError: the models share a variable; an array of one is missing, added, or of another shape or dtype; the
-            configurations differ.
-        """
-        self._check_separate(models)
-        # All of them before any is compared: an error names the first difference, in the order of the models.
-        parts = [split(model) for model in models]
-        for i, part in enumerate(parts):
-            check_leaves(self.api, f"{self.noun} {i}", part)
-        for i in range(1, len(parts)):
-            self._check_same(i, (models[0], parts[0]), (models[i], parts[i]))
-        return SplitModel(parts[0].structure, *strong(stack([(part.trainable, part.rest) for part in parts])))
-
-    def _check_separate(self, models: Sequence[Any]) -> None:
-        """Raise if NNX modules share a variable, since stacking would give each its own."""
-        shared = shared_variable(models)
-        if shared:
-            (i, path), (j, other_path) = shared
-            raise ValueError(
-                f"{self.api}: {self.noun}s {i} and {j} share a variable, `{path}` of the one and `{other_path}` of the "
-                "other, which would be two once they are stacked; build each with an nnx.Rngs of its own, or pass "
-                f"nnx.clone({self.noun}) where equal copies are meant."
-            )
-
-    def _check_same(self, index: int, first: tuple[Any, SplitModel], other: tuple[Any, SplitModel]) -> None:
-        """Raise if a model differs from the first in class, arrays or configuration, in this order."""
-        (model, parts), (other_model, other_parts) = first, other
-        whose = f"{self.api}: {self.noun} {index}"
-        if type(model) is not type(other_model):
+    shared = shared_variable(models)
+    if shared:
+        (i, path), (j, other_path) = shared
+        raise ValueError(
+            f"{api}: {noun}s {i} and {j} share a variable, `{path}` of the one and `{other_path}` of the other, which "
+            "would be two once they are stacked; build each with an nnx.Rngs of its own, or pass "
+            f"nnx.clone({noun}) where equal copies are meant."
+        )
+    # All of them before any is compared: an error names the first difference, in the order of the models.
+    parts = [split(model) for model in models]
+    for i, part in enumerate(parts):
+        check_leaves(api, f"{noun} {i}", part)
+    expected = _outlines(parts[0])
+    for i, (model, part) in enumerate(zip(models, parts, strict=True)):
+        whose = f"{api}: {noun} {i}"
+        if type(model) is not type(models[0]):
             raise TypeError(
-                f"{whose} is a {type(other_model).__name__}, but {self.noun} 0 is a {type(model).__name__}; stack "
-                "models of one class."
+                f"{whose} is a {type(model).__name__}, but {noun} 0 is a {type(models[0]).__name__}; stack models of "
+                "one class."
             )
         # Arrays before configuration: one that is missing changes the configuration too, but its path is more helpful.
-        expected, found = ({path: outline(x) for path, x in each.arrays().items()} for each in (parts, other_parts))
+        found = _outlines(part)
         for path in [*expected, *found]:
             if expected.get(path) != found.get(path):
                 raise ValueError(
-                    f"{whose} differs from {self.noun} 0 at `{path}`: it has {_say(found.get(path))}, but {self.noun} "
-                    f"0 has {_say(expected.get(path))}; {self.remedy[0]}."
+                    f"{whose} differs from {noun} 0 at `{path}`: it has {_say(found.get(path))}, but {noun} 0 has "
+                    f"{_say(expected.get(path))}; {remedy[0]}."
                 )
-        if not _same_structure(parts, other_parts):
-            difference, same = _configuration(model, other_model)
-            raise ValueError(
-                f"{whose} differs from {self.noun} 0 in its configuration: {difference}; {self.remedy[same]}."
-            )
+        structures: list[Any] = [jax.tree.structure(x) for x in (part, parts[0])]  # a `PyTreeDef` has no typed `==`
+        if structures[0] != structures[1]:
+            difference, same = _difference(models[0], model)
+            raise ValueError(f"{whose} differs from {noun} 0 in its configuration: {difference}; {remedy[same]}.")
+    return SplitModel(parts[0].structure, *strong(stack([(part.trainable, part.rest) for part in parts])))
 
 
 def check_leaves(api: str, whose: str, parts: SplitModel) -> None:
@@ -103,63 +85,52 @@ def strong(tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
-def _same_structure(tree: Any, other: Any) -> bool:
-    structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(other)]  # a `PyTreeDef` has no typed `==`
-    return structures[0] == structures[1]
-
-
 def outline(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Return the shape and dtype of a leaf, which may be a Python number."""
     return np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _outlines(parts: SplitModel) -> dict[str, Any]:
+    return {path: outline(x) for path, x in parts.arrays().items()}
 
 
 def _say(found: tuple[tuple[int, ...], Any] | None) -> str:
     return "no array there" if found is None else f"shape {found[0]} and dtype {found[1]}"
 
 
-def _configuration(model: Any, other: Any) -> tuple[str, bool]:
-    """Return where two models first differ in their configuration, and whether only in the identity of an object.
+def _difference(model: Any, other: Any) -> tuple[str, bool]:
+    """Return where two models first differ in their configuration, and whether only in the identity of an object."""
+    expected, found = _configuration(model), _configuration(other)
+    for place, value in expected.items():
+        theirs = found.get(place)
+        # By type and value: 1, 1.0 and True are equal, but a function may do something else with each.
+        if HashablePytree.of(theirs) == HashablePytree.of(value):
+            continue
+        # Two objects that read alike but for their address are most likely made by one constructor twice.
+        if len({re.sub(" at 0x[0-9a-f]+", "", repr(x)) for x in (value, theirs)}) == 1:
+            return f"{place} is {short(value)}, a different object in each", True
+        return f"{place} is {short(theirs)}, but there {short(value)}", False
+    return "their variables are in other containers, shared otherwise, or train in other places", False
+
+
+def _configuration(model: Any) -> dict[str, Any]:
+    """Return what is not an array in a model, by its place.
 
     NNX modules are walked node by node: `GraphDef`s compare as a whole, and would not tell where they differ.
     """
     if not is_module(model):
-        return _of_variables(model.variables, other.variables)
+        leaves = jax.tree.leaves_with_path(model.variables)
+        return {f"`{dotted(path)}`": x for path, x in leaves if not HashablePytree.is_array(x)}
     from flax import nnx
 
-    nodes = dict(nnx.iter_graph(other))
+    found: dict[str, Any] = {}
     for path, node in nnx.iter_graph(model):
         if not isinstance(node, nnx.Variable) and not is_module(node):
             continue
         place = dotted(path) or "the model"
-        counterpart = nodes.get(path)
-        if type(counterpart) is not type(node):
-            return f"{place} is a {type(counterpart).__name__}, but there a {type(node).__name__}", False
-        ours, theirs = (x.get_metadata() if isinstance(x, nnx.Variable) else vars(x) for x in (node, counterpart))
-        for name, value in ours.items():
-            # NNX's own bookkeeping, and arrays and modules, which are compared elsewhere.
-            if name.startswith("_pytree__") or nnx.is_data(value) or by_value(value) == by_value(theirs.get(name)):
-                continue
-            return _difference(f"{name} of {place}", theirs.get(name), value)
-    return "their variables are shared in other ways, or hold other containers", False
-
-
-def _of_variables(variables: Any, other: Any) -> tuple[str, bool]:
-    """Return what `_configuration` does, for models that are pytrees."""
-    if _same_structure(variables, other):
-        both = zip(jax.tree.leaves_with_path(variables), jax.tree.leaves(other), strict=True)
-        for (path, value), theirs in both:
-            # By type and value: `HashablePytree.of` distinguishes 1, 1.0 and True, which are equal.
-            if not HashablePytree.is_array(value) and HashablePytree.of(theirs) != HashablePytree.of(value):
-                return _difference(f"`{dotted(path)}`", theirs, value)
-    return "their variables are in other containers, have other static fields, or train in other places", False
-
-
-def _difference(place: str, theirs: Any, value: Any) -> tuple[str, bool]:
-    if _without_address(theirs) == _without_address(value):
-        return f"{place} is {short(value)}, a different object in each", True
-    return f"{place} is {short(theirs)}, but there {short(value)}", False
-
-
-# Two objects that read alike but for their address are most likely made by one constructor twice.
-def _without_address(x: Any) -> str:
-    return re.sub(" at 0x[0-9a-f]+", "", repr(x))
+        found[f"the class of {place}"] = type(node).__name__
+        for name, value in (node.get_metadata() if isinstance(node, nnx.Variable) else vars(node)).items():
+            # Without NNX's own bookkeeping, and arrays and modules, which are compared elsewhere.
+            if not name.startswith("_pytree__") and not nnx.is_data(value):
+                found[f"{name} of {place}"] = value
+    return found

@@ -13,7 +13,7 @@ from .._convolutions.in_scans import with_scannable_gradients
 from .._core.arguments import check_count, describe, leaf_name
 from .._models.mutation import call_purely, update, with_changes
 from .._models.split_model import SplitModel, is_model, is_module
-from .._models.stacking import Stacking
+from .._models.stacking import stack_models
 
 if TYPE_CHECKING:
     from ._stack import Stack
@@ -70,7 +70,7 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
             raise TypeError(f"stack_layers: layer {i} is {describe(layer)}, not an NNX module; use jax.lax.scan.")
     from ._stack import Stack
 
-    return Stack(Stacking("stack_layers", "layer", _REMEDY)(layers).merge(), len(layers))
+    return Stack(stack_models("stack_layers", "layer", _REMEDY, layers).merge(), len(layers))
 
 
 _REMEDY = (

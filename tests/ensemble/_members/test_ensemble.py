@@ -507,9 +507,9 @@ class Test_refusals:
         def pair(*values):
             return Ensemble.stack([nnx.Dict(a=value) for value in values])
 
-        with pytest.raises(ValueError, match="a is a BatchStat, but there a Param"):
+        with pytest.raises(ValueError, match="the class of a is 'BatchStat', but there 'Param'"):
             pair(nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.ones(2)))
-        with pytest.raises(ValueError, match="hold other containers"):
+        with pytest.raises(ValueError, match="their variables are in other containers"):
             pair(nnx.Param([jnp.ones(2)]), nnx.Param((jnp.ones(2),)))
         with pytest.raises(ValueError, match=r"at `a`: it has shape \(\) and dtype int32, but .* dtype float32"):
             pair(nnx.Variable(0.5), nnx.Variable(3))
@@ -609,7 +609,7 @@ class Test_refusals:
 
     def test_a_mapped_axis_of_another_size(self, ens):
         with pytest.raises(
-            ValueError, match=r"axis 0 of argument `args\[0\]` has size 2, but the number of members is 3"
+            ValueError, match=r"the number of members is 3, but axis 0 of argument `args\[0\]` has size 2"
         ):
             ens(X, in_axes=0)
 

@@ -599,7 +599,7 @@ class Test_refusals:
     def test_a_batch_of_other_axes(self, plain, create, make_batches, strategy):
         ens = create(plain, 2)
         trainer = self.make(optax.sgd(0.1), in_axes=0, strategy=strategy)
-        with pytest.raises(ValueError, match="axis 0 of argument `x` has size 3, but the number of members is 2"):
+        with pytest.raises(ValueError, match="the number of members is 2, but axis 0 of argument `x` has size 3"):
             trainer.step(trainer.init(ens), make_batches(1, 3)[0])
         trainer = self.make(optax.sgd(0.1), in_axes=(0,), strategy=strategy)
         with pytest.raises(ValueError, match="in_axes has 1 entries, but the call has 2"):

@@ -63,9 +63,9 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     measure = budgets.temporaries
 
     def counted(fun: Any) -> Any:
-        need, around = measure(fun)
+        need, repeated = measure(fun)
         found.append(need)
-        return need, around
+        return need, repeated
 
     monkeypatch.setattr(budgets, "temporaries", counted)
     return found
@@ -133,8 +133,9 @@ def test_budgets_of_vmap(probes: list[int]) -> None:
 def test_budgets_work_inside_other_traces(outer: Any, plain: Any, request: Any) -> None:
     kind = request.node.callspec.id
     arg = X if kind == "jit" else np.float32(0.5) if kind == "grad" else np.array([0.5, -0.3], np.float32)
-    around = {"jit": None, "vmap": "vmap", "grad": "derivative", "scan": "scan"}[kind]
-    warned = pytest.warns(UserWarning, match=f"but the {around} around it") if around else contextlib.nullcontext()
+    warned = (
+        contextlib.nullcontext() if kind == "jit" else pytest.warns(UserWarning, match="but the vmap, loop or deriv")
+    )
     with warned:
         actual = outer(jacfwd(layer, memory_budget="20KiB"))(arg)
     chex.assert_trees_all_close(actual, jax.jit(plain(jax.jacfwd(layer)))(arg), rtol=1e-4, atol=1e-4)
@@ -144,9 +145,7 @@ def test_budgets_close_over_tracers() -> None:
     within = lambda scale: jacrev(lambda x: layer(scale * x), memory_budget="20KiB")(X)
     expected = jax.jit(jax.jacrev(lambda x: layer(0.5 * x)))(X)
     chex.assert_trees_all_close(jax.jit(within)(0.5), expected, rtol=1e-4, atol=1e-5)
-    with pytest.warns(
-        UserWarning, match=r"^jacrev: memory_budget=20 KiB is kept by this part .* but the vmap around it"
-    ):
+    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=20 KiB is kept by this part .* around it may need"):
         mapped = jax.vmap(within)(np.array([0.5], np.float32))[0]
     chex.assert_trees_all_close(mapped, expected, rtol=1e-4, atol=1e-5)
 
@@ -156,24 +155,24 @@ def grad_of(fun: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("outer", "names"),
+    ("outer", "warns"),
     [
-        pytest.param(lambda f: jax.jit(jax.vmap(f)), "vmap", id="jit of vmap"),
-        pytest.param(lambda f: jax.vmap(lambda s: jax.jit(f)(s)), "vmap", id="vmap of jit"),
-        pytest.param(lambda f: lambda s: jax.lax.map(f, s), "scan", id="map"),
-        pytest.param(lambda f: jax.vmap(grad_of(f)), "derivative", id="vmap of grad"),
-        pytest.param(lambda f: grad_of(lambda s: jax.lax.map(f, s)), "scan", id="grad of map"),
+        pytest.param(lambda f: jax.jit(jax.vmap(f)), True, id="jit of vmap"),
+        pytest.param(lambda f: jax.vmap(lambda s: jax.jit(f)(s)), True, id="vmap of jit"),
+        pytest.param(lambda f: lambda s: jax.lax.map(f, s), True, id="map"),
+        pytest.param(lambda f: jax.vmap(grad_of(f)), True, id="vmap of grad"),
+        pytest.param(lambda f: grad_of(lambda s: jax.lax.map(f, s)), True, id="grad of map"),
         pytest.param(
-            lambda f: lambda s: jax.lax.fori_loop(0, 2, lambda i, c: c + f(jnp.take(s, i)), 0.0), "fori_loop", id="fori"
+            lambda f: lambda s: jax.lax.fori_loop(0, 2, lambda i, c: c + f(jnp.take(s, i)), 0.0), True, id="fori"
         ),
-        pytest.param(lambda f: vmap(f, chunk_size=1), "vmap", id="chunks"),
-        pytest.param(lambda f: jax.jit(lambda s: f(s[0])), None, id="jit"),
-        pytest.param(lambda f: jax.vmap(lambda s: s + f(0.5)), None, id="not mapped"),
+        pytest.param(lambda f: vmap(f, chunk_size=1), True, id="chunks"),
+        pytest.param(lambda f: jax.jit(lambda s: f(s[0])), False, id="jit"),
+        pytest.param(lambda f: jax.vmap(lambda s: s + f(0.5)), False, id="not mapped"),
     ],
 )
 @pytest.mark.parametrize("transform", [jacrev, hessian_diagonal, "vmap"])
-def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, outer: Any, names: Any) -> None:
-    """At the line of the caller, with the budget and what was compiled."""
+def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, outer: Any, warns: bool) -> None:
+    """At the line of the caller, with the budget."""
     xs = X[:12].reshape(4, 3)
 
     def within(scale: Any) -> Any:
@@ -184,14 +183,10 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         outer(within)(np.array([0.5, -0.3], np.float32))
-    assert len(caught) == (names is not None)
+    assert len(caught) == warns
     for warning in caught:
         name = transform if transform == "vmap" else transform.__name__
-        need = r"[1-9].*B|nothing but arguments and results"
-        assert re.match(
-            rf"{name}: memory_budget=1 MiB is kept .* \(it needs ({need}), with \d+ of \d+", str(warning.message)
-        )
-        assert f"but the {names} around it may need more" in str(warning.message)
+        assert re.match(rf"{name}: memory_budget=1 MiB is kept .* around it may need more", str(warning.message))
         assert warning.filename == __file__
 
 
@@ -199,14 +194,11 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     "outer", [jax.vmap, lambda f: lambda xs: jax.lax.map(f, xs), lambda f: nnx.vmap(f), lambda f: vmap(f, chunk_size=1)]
 )
 @pytest.mark.parametrize(
-    ("within", "need"),
-    [
-        (jacfwd(lambda x: jnp.sin(x), memory_budget="1MiB"), "36 B"),
-        (jacrev(lambda x: jnp.sum(x), memory_budget="1MiB"), "nothing but"),
-    ],
+    "within",
+    [jacfwd(lambda x: jnp.sin(x), memory_budget="1MiB"), jacrev(lambda x: jnp.sum(x), memory_budget="1MiB")],
 )
-def test_the_line_of_the_user_is_named_where_jax_calls_what_has_the_budget(outer: Any, within: Any, need: str) -> None:
-    with pytest.warns(UserWarning, match=rf"\(it needs {need}") as caught:
+def test_the_line_of_the_user_is_named_where_jax_calls_what_has_the_budget(outer: Any, within: Any) -> None:
+    with pytest.warns(UserWarning, match="is kept by this part") as caught:
         outer(within)(jnp.ones((2, 3)))
     assert {warning.filename for warning in caught} == {__file__}
 
@@ -243,7 +235,7 @@ def test_an_impossible_budget_of_a_hessian() -> None:
 def test_budgets_of_modules() -> None:
     ens = Ensemble.create(lambda rngs: nnx.Linear(8, 3, rngs=rngs), 2, seed=0)
     of_member = lambda model, x: jacrev(lambda m: jnp.tanh(m(x)), memory_budget="1MB")(model)
-    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=977 KiB is kept .* but the vmap around it"):
+    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=977 KiB is kept by this part .* around it may need"):
         rows = vmap(of_member, (0, None))(ens, X[:8])
     plain = vmap(lambda model, x: jacrev(lambda m: jnp.tanh(m(x)))(model), (0, None))(ens, X[:8])
     chex.assert_trees_all_close(rows, plain, rtol=1e-6)

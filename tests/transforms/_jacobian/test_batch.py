@@ -139,7 +139,7 @@ def test_calls_without_a_meaning_are_refused(rows: str) -> None:
         ValueError, r"for a batch of \d, `output` is an array of shape \(\) .* the samples must be its axis 0"
     ):
         batch_jacobian(jnp.mean, rows=rows)(BATCH)
-    with refused(TypeError, r"with has_aux=True, fun must return a pair \(output, aux\), but it returned an array of"):
+    with refused(TypeError, r"with has_aux=True, fun must return a pair \(output, aux\), not an array of"):
         batch_jacobian(jnp.sin, has_aux=True, rows=rows)(BATCH)
     with refused(TypeError, r"argument `x` is an array of .* int\d+, but only arrays of (real )?floating point"):
         batch_jacobian(layer, rows=rows)(np.arange(6).reshape(2, 3))

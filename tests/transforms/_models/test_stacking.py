@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from plurax.transforms._models.stacking import Stacking
+from plurax.transforms._models.stacking import stack_models
 
 
 class Step(nnx.Module):
@@ -16,7 +16,9 @@ class Step(nnx.Module):
 
 
 def stacked(*sizes: Any) -> Any:
-    return Stacking("stack", "step", ("let them be alike", "define it once"))([Step(size) for size in sizes]).merge()
+    return stack_models(
+        "stack", "step", ("let them be alike", "define it once"), [Step(size) for size in sizes]
+    ).merge()
 
 
 def test_numbers_become_one_array() -> None:

@@ -210,7 +210,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             TypeError,
             "`params` is a model, not a batch; name others in batch_argnums",
         ),
-        (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass what all of them share in an argument"),
+        (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass it in another argument"),
         (
             loss,
             {},
@@ -223,7 +223,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             {},
             {},
             ValueError,
-            "the arguments of batch_argnums hold no array, so there are no examples; name others",
+            "the arguments of batch_argnums hold no array, so there are no examples; pass some",
         ),
         (loss, {}, jnp.ones(5), ValueError, "micro_batches=2 does not divide the 5 examples; leave some out"),
         (
@@ -336,7 +336,5 @@ def test_names_with_dots_that_meet_are_refused() -> None:
         model["a.b"][...] += 1
         return x.sum()
 
-    with pytest.raises(
-        ValueError, match="accumulate: a model has two arrays of the name `a.b`, one of them with a dot"
-    ):
+    with pytest.raises(ValueError, match="Dict has two arrays of the name `a.b`, one of them with a dot"):
         accumulate(count, 2)(model, jnp.ones(4))

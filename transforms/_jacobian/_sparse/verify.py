@@ -40,7 +40,7 @@ def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries:
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
     places = [block[3] for block in blocks_of(pattern, outputs, inputs)]
     off = _differences(forward, products, vectors, entries, places)
-    named = [("output", out)] if forward else [(call.name(k), primal) for k, primal in enumerate(call.primals)]
+    named = [("output", out)] if forward else [(call.form.names[k], primal) for k, primal in enumerate(call.primals)]
     names = [
         (leaf_name(name, path), jnp.shape(x)) for name, tree in named for path, x in jax.tree.leaves_with_path(tree)
     ]

@@ -27,7 +27,7 @@ from ..._core.arguments import (
 from ..._core.compat import one_of, varying, varying_axes
 from ..._core.jaxpr import aval, bodies, holds_refs, with_inner
 from ..._grad import scalar_seed
-from ..._models.opaque import Opaque
+from ..._models.hashable import Opaque
 from ..._models.split_model import separate_filters
 from .parameter_uses import find_uses
 
@@ -196,7 +196,7 @@ class PerExample:
     def names(self) -> list[str]:
         """List the paths of the parameters, in the order of `parameters`."""
         return [
-            leaf_name(self._call.name(i), path)
+            leaf_name(self._call.form.names[i], path)
             for i, primal in enumerate(self._call.primals)
             for path, _ in jax.tree.leaves_with_path(primal)
         ]

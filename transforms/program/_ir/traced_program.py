@@ -16,8 +16,8 @@ import numpy as np
 from ..._core.arguments import argument_name, check_callable
 from ..._core.compat import Jitted, Tracer
 from ..._core.source_lines import call_users
+from ..._models.hashable import Opaque
 from ..._models.mutation import call_with_models, changes
-from ..._models.opaque import Opaque
 from ..._models.split_model import bound_model, models_of, refuse_shared_state, split, split_tree
 from .hlo import HloProgram, Instruction
 from .module_scopes import module_scopes, with_paths

@@ -307,7 +307,7 @@ def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any,
 def test_calls_without_a_meaning_are_refused() -> None:
     refused = lambda error, match: pytest.raises(error, match=f"^clipped_grad: {match}")
     of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
-    with refused(ValueError, r"`x` has 6 examples along axis 0, but `y` has 5; give all parts of the batch the same"):
+    with refused(ValueError, r"`x` has 6 examples along axis 0, but `y` has 5; pass as many in each"):
         of(PARAMS, X, Y[:5])
     with refused(ValueError, r"batch_argnums selects argument 2, but the call has 2 positional"):
         of(PARAMS, X)
