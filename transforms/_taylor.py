@@ -16,7 +16,7 @@ from jax.lax import GatherScatterMode
 from ._calls.primals import dtype_of
 from ._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
 from ._core.compat import NeedsValues
-from ._core.jaxpr import called, evaluate, interpret
+from ._core.jaxpr import aval, called, evaluate, interpret
 from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
@@ -177,7 +177,7 @@ def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]
         return [(x, None) for x in evaluate(eqn, *values)]
     place = reached[0]
     order = len(series[place])
-    if not all(_fits(order, x.aval.dtype) for x in eqn.outvars):
+    if not all(_fits(order, aval(x).dtype) for x in eqn.outvars):
         raise _Inexact
     if reached == [place] and (name in _MULTILINEAR or (name == "div" and place == 0)):
         value, *terms = (

@@ -110,11 +110,7 @@ def hessian_trace(
 
 
 def hutchinson_trace(
-    fun: Callable[..., Any],
-    samples: int,
-    argnums: Argnums = 0,
-    *,
-    chunk_size: int | None = None,
+    fun: Callable[..., Any], samples: int, argnums: Argnums = 0, *, chunk_size: int | None = None
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Estimate the trace of the Hessian of a scalar function from products with random signs.
 

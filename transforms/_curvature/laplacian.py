@@ -133,16 +133,13 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     points = tuple(values[i] for i in moving)
     slopes, laplacians = (tuple(triples[i][part] for i in moving) for part in (1, 2))
 
-    def first(directions: tuple[Any, ...]) -> list[Any]:  # f'(x) d
-        return jax.jvp(of_moving, points, directions)[1]
+    # The second is zero where the operation is linear: JAX drops such tangents, and XLA what is computed with zeros.
+    def both(directions: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:  # f'(x) d and f''(x)[d, d]
+        return jax.jvp(lambda *points: jax.jvp(of_moving, points, directions)[1], points, directions)
 
-    # Zeros where the operation is linear: JAX drops their tangents, and XLA what is computed with the zeros.
-    def second(directions: tuple[Any, ...]) -> list[Any]:  # f''(x)[d, d]
-        return jax.jvp(lambda *points: jax.jvp(of_moving, points, directions)[1], points, directions)[1]
-
-    bent = [x.sum(axis=0) for x in jax.vmap(second)(slopes)]
-    found = map(jnp.add, first(laplacians), bent)
+    firsts, seconds = jax.vmap(both)(slopes)
+    carried = jax.jvp(of_moving, points, laplacians)[1]
     results: list[Triple] = [(x, None, None) for x in out]
-    for j, slope, curvature in zip(smooth, jax.vmap(first)(slopes), found, strict=True):
-        results[j] = out[j], slope, curvature
+    for j, slope, curvature, bent in zip(smooth, firsts, carried, seconds, strict=True):
+        results[j] = out[j], slope, curvature + bent.sum(axis=0)
     return results
