@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -81,11 +82,12 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:  # None: not a case for products, so it is evaluated as it is
             return [out]
-    permuted = next((x for x in values if isinstance(x, _Permuted)), None)
-    if permuted is not None and name in ELEMENTWISE:
-        arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, permuted.order) for x in values]
-        return [_Permuted(x, permuted.order) for x in evaluate(eqn, *arrays)]
-    return evaluate(eqn, *map(plain, values))
+    order = next((x.order for x in values if isinstance(x, _Permuted)), None)
+    arrays = list(map(plain, values))
+    if order is not None and name in ELEMENTWISE:
+        arrays = [lax.transpose(x, order) if jnp.ndim(x) else x for x in arrays]
+        return [_Permuted(x, order) for x in evaluate(eqn, *arrays)]
+    return evaluate(eqn, *arrays)
 
 
 def with_bodies(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> JaxprEqn:
@@ -107,20 +109,15 @@ def _retraced(value: Any, run: Callable[..., list[Any]]) -> Any:
     return value if retraced.consts else retraced.jaxpr  # an open program has no place for constants
 
 
-def _array(x: Any) -> Any:
-    return x.array if isinstance(x, _Permuted) else x
-
-
-def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
-    """Return `x` as an array with its axes in the given order."""
-    held = x.order if isinstance(x, _Permuted) else tuple(range(len(order)))
-    permutation = tuple(held.index(axis) for axis in order)
-    return _array(x) if permutation == tuple(range(len(permutation))) else lax.transpose(_array(x), permutation)
-
-
 def plain(x: Any) -> Any:
     """Return a permuted array with its axes in the order of the program, and anything else as it is."""
-    return _in_order(x, range(len(x.order))) if isinstance(x, _Permuted) else x
+    return lax.transpose(x.array, np.argsort(x.order)) if isinstance(x, _Permuted) else x
+
+
+# XLA removes a transpose that follows its inverse, as where a permuted array is wanted in the order that it has.
+def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
+    """Return `x` as an array with its axes in the given order."""
+    return lax.transpose(plain(x), order)
 
 
 # Convolutions.
@@ -281,7 +278,7 @@ def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, str
 def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: float) -> Any:
     """Return the slices of a window, combined element by element; None for large windows, and for other than floats."""
     order = x.order if isinstance(x, _Permuted) else tuple(range(len(x.shape)))
-    x = _array(x)
+    x = _in_order(x, order)
     window, strides, padding, base, dilation = (
         [eqn.params[name][i] for i in order]
         for name in ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")

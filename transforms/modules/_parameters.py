@@ -203,10 +203,8 @@ def _matching(filter: Any) -> _Matches:
         return lambda *_: bool(filter)
     if callable(filter):
         return lambda path, _, x: bool(filter(path, x))
-    raise TypeError(
-        "freeze: filter must be the beginning of a dotted name, a kind of variable or module, a function of a path and "
-        f"a variable, or a filter of Flax, but got {describe(filter)}."
-    )
+    wanted = "a dotted name, a kind of variable or module, a function of a path and a variable, or a filter of Flax"
+    raise TypeError(f"freeze: filter must be {wanted}, but got {describe(filter)}.")
 
 
 def _check_freezable(name: str, parameter: Any, modules: list[Any]) -> None:

@@ -73,10 +73,9 @@ def with_precision(
                 continue
             wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
             if jnp.dtype(first.setdefault(id(node), wanted)) != jnp.dtype(wanted):
-                raise ValueError(
-                    f"with_precision: `{dotted(path)}` is shared by several layers, for which keep asks for "
-                    f"{jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
-                )
+                asked = f"keep asks for {jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}"
+                cure = f"name {type(node).__name__} in keep too"
+                raise ValueError(f"with_precision: `{dotted(path)}` is shared by layers, for which {asked}; {cure}.")
             node.dtype = wanted
         return copy
 

@@ -91,24 +91,19 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
         # Of the two names that a bare initializer is for, a layer has one.
         if lacking and (isinstance(rule, Mapping) or len(lacking) == len(_WEIGHTS)):
             has = ", ".join(f"{layer} with {', '.join(sorted(held))}" for layer, held in sorted(names.items()))
-            raise ValueError(
-                f"reinitialize: the rule for {kind.__name__} meets no {' or '.join(lacking)}; give rules for what the "
-                f"module has: {has}."
-            )
+            lacks = f"the rule for {kind.__name__} meets no {' or '.join(lacking)}"
+            raise ValueError(f"reinitialize: {lacks}; give rules for what the module has: {has}.")
     return with_leaves(model, drawn)
 
 
 def _checked_rules(rules: Any) -> dict[type, Mapping[str, Initializer]]:
     """Return for each kind its initializers by name; a bare one is for both names that weights have."""
     check_rules("reinitialize", "rules", rules, "initializers")
-    found = {}
+    wanted, found = "an initializer, or a dict from names of parameters to initializers", {}
     for kind, rule in rules.items():
         found[kind] = rule if isinstance(rule, Mapping) else dict.fromkeys(_WEIGHTS, rule)
         if not all(isinstance(name, str) and callable(initializer) for name, initializer in found[kind].items()):
-            raise TypeError(
-                f"reinitialize: the rule for {kind.__name__} must be an initializer, or a dict from names of "
-                f"parameters to initializers, but got {describe(rule)}."
-            )
+            raise TypeError(f"reinitialize: the rule for {kind.__name__} must be {wanted}, but got {describe(rule)}.")
     return found
 
 
