@@ -210,7 +210,7 @@ def test_each_rule_can_fail(module: str, source: str, message: str) -> None:
         ("transforms._grad", "import jax\nfrom ._calls import chunk\nfrom ._core.jaxpr import interpret"),
         ("transforms._core.jaxpr", "from .compat import Jaxpr\nfrom . import axes"),
         ("transforms.privacy._dpsgd.fit", "from .._per_example.clipped import f\nfrom . import step"),
-        ("transforms.modules._freeze", "from flax import nnx\nfrom .._models.split_model import is_module"),
+        ("transforms.modules._parameters", "from flax import nnx\nfrom .._models.split_model import is_module"),
         (LATE, "from flax import nnx"),
         (
             "ensemble._training.trainer",

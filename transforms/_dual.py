@@ -109,10 +109,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten((owner, args, kwargs), is_leaf=lambda x: _is_dual(x) or is_model(x))
         pairs = [x for x in leaves if _is_dual(x)]
         if not pairs:
-            raise TypeError(
-                "dual: none of the arguments is a Dual; wrap what has a tangent, as in dual(fun)(Dual(x, tangent), y)."
-            )
-
+            raise TypeError("dual: no argument is a Dual; wrap one, as in dual(fun)(Dual(x, tangent), y).")
         refuse_shared_state("dual", fun, owner, args, kwargs)
 
         # What is not a `Dual` is one keyword argument, so that `Call` splits its models but does not differentiate it.

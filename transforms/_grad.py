@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ParamSpec
 
 import jax
@@ -161,84 +162,54 @@ def _value_and_grad(
 
 def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
     """Return the cotangent of `out`: one for a scalar, a Python number broadcast, anything else checked against it."""
-    if cotangent is None and jax.tree.leaves(out):
+    if not jax.tree.leaves(out):
+        check_output(api, out)  # raises: an output without arrays has no derivative, whatever the cotangent
+    if cotangent is None:
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
         who = f"{api}: without a cotangent, fun"
         return scalar_seed(who, out, f"{cure}returns a pair (output, aux)", "complex" if holomorphic else "real")
-    # An output without arrays has no derivative, whatever the cotangent: `check_output` raises.
-    if _is_number(cotangent) or not jax.tree.leaves(out):
-        check_output(api, out)
-        return jax.tree.map(lambda leaf: _broadcast(api, "the output", cotangent, leaf), out)
-    expected: Any = jax.tree.structure(out)
+    if _is_number(cotangent):
+        cotangent = jax.tree.map(lambda _: cotangent, out)
+    structure: Any = jax.tree.structure(out)
     found: Any = jax.tree.structure(cotangent)
-    if found != expected:
-        raise ValueError(
-            f"{api}: cotangent has the structure {found}, but the output has {expected}; give one array for each "
-            "output."
-        )
+    if found != structure:
+        raise ValueError(f"{api}: cotangent has the structure {found}, but the output {structure}; make them alike.")
+    return jax.tree.map_with_path(partial(_matched, api), cotangent, out)
 
-    def match(path: Any, seed: Any, leaf: Any) -> Any:
-        """Return the cotangent of one output, checked against it."""
-        place = leaf_name("output", path)
-        if _is_number(seed):
-            check_output(api, leaf, place)
-            return _broadcast(api, place, seed, leaf)
-        if not hasattr(seed, "dtype"):
-            raise TypeError(f"{api}: the cotangent of {place} must be a number or an array, but got {describe(seed)}.")
-        # The cotangent space of integers is empty: JAX takes zeros of dtype float0 for them, and nothing else.
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            if seed.dtype == jax.dtypes.float0 and jnp.shape(seed) == jnp.shape(leaf):
-                return seed
-            raise TypeError(
-                f"{api}: the cotangent of {place} is {describe(seed)}, but that output is {_outline(leaf)}, which has "
-                "no derivative; give zeros of its shape and dtype jax.dtypes.float0."
-            )
-        # Arrays are not broadcast: a cotangent of another shape most likely belongs to another output.
-        seed = jnp.asarray(seed)
-        if seed.shape != jnp.shape(leaf) or seed.dtype != jnp.result_type(leaf):
-            raise ValueError(
-                f"{api}: the cotangent of {place} is {describe(seed)}, but that output is {_outline(leaf)}; give an "
-                "array of the same shape and dtype, or a Python number to broadcast."
-            )
-        return seed
 
-    return jax.tree.map_with_path(match, cotangent, out)
+def _matched(api: str, path: Any, given: Any, leaf: Any) -> Any:
+    """Return the cotangent of one output, checked against it; a number in the output's shape, dtype and weak type."""
+    place, dtype = leaf_name("output", path), jnp.result_type(leaf)
+    if _is_number(given):
+        check_output(api, leaf, place)
+        if isinstance(given, complex) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            raise TypeError(f"{api}: cotangent={given} is complex, but {place} is real; pass a real number.")
+        # Inside a `shard_map`, the cotangent of an output that differs over devices has to differ over the same.
+        axes = varying_axes(leaf)
+        if axes:
+            return varying(jnp.full(leaf.shape, given, dtype), axes)
+        return weak_like(lax.full_like(leaf, given), leaf)
+    wanted = f"a number, or an array of shape {jnp.shape(leaf)} and dtype {dtype}"
+    # The cotangent space of integers is empty: JAX takes zeros of dtype float0 for them, and nothing else.
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        dtype, wanted = jax.dtypes.float0, f"zeros of shape {jnp.shape(leaf)} and dtype jax.dtypes.float0"
+    # Arrays are not broadcast: a cotangent of another shape most likely belongs to another output.
+    if getattr(given, "dtype", None) != dtype or jnp.shape(given) != jnp.shape(leaf):
+        kind = ValueError if hasattr(given, "dtype") and dtype != jax.dtypes.float0 else TypeError
+        raise kind(f"{api}: the cotangent of {place} is {describe(given)}, but must be like it; give {wanted}.")
+    return given if dtype == jax.dtypes.float0 else jnp.asarray(given)
 
 
 def scalar_seed(who: str, out: Any, cure: str, kind: str = "real") -> Any:
     """Return the 1 that starts the transpose of a "real" or "complex" scalar; raise for other outputs."""
     dtypes = {"real": jnp.floating, "complex": jnp.complexfloating}[kind]
-    if not _is_leaf(out) or jnp.shape(out) != () or not jnp.issubdtype(jnp.result_type(out), dtypes):
-        raise TypeError(f"{who} must return one {kind} scalar, but it returned {_outline(out)}; {cure}.")
+    is_leaf = jax.tree_util.all_leaves([out])
+    if not is_leaf or jnp.shape(out) != () or not jnp.issubdtype(jnp.result_type(out), dtypes):
+        found = describe(out) if is_leaf else f"a pytree {jax.tree.structure(out)}"
+        raise TypeError(f"{who} must return one {kind} scalar, but it returned {found}; {cure}.")
     return lax.full_like(out, 1)
 
 
 # NumPy's scalars have a dtype, so that they count as arrays: `np.float64` is a float as well.
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float, complex)) and not isinstance(x, (bool, np.generic))
-
-
-def _broadcast(api: str, place: str, number: complex, leaf: Any) -> Any:
-    """Return a number in the shape, dtype and weak type of an output."""
-    if isinstance(number, complex) and not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-        raise TypeError(f"{api}: cotangent={number} is complex, but {place} is real; pass a real number.")
-    # Inside a `shard_map`, the cotangent of an output that differs over devices has to differ over the same.
-    axes = varying_axes(leaf)
-    return (
-        varying(jnp.full(leaf.shape, number, leaf.dtype), axes)
-        if axes
-        else weak_like(lax.full_like(leaf, number), leaf)
-    )
-
-
-def _is_leaf(out: Any) -> bool:
-    # Not `treedef_is_leaf`, which counts nodes: `None` and `()` are one node too.
-    structure: Any = jax.tree.structure(out)
-    return structure == jax.tree.structure(0)
-
-
-def _outline(out: Any) -> str:
-    """Return a short description of an output for an error."""
-    if not _is_leaf(out):
-        return f"a pytree {jax.tree.structure(out)}"
-    return f"an array of shape {jnp.shape(out)} and dtype {jnp.result_type(out)}"

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.tree_util import register_dataclass
+from jax.tree_util import Partial, register_dataclass
 
 from ._calls.call import Call
 from ._calls.primals import Primals
@@ -133,7 +133,7 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     call.check_arrays()
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
-    derivative = Pushforward(push, call.form.outline())
+    derivative = Partial(_pushed, push, call.form.outline())
     return (out, derivative, aux) if has_aux else (out, derivative)
 
 
@@ -149,10 +149,7 @@ class Pullback:
     def __call__(self, cotangent: Any, *more: Any) -> tuple[Any, ...]:
         """Return the gradient of each primal."""
         if more:
-            raise TypeError(
-                f"vjp: the function takes one cotangent of the whole output, but got {1 + len(more)}; pass those of "
-                "several outputs in one tuple, or whatever fun returns them in."
-            )
+            raise TypeError(f"vjp: pass one cotangent, with the structure of the output, but got {1 + len(more)}.")
         if cotangent is None:
             raise TypeError("vjp: the cotangent is None; pass one of the structure of the output, or a Python number.")
         values = self.pull(seed("vjp", self.out.value, cotangent))
@@ -169,24 +166,14 @@ class Pullback:
         return replace(self, pull=self.pull.with_refs(*self.primals.matched(refs, "with_refs", "with_refs")))
 
 
-@partial(register_dataclass, data_fields=["push", "primals"], meta_fields=[])
-@dataclass(frozen=True, eq=False)
-class Pushforward:
-    """The function from tangents to that of the output that `linearize` returns: a pytree of its residuals."""
-
-    push: Any
-    primals: Primals
-
-    def __call__(self, *tangents: Any) -> Any:
-        """Return the tangent of the output."""
-        return self.push(*self.primals.tangents(tangents))
+def _pushed(push: Callable[..., Any], primals: Primals, *tangents: Any) -> Any:
+    """Return the tangent of the output that `linearize` has pushed forward."""
+    return push(*primals.tangents(tangents))
 
 
 def all_of(api: str, fun: Callable[..., Any], primals: Any, has_aux: bool) -> Call:
     """Return the call of `fun` with these primals, all of which are differentiated."""
     check_callable(api, fun)
-    if not isinstance(primals, (tuple, list)):
+    if not isinstance(primals, (tuple, list)) or not primals:
         raise TypeError(f"{api}: primals must be a tuple with the arguments of fun, but got {describe(primals)}.")
-    if not primals:
-        raise TypeError(f"{api}: there are no primals, so there is nothing to differentiate; pass at least one.")
     return Call(api, fun, tuple(range(len(primals))), has_aux, tuple(primals), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ParamSpec
 
 import jax
@@ -12,9 +13,10 @@ from jax.experimental.jet import jet_rules
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
+from ._calls.primals import dtype_of
 from ._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
 from ._core.compat import NeedsValues
-from ._core.jaxpr import evaluate, interpret
+from ._core.jaxpr import aval, called, evaluate, interpret
 from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
@@ -32,15 +34,20 @@ _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round s
 #   cancellation: tanh, expm1, log1p, asinh and atanh near zero (no correct digit of tanh(1e-8)), acosh and erfc.
 _EXACT = frozenset(
     """
-    add add_any broadcast_in_dim complex concatenate conj conv_general_dilated copy cos cosh cumprod cumsum dot_general
-    dynamic_slice dynamic_update_slice erf exp fft imag logistic mul neg pad real reduce_max reduce_min reduce_sum
-    reduce_window_sum reshape rev scatter-add select_n sin sinh slice split square squeeze stack sub transpose unstack
+    add add_any broadcast_in_dim complex concatenate conj conv_general_dilated convert_element_type copy cos cosh
+    cumprod cumsum dot_general dynamic_slice dynamic_update_slice erf exp fft imag logistic mul neg pad real reduce_max
+    reduce_min reduce_sum reduce_window_sum reshape rev scatter-add select_n sin sinh slice split square squeeze stack
+    sub transpose unstack
     """.split()  # noqa: SIM905 (words read better)
 )
 
-# Linear in each operand, or in the first: where the others are constant, each coefficient goes through by itself. The
-# rules of jet would add products with zeros, which XLA computes since 0 * inf is not 0.
-_LINEAR_IN_ONE = frozenset(["conv_general_dilated", "div", "dot_general", "mul"])
+# Linear in each operand: where the others are constant, each coefficient goes through by itself. The rules of jet would
+# add products with zeros, which XLA computes since 0 * inf is not 0.
+_MULTILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
+
+
+class _Inexact(Exception):
+    """Taylor mode would be less accurate than nested forward mode."""
 
 
 def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
@@ -109,12 +116,11 @@ def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
 def _check_floating(name: str, tree: Any) -> None:
     """Raise if a leaf is not of floating point."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", type(leaf))
-        if dtype not in (float, complex) and not (hasattr(leaf, "dtype") and jnp.issubdtype(dtype, jnp.inexact)):
+        dtype = dtype_of(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"derivative: `{leaf_name(name, path)}` is {describe(leaf)}, but only arrays of floating point have "
-                "derivatives; convert it"
-                + (", or leave it out." if name == "output" else ", or hold it constant as a further argument.")
+                "derivatives; convert it, or leave it out: further arguments of fun are held constant."
             )
 
 
@@ -125,11 +131,11 @@ def _differentiate(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
     except NeedsValues:
         return _nested(fun, order, x)  # fun branches on values, which forward mode has and a program does not
     leaves = jax.tree.leaves(x)
-    if _is_exact(closed.jaxpr, order, closed.jaxpr.invars):
-        found = _taylor(closed, order, leaves)
-    else:
-        flat = jaxpr_as_fun(closed)
-        found = _nested(lambda leaves: flat(*leaves), order, leaves)
+    try:
+        # Traced first, so that nothing has been computed where an operation turns out to be inexact.
+        found = jaxpr_as_fun(jax.make_jaxpr(partial(_taylor, closed, order))(leaves))(*leaves)
+    except _Inexact:
+        found = _nested(lambda leaves: jaxpr_as_fun(closed)(*leaves), order, leaves)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
@@ -141,10 +147,16 @@ def _nested(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
 
 
 def _taylor(closed: ClosedJaxpr, order: int, leaves: Sequence[Any]) -> list[Any]:
-    """Return the derivatives of the outputs of a program, from one pass over it with Taylor coefficients."""
+    """Return the derivatives of the outputs of a program, from one pass over it with Taylor coefficients.
+
+    Raises:
+      _Inexact: nested forward mode would be more accurate.
+    """
     # Those of x + t are 1, 0, 0, ... in t, t², t³, ...; the last of fun(x + t) is its derivative divided by order!.
-    series = [[jnp.ones_like(x)] + [jnp.zeros_like(x)] * (order - 1) for x in leaves]
-    outputs = _propagate(closed.jaxpr, closed.consts, list(zip(leaves, series, strict=True)))
+    pairs = [(x, [jnp.ones_like(x)] + [jnp.zeros_like(x)] * (order - 1)) for x in leaves]
+    if not all(_fits(order, x.dtype) for x in leaves):
+        raise _Inexact
+    outputs = _propagate(closed.jaxpr, closed.consts, pairs)
     return [
         jnp.zeros_like(value) if terms is None else terms[-1] * float(math.factorial(order)) for value, terms in outputs
     ]
@@ -158,68 +170,37 @@ def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], pairs: Sequence[tuple[Any, A
 def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Return the results of one operation with their coefficients."""
     name, values, series = eqn.primitive.name, [x for x, _ in pairs], [terms for _, terms in pairs]
-    reached = [terms is not None for terms in series]
     if name == "jit":
-        return _propagate(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, pairs)
-    if not any(reached) or name in _CONSTANT:
+        return _propagate(*called(eqn), pairs)
+    reached = [i for i, terms in enumerate(series) if terms is not None]
+    if not reached or name in _CONSTANT:
         return [(x, None) for x in evaluate(eqn, *values)]
-    place = reached.index(True)
-    if name in _LINEAR_IN_ONE and sum(reached) == 1:
-        of_place = [evaluate(eqn, *values[:place], x, *values[place + 1 :])[0] for x in (values[place], *series[place])]
-        return [(of_place[0], of_place[1:])]
-    filled = [
-        [jnp.zeros(jnp.shape(x), jnp.result_type(x))] * len(series[place]) if terms is None else terms
-        for x, terms in pairs
-    ]
+    place = reached[0]
+    order = len(series[place])
+    if not all(_fits(order, aval(x).dtype) for x in eqn.outvars):
+        raise _Inexact
+    if reached == [place] and (name in _MULTILINEAR or (name == "div" and place == 0)):
+        value, *terms = (
+            evaluate(eqn, *values[:place], x, *values[place + 1 :])[0] for x in (values[place], *series[place])
+        )
+        return [(value, terms)]
+    # `split`, `stack` and `unstack` are other primitives in some versions of JAX, or without a rule.
+    trusted = name in _EXACT and eqn.primitive in jet_rules
+    is_power = name == "integer_pow" and eqn.params["y"] > 0
+    if not (trusted or is_power or (name == "gather" and eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP)):
+        raise _Inexact
+    filled = [[jnp.zeros(jnp.shape(x), jnp.result_type(x))] * order if terms is None else terms for x, terms in pairs]
     out, terms = jet_rules[eqn.primitive](values, filled, **eqn.params)
     return list(zip(out, terms, strict=True)) if eqn.primitive.multiple_results else [(out, terms)]
 
 
-def _is_exact(jaxpr: Any, order: int, sources: Sequence[Any]) -> bool:
-    """Return whether Taylor mode is as accurate as nested forward mode for all that `sources` reach in `jaxpr`."""
-    if not _fit(order, sources):
-        return False
-    reached = set(map(id, sources))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name.startswith("custom_"):
-            return False  # jet would differentiate the function instead of asking its rule
-        operands = [id(x) in reached for x in eqn.invars]
-        if any(operands) and eqn.primitive.name not in _CONSTANT:
-            if not (_has_exact_rule(eqn, order, operands) and _fit(order, eqn.outvars)):
-                return False
-            reached.update(map(id, eqn.outvars))
-    return True
-
-
-def _has_exact_rule(eqn: Any, order: int, operands: list[bool]) -> bool:
-    """Return whether jet's rule for an operation is as accurate as nesting; `operands` marks those that depend on x."""
-    first, last = eqn.invars[0].aval.dtype, eqn.invars[-1].aval.dtype
-    if eqn.primitive not in jet_rules:
-        return False
-    match eqn.primitive.name:
-        case "jit":  # jet gives terms to all of its operands
-            inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-            return _is_exact(inner, order, inner.invars)
-        case "convert_element_type":
-            return jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact) or not jnp.issubdtype(first, jnp.inexact)
-        case "div":
-            return jnp.issubdtype(last, jnp.inexact) and not operands[1]
-        case "gather":
-            return eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP
-        case "integer_pow":
-            return eqn.params["y"] > 0
-        case name:
-            return name in _EXACT
-
-
-def _fit(order: int, variables: Sequence[Any]) -> bool:
+def _fits(order: int, dtype: Any) -> bool:
     """Return whether Taylor coefficients, which are derivatives divided by order!, neither underflow nor lose digits.
 
     Half precision has too few digits for them. Products of two coefficients are as small as 1 / order!², which must be
     above the least normal number of the dtype.
     """
-    dtypes = [x.aval.dtype for x in variables]
-    if not dtypes or any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
+    if not jnp.issubdtype(dtype, jnp.inexact):
         return False
-    infos = [jnp.finfo(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    return all(info.bits >= 32 and math.factorial(order) ** 2 < 1 / float(info.tiny) for info in infos)
+    info = jnp.finfo(dtype)
+    return info.bits >= 32 and math.factorial(order) ** 2 < 1 / float(info.tiny)

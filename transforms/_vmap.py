@@ -10,15 +10,7 @@ import jax
 from ._calls.chunk import map_in_chunks, map_parts_in_chunks
 from ._calls.explicit_sharding import divided_alike
 from ._core.arguments import argument_name, check_callable, check_count, leaf_name, transform_of, wrap_like
-from ._core.axes import (
-    Axes,
-    axes_per_argument,
-    broadcast_axes,
-    check_axes,
-    check_in_axes,
-    check_out_axes,
-    mapped_size,
-)
+from ._core.axes import Axes, axes_per_argument, broadcast_axes, check_axes, check_in_axes, check_out_axes, mapped_size
 from ._core.memory import check_budget, chunk_within
 from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import (
@@ -107,8 +99,7 @@ def vmap(
       >>> vmap(jnp.sin, chunk_size=2)(jnp.zeros(5)).shape
       (5,)
     """
-    limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-    return vmap_of("vmap", fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, **limits)
+    return vmap_of("vmap", fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget)
 
 
 def vmap_of(
@@ -119,7 +110,6 @@ def vmap_of(
     axis_name: Any = None,
     axis_size: int | None = None,
     spmd_axis_name: Any = None,
-    *,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
@@ -131,30 +121,27 @@ def vmap_of(
     check_count(api, "chunk_size", chunk_size, optional=True)
     budget = check_budget(api, memory_budget, chunk_size)
     if axis_name is not None and (chunk_size is not None or budget is not None):
-        raise ValueError(
-            f"{api}: {'chunk_size' if budget is None else 'memory_budget'} and axis_name exclude each other, since a "
-            "collective would see the slices of one chunk only; leave one of them out."
-        )
+        limit = "chunk_size" if budget is None else "memory_budget"
+        raise ValueError(f"{api}: with {limit}, a collective over axis_name would see one chunk only; leave one out.")
     # A model that is `fun` is one more argument, the owner: its arrays are shared, those of an ensemble mapped.
     owner, function = bound_model(fun)
     owner_axis, expected, given_by = None, axis_size, "axis_size"
     if is_members(fun):
         owner_axis, expected, given_by = 0, len(owner), "the number of members"
         if axis_size not in (None, expected):
-            raise ValueError(
-                f"{api}: axis_size={axis_size}, but the ensemble has {expected} members; leave axis_size out."
-            )
+            raise ValueError(f"{api}: axis_size={axis_size}, but the ensemble has {expected} members; leave it out.")
     # As by `jax.vmap`; but in_axes=None for an ensemble passes each member the same arguments, those by keyword too.
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
+    names = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
+
     def mapped(*args: Any, **kwargs: Any) -> Any:
         argument_axes = axes_per_argument(api, in_axes, args)
-        for model in models_of((args, kwargs)):
-            if is_members(model):
-                len(model)  # refuses an ensemble whose axis 0 is not its members
-        _check_model_axes(api, fun, args, argument_axes)
+        for ensemble in filter(is_members, models_of((args, kwargs))):
+            len(ensemble)  # raises if its axis 0 is not its members
         refuse_shared_state(api, fun, owner, args, kwargs)
         size = mapped_size(api, fun, args, kwargs, argument_axes, keyword_axis, expected, given_by)
+        _check_model_axes(api, fun, args, argument_axes)
         axes = (owner_axis, argument_axes, keyword_axis)
         leaves, treedef = jax.tree.flatten(_split_models((owner, args, kwargs)))
         # Explicit sharding is part of an array's type, and JAX maps arrays of one type of axis only.
@@ -165,9 +152,7 @@ def vmap_of(
             return _evaluate_slice(api, function, (owner, args, kwargs), axes, out_axes)
 
         def over_slices(size: int) -> Callable[..., Any]:
-            return jax.vmap(
-                of_slice, axes, out_axes, axis_name=axis_name, axis_size=size, spmd_axis_name=spmd_axis_name
-            )
+            return jax.vmap(of_slice, axes, out_axes, axis_size=size, **names)
 
         def in_chunks(chunk: int | None) -> Any:
             if chunk is None or chunk >= size:
@@ -183,17 +168,12 @@ def vmap_of(
             # The error is the model's own, about shapes, and names neither `vmap` nor what to write instead.
             if getattr(fun, "__name__", "").startswith(("grad(", "value_and_grad(")) and transform_of(fun):
                 batched = tuple(i for i, axes in enumerate(argument_axes) if axes is not None)
-                error.add_note(
-                    f"{api}: each slice is one sample, without an axis for the batch. If the loss needs that axis, "
-                    f"use plurax.transforms.per_sample_grad(loss, batch_argnums={batched})."
-                )
+                instead = f"plurax.transforms.per_sample_grad(loss, batch_argnums={batched})"
+                error.add_note(f"{api}: each slice is one sample; if the loss needs an axis of samples, use {instead}.")
             raise
 
-    def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
-        limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-        return vmap_of(api, fun, in_axes, out_axes, axis_name, axis_size, spmd_axis_name, **limits)
-
-    return wrap_like(fun, api, mapped, rebuild)
+    options = in_axes, out_axes, axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget
+    return wrap_like(fun, api, mapped, lambda fun: vmap_of(api, fun, *options))
 
 
 def _is_stacked(x: Any) -> bool:
@@ -209,15 +189,9 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
     """Raise if a model has more than one axis for all of it, or an ensemble another one than that of its members."""
     for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
         if models_of(axes_of_value):
-            raise ValueError(
-                f"{api}: in_axes for `{argument_name(fun, args, i)}` reaches into a model; give one axis for all of it."
-            )
-        if not any(is_members(x) for x in models_of(value)):
-            continue
-        try:
-            leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
-        except (ValueError, TypeError, KeyError):
-            continue  # `mapped_size` raises, with the structures
+            name = argument_name(fun, args, i)
+            raise ValueError(f"{api}: in_axes for `{name}` reaches into a model; give one axis for all of it.")
+        leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
             if is_members(leaf) and axis not in (0, None):
                 raise ValueError(
@@ -250,10 +224,8 @@ def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: A
         if not is_model(x):
             return x
         if is_members(x):
-            raise ValueError(
-                f"{api}: the mapped function returns a whole ensemble, whose members would no longer be its axis 0; "
-                "return its arrays or outputs, or map over its members with in_axes=0."
-            )
+            cure = "return its arrays or outputs, or map over its members with in_axes=0"
+            raise ValueError(f"{api}: the mapped function returns a whole ensemble, which cannot be stacked; {cure}.")
         parts = split(x)
         for ensemble, structure, member in members:
             if x is member or parts.structure == structure:

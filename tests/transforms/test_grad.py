@@ -263,18 +263,18 @@ def test_a_cotangent_multiplies_from_the_left(data: st.DataObject) -> None:
         (
             (1.0, 1.0),
             ValueError,
-            r"^grad: cotangent has the structure PyTreeDef\(\(\*, \*\)\), but the output has PyTr",
+            r"^grad: cotangent has the structure PyTreeDef\(\(\*, \*\)\), but the output PyTr",
         ),
-        ({"a": np.ones(2)}, ValueError, r"the output has PyTreeDef\(\{'a': \*, 'b': .* give one array for each output"),
+        ({"a": np.ones(2)}, ValueError, r"the output PyTreeDef\(\{'a': \*, 'b': .* make them alike\."),
         (
             {"a": jnp.ones(3), "b": (1, [1])},
             ValueError,
-            r"cotangent of output\['a'\] is an array of shape \(3,\) .* a Py",
+            r"cotangent of output\['a'\] is an array of shape \(3,\) .* give a number, or an array of shape \(2,\)",
         ),
         (
             {"a": 1, "b": (1, [jnp.ones(2)])},
             ValueError,
-            r"of output\['b'\]\[1\]\[0\] is .* float32, but .* bfloat16; give",
+            r"of output\['b'\]\[1\]\[0\] is .* float32, but .* give .* bfloat16",
         ),
         (
             {"a": 1, "b": (np.ones(1), [1])},
@@ -284,14 +284,14 @@ def test_a_cotangent_multiplies_from_the_left(data: st.DataObject) -> None:
         (
             {"a": 1, "b": (True, [1])},
             TypeError,
-            r"cotangent of output\['b'\]\[0\] must be a number or an array, but got",
+            r"cotangent of output\['b'\]\[0\] is True of type bool, but must be like it; give a number",
         ),
         (
             {"a": "one", "b": (1, [1])},
             TypeError,
-            r"of output\['a'\] must be a number or an array, but got 'one' of typ",
+            r"of output\['a'\] is 'one' of type str, but must be like it",
         ),
-        (1j, TypeError, r"^grad: cotangent=1j is complex, but the output is real; pass a real number"),
+        (1j, TypeError, r"^grad: cotangent=1j is complex, but output\['a'\] is real; pass a real number"),
         ({"a": 1, "b": (2j, [1])}, TypeError, r"cotangent=2j is complex, but output\['b'\]\[0\] is real"),
     ],
 )

@@ -243,7 +243,7 @@ def test_modules_take_part_with_their_parameters() -> None:
     ("primals", "tangents", "error", "match"),
     [
         (X, X, TypeError, r"primals must be a tuple with the arguments of fun, but got an array of shape \(2, 3\)"),
-        ((), (), TypeError, r"there are no primals, so there is nothing to differentiate; pass at least one"),
+        ((), (), TypeError, r"primals must be a tuple with the arguments of fun, but got \(\) of type tuple"),
         ((X, 1.0), (X,), TypeError, r"tangents must be a tuple with one for each of the 2 primals, but got 1 of them"),
         ((X,), X, TypeError, r"tangents must be a tuple with one for each of the 1 primals, but got an array"),
         (
@@ -277,13 +277,13 @@ def test_tangents_unlike_the_primals_are_refused(primals: Any, tangents: Any, er
 
 def test_cotangents_and_arguments_of_vjp_are_checked() -> None:
     pull = vjp(fun, X, {"a": [2.0, None]})[1]
-    with pytest.raises(ValueError, match=r"^vjp: cotangent has the structure .*, but the output has .* give one array"):
+    with pytest.raises(ValueError, match=r"^vjp: cotangent has the structure .*, but the output .* make them alike"):
         pull(X)
     with pytest.raises(ValueError, match=r"^vjp: the cotangent of output\['out'\] is an array of shape \(3,\)"):
         pull({"out": X[0], "sum": (1.0,)})
     with pytest.raises(TypeError, match=r"^vjp: the cotangent is None; pass one of the structure of the output"):
         pull(None)
-    with pytest.raises(TypeError, match=r"^vjp: the function takes one cotangent .* but got 2; .* in one tuple"):
+    with pytest.raises(TypeError, match=r"^vjp: pass one cotangent, with the structure of the output, but got 2\."):
         pull(V, V)
     with pytest.raises(TypeError, match=r"^vjp: `tree\['a'\]\[0\]` is 'a' of type str, which has no derivative"):
         vjp(fun, X, {"a": ["a"]})

@@ -278,7 +278,7 @@ def test_an_ensemble_of_one_is_an_ensemble(members: Ensemble) -> None:
 def test_an_ensemble_as_the_function_is_checked(ens: Ensemble) -> None:
     with pytest.raises(ValueError, match=r"the number of members is 3, but axis 0 of argument `args\[0\]` has size 5"):
         vmap(ens)(X)
-    with pytest.raises(ValueError, match=r"^vmap: axis_size=5, but the ensemble has 3 members; leave axis_size out"):
+    with pytest.raises(ValueError, match=r"^vmap: axis_size=5, but the ensemble has 3 members; leave it out"):
         vmap(ens, axis_size=5)
     with pytest.raises(ValueError, match=r"changes the state of Gain \(`mean`\), which would be lost"):
         vmap(ens, None)(X[0])

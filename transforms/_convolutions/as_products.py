@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -29,7 +30,6 @@ from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, ca
 # A window of more positions than this stays as it is: each is one slice in the program.
 _MOST_SLICES = 64
 
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
 
 
@@ -82,17 +82,12 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
         if out is not None:  # None: not a case for products, so it is evaluated as it is
             return [out]
-    permuted = next((x for x in values if isinstance(x, _Permuted)), None)
-    if permuted is not None and name in ELEMENTWISE:
-        arrays = [x if jnp.ndim(_array(x)) == 0 else _in_order(x, permuted.order) for x in values]
-        return [_Permuted(x, permuted.order) for x in evaluate(eqn, *arrays)]
-    if permuted is not None and name in _REDUCTIONS:
-        return [_reduce(eqn, permuted)]
-    if permuted is not None and name == "transpose":
-        # No number is moved: axis `a` of the operand becomes axis `permutation.index(a)` of the result.
-        order = tuple(eqn.params["permutation"].index(i) for i in permuted.order)
-        return [_permuted(permuted.array, order)]
-    return evaluate(eqn, *map(plain, values))
+    order = next((x.order for x in values if isinstance(x, _Permuted)), None)
+    arrays = list(map(plain, values))
+    if order is not None and name in ELEMENTWISE:
+        arrays = [lax.transpose(x, order) if jnp.ndim(x) else x for x in arrays]
+        return [_Permuted(x, order) for x in evaluate(eqn, *arrays)]
+    return evaluate(eqn, *arrays)
 
 
 def with_bodies(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> JaxprEqn:
@@ -114,33 +109,15 @@ def _retraced(value: Any, run: Callable[..., list[Any]]) -> Any:
     return value if retraced.consts else retraced.jaxpr  # an open program has no place for constants
 
 
-def _reduce(eqn: JaxprEqn, permuted: _Permuted) -> Any:
-    """Return a reduction over some axes of a permuted array, whose other axes keep their order."""
-    axes = eqn.params["axes"]
-    kept = [axis for axis in permuted.order if axis not in axes]
-    params = {**eqn.params, "axes": tuple(i for i, axis in enumerate(permuted.order) if axis in axes)}
-    (out,) = evaluate(eqn.replace(params=params), permuted.array)
-    return _permuted(out, tuple(sorted(kept).index(axis) for axis in kept))
-
-
-def _permuted(array: jax.Array, order: tuple[int, ...]) -> Any:
-    return array if order == tuple(range(len(order))) else _Permuted(array, order)
-
-
-def _array(x: Any) -> Any:
-    return x.array if isinstance(x, _Permuted) else x
-
-
-def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
-    """Return `x` as an array with its axes in the given order."""
-    held = x.order if isinstance(x, _Permuted) else tuple(range(len(order)))
-    permutation = tuple(held.index(axis) for axis in order)
-    return _array(x) if permutation == tuple(range(len(permutation))) else lax.transpose(_array(x), permutation)
-
-
 def plain(x: Any) -> Any:
     """Return a permuted array with its axes in the order of the program, and anything else as it is."""
-    return _in_order(x, range(len(x.order))) if isinstance(x, _Permuted) else x
+    return lax.transpose(x.array, np.argsort(x.order)) if isinstance(x, _Permuted) else x
+
+
+# XLA removes a transpose that follows its inverse, as where a permuted array is wanted in the order that it has.
+def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
+    """Return `x` as an array with its axes in the given order."""
+    return lax.transpose(plain(x), order)
 
 
 # Convolutions.
@@ -223,10 +200,7 @@ def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     # (positions, group, channels of one, places, group of the batch, batch) and (positions, channels, group, features)
     patches = patches.reshape(positions, of.groups, w.shape[-2], math.prod(of.sizes), of.batches, of.number)
     w = w.reshape(positions, w.shape[-2], of.groups * of.batches, -1)
-    if of.groups == of.batches == 1:
-        left = w.reshape(-1, w.shape[-1])
-        out = of.product(left, patches.reshape(len(left), -1), ((0,), (0,)))
-    elif of.batches == 1:
+    if of.batches == 1:
         out = of.product(w, patches, ((0, 1), (0, 2)), ((2,), (1,)))
     else:
         out = of.product(w, patches.squeeze(1), ((0, 1), (0, 1)), ((2,), (3,)))
@@ -241,14 +215,9 @@ def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     x = _in_order(lhs, (of.channels, *of.places, of.batch))
     w = _in_order(rhs, (*of.window, of.inputs, of.features))
     counts = w.shape[:-2]
-    if of.groups == 1:
-        left = w.swapaxes(-1, -2).reshape(-1, w.shape[-2])
-        parts = of.product(left, x.reshape(len(x), -1), ((1,), (0,)))
-    else:
-        left = w.reshape(math.prod(counts), w.shape[-2], of.groups, -1)
-        right = x.reshape(of.groups, -1, math.prod(x.shape[1:]))
-        parts = of.product(left, right, ((1,), (1,)), ((2,), (0,))).swapaxes(0, 1)
-    parts = parts.reshape(*counts, -1, *x.shape[1:])
+    left = w.reshape(math.prod(counts), w.shape[-2], of.groups, -1)
+    right = x.reshape(of.groups, -1, math.prod(x.shape[1:]))
+    parts = of.product(left, right, ((1,), (1,)), ((2,), (0,))).swapaxes(0, 1).reshape(*counts, -1, *x.shape[1:])
     # One axis of the window after another: the first axis of `parts` holds the positions along it, and goes.
     axis = len(counts)  # of the places along it, once its positions are gone
     for i, (size, count) in enumerate(zip(of.sizes, counts, strict=True)):
@@ -273,9 +242,7 @@ def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     # (results, group of the batch, batch, window, group, inputs of one) and (group, features, window, inputs of one)
     slices = slices.reshape(len(slices), of.batches, of.number, window, of.groups, inputs)
     w = w.reshape(of.groups * of.batches, -1, window, inputs)
-    if of.groups == of.batches == 1:
-        out = of.product(slices.reshape(-1, window * inputs), w.reshape(-1, window * inputs), ((1,), (1,)))
-    elif of.batches == 1:
+    if of.batches == 1:
         out = of.product(slices.squeeze(1), w, ((2, 4), (2, 3)), ((3,), (0,))).transpose(1, 2, 0, 3)
     else:
         out = of.product(slices.squeeze(4), w, ((3, 4), (2, 3)), ((1,), (0,))).transpose(1, 2, 0, 3)
@@ -308,19 +275,19 @@ def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, str
 # Pooling.
 
 
-def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: Any) -> Any:
-    """Return the slices of a window, one for each of its positions, combined element by element."""
+def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: float) -> Any:
+    """Return the slices of a window, combined element by element; None for large windows, and for other than floats."""
     order = x.order if isinstance(x, _Permuted) else tuple(range(len(x.shape)))
-    x = _array(x)
+    x = _in_order(x, order)
     window, strides, padding, base, dilation = (
         [eqn.params[name][i] for i in order]
         for name in ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
     )
-    if math.prod(window) > _MOST_SLICES or 0 in (*x.shape, *aval(eqn.outvars[0]).shape):
+    none = 0 in (*x.shape, *aval(eqn.outvars[0]).shape)
+    if math.prod(window) > _MOST_SLICES or none or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
     config = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
-    if any(map(any, config)):
-        x = lax.pad(x, jnp.asarray(empty(x.dtype), x.dtype), config)
+    x = lax.pad(x, jnp.asarray(empty, x.dtype), config)
     sizes = [aval(eqn.outvars[0]).shape[i] for i in order]
     return _Permuted(reduce(combine, _window_slices(x, window, strides, dilation, sizes)), order)
 
@@ -338,7 +305,7 @@ def _window_slices(
 
 
 def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
-    """Return the gradient of a maximum (or minimum) over windows: each goes to the first element that is it."""
+    """Return the gradient of a maximum over windows: each goes to the first element that is it."""
     params = eqn.params
     given = next((x for x in (operand, source) if isinstance(x, _Permuted)), None)
     order = given.order if given else tuple(range(len(operand.shape)))
@@ -346,46 +313,27 @@ def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
     window, strides, padding = (
         [params[name][i] for i in order] for name in ("window_dimensions", "window_strides", "padding")
     )
-    select = {"ge": lax.ge, "le": lax.le}.get(params["select_prim"].name)
-    if select is None or math.prod(window) > _MOST_SLICES or any(map(any, padding)) or 0 in source.shape:
+    other_kind = params["select_prim"].name != "ge" or any(map(any, padding))
+    if other_kind or math.prod(window) > _MOST_SLICES or 0 in source.shape:
         return None
-    # As XLA selects: an element stays while `select(it, next)` holds, so that of equal ones the first is chosen.
+    # As XLA selects: an element stays while it is not less than the next, so that of equal ones the first is chosen.
     best, *others = _window_slices(operand, window, strides, [1] * len(window), source.shape)
     chosen = jnp.zeros(best.shape, jnp.int8)
     for i, other in enumerate(others, 1):
-        stays = select(best, other)
+        stays = best >= other
         best, chosen = jnp.where(stays, best, other), jnp.where(stays, chosen, jnp.int8(i))
-    # For each position of the window the cotangents that go there, interleaved where windows stand side by side.
-    parts = [jnp.where(chosen == i, source, 0) for i in range(1 + len(others))]
-    for axis in reversed(range(source.ndim)):
-        # `itertools.product` varies the last axis fastest: its positions are neighbours in the list.
-        parts = [
-            _interleaved(parts[i : i + window[axis]], axis, strides[axis], operand.shape[axis])
-            for i in range(0, len(parts), window[axis])
-        ]
-    return _Permuted(parts[0], order)
-
-
-def _interleaved(parts: list[jax.Array], axis: int, stride: int, length: int) -> jax.Array:
-    """Return the sum of arrays whose elements lie `stride` apart along an axis of `length`, from 0, 1, 2 and so on."""
-    if len(parts) == stride:  # windows side by side: nothing overlaps, so that stacking does it
-        x = jnp.stack(parts, axis + 1)
-        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-        return _placed(x, axis, 0, 1, length, 1) if x.shape[axis] != length else x
-    return reduce(jnp.add, [_placed(x, axis, i, stride, length, 1) for i, x in enumerate(parts)])
-
-
-def _range(dtype: Any) -> tuple[Any, Any]:
-    """Return the least and the greatest value of a dtype."""
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return False, True
-    return (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.floating) else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    # For each position of the window the cotangents that go there, `stride` apart; padding below zero cuts off.
+    parts = []
+    for i, position in enumerate(itertools.product(*map(range, window))):
+        lengths = zip(position, strides, source.shape, operand.shape, strict=True)
+        config = [(start, size - start - (count - 1) * step - 1, step - 1) for start, step, count, size in lengths]
+        parts.append(lax.pad(jnp.where(chosen == i, source, 0), jnp.zeros((), source.dtype), config))
+    return _Permuted(reduce(jnp.add, parts), order)
 
 
 _PRODUCTS_AND_SLICES: dict[str, Callable[..., Any]] = {
     "conv_general_dilated": convolved,
-    "reduce_window_max": partial(_pool, combine=lax.max, empty=lambda dtype: _range(dtype)[0]),
-    "reduce_window_min": partial(_pool, combine=lax.min, empty=lambda dtype: _range(dtype)[1]),
-    "reduce_window_sum": partial(_pool, combine=lax.add, empty=lambda _: 0),
+    "reduce_window_max": partial(_pool, combine=lax.max, empty=-math.inf),
+    "reduce_window_sum": partial(_pool, combine=lax.add, empty=0.0),
     "select_and_scatter_add": _scatter,
 }

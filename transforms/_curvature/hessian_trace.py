@@ -15,7 +15,7 @@ from .._core.arguments import Argnums, check_argnums, check_callable, check_coun
 from .._core.memory import check_budget, chunk_within
 from .._core.prng import check_key
 from .._core.weak_types import weak_like
-from .._jacobian.dense import Basis, by_array, in_form, map_slices
+from .._jacobian.dense import by_array, in_form, map_slices
 from .products import gradient_of, seed_of
 
 P = ParamSpec("P")
@@ -60,9 +60,11 @@ def hessian_diagonal(
       >>> hessian_diagonal(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
       Array([ 6., 12.], dtype=float32)
     """
-    name = "hessian_diagonal"
-    compute, result_of = partial(diagonal, name), partial(in_form, argnums)
-    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, compute, result_of)
+
+    def compute(call: Call, chunk: int | None) -> Any:
+        return in_form(argnums, call, diagonal("hessian_diagonal", call, chunk))
+
+    return of_scalar("hessian_diagonal", fun, argnums, has_aux, chunk_size, memory_budget, compute)
 
 
 def hessian_trace(
@@ -100,17 +102,15 @@ def hessian_trace(
       >>> hessian_trace(lambda x: x[0] * x[1] + (x**3).sum())(jnp.array([1.0, 2.0]))
       Array(18., dtype=float32)
     """
-    name = "hessian_trace"
-    compute = partial(diagonal, name)
-    return of_scalar(name, fun, argnums, has_aux, chunk_size, memory_budget, compute, lambda _, parts: total(parts))
+
+    def compute(call: Call, chunk: int | None) -> jax.Array:
+        return total(diagonal("hessian_trace", call, chunk))
+
+    return of_scalar("hessian_trace", fun, argnums, has_aux, chunk_size, memory_budget, compute)
 
 
 def hutchinson_trace(
-    fun: Callable[..., Any],
-    samples: int,
-    argnums: Argnums = 0,
-    *,
-    chunk_size: int | None = None,
+    fun: Callable[..., Any], samples: int, argnums: Argnums = 0, *, chunk_size: int | None = None
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Estimate the trace of the Hessian of a scalar function from products with random signs.
 
@@ -149,7 +149,8 @@ def hutchinson_trace(
 
     def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
         check_key("hutchinson_trace", key, "the first argument")
-        call = _prepared("hutchinson_trace", fun, positions, False, args, kwargs)
+        call = Call("hutchinson_trace", fun, positions, False, args, kwargs)
+        call.check_floating(complex_too=False)
         inputs, treedef = jax.tree.flatten(call.primals)
         # E[s^T H s] = trace(H) for independent signs s: the gradient is linearized once, each sample is one H s.
         _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
@@ -157,11 +158,9 @@ def hutchinson_trace(
         def sample(i: Any) -> list[jax.Array]:
             # A key for each sample's number, so that the estimate does not depend on the chunk size.
             keys = jax.random.split(jax.random.fold_in(key, i), max(1, len(inputs)))
-            signs = [
-                jax.random.rademacher(k, jnp.shape(x), jnp.result_type(x)) for k, x in zip(keys, inputs, strict=True)
-            ]
-            products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, signs)))
-            return [total([s * p for s, p in zip(signs, products, strict=True)])]
+            shapes = [(jnp.shape(x), jnp.result_type(x)) for x in inputs]
+            signs = [jax.random.rademacher(k, *shape) for k, shape in zip(keys, shapes, strict=True)]
+            return [_along_itself(push, treedef, signs)]
 
         (found,) = map_slices(sample, int(samples), 0, chunk_size)
         call.finish(rest)
@@ -180,7 +179,6 @@ def of_scalar(
     chunk_size: int | None,
     memory_budget: int | str | None,
     compute: Callable[[Call, int | None], Any],
-    result_of: Callable[[Call, Any], Any],
 ) -> Callable[..., Any]:
     """Return the transform of a scalar function that `compute` makes, in chunks and within a memory budget.
 
@@ -191,8 +189,7 @@ def of_scalar(
       has_aux: as for `hessian_diagonal`.
       chunk_size: as for `hessian_diagonal`.
       memory_budget: as for `hessian_diagonal`.
-      compute: a function of a call and how many directions to take at a time, that returns arrays.
-      result_of: a function of the call and these arrays that returns the result.
+      compute: a function of a call and how many directions to take at a time, that returns the result.
     """
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
@@ -200,7 +197,8 @@ def of_scalar(
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        call = _prepared(api, fun, positions, has_aux, args, kwargs)
+        call = Call(api, fun, positions, has_aux, args, kwargs)
+        call.check_floating(complex_too=False)
         # Evaluated once by itself for the auxiliary output and the state that `fun` leaves: second derivatives drop
         # both. Under `jit` XLA merges it with the evaluation inside of them.
         value, rest = call(*call.primals)
@@ -209,23 +207,12 @@ def of_scalar(
         if budget is not None:
             size = max(1, sum(map(jnp.size, jax.tree.leaves(call.primals))))
             chunk = chunk_within(api, partial(compute, call), size, budget)
-        result = result_of(call, compute(call, chunk))
+        result = compute(call, chunk)
         aux = call.finish(rest)
         return (result, aux) if has_aux else result
 
-    def rebuild(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return of_scalar(api, fun, argnums, has_aux, chunk_size, memory_budget, compute, result_of)
-
-    return wrap_like(fun, api, of_arguments, rebuild)
-
-
-def _prepared(
-    api: str, fun: Callable[..., Any], positions: tuple[int, ...], has_aux: bool, args: Any, kwargs: Any
-) -> Call:
-    """Return the call, its primals checked to be real floating point."""
-    call = Call(api, fun, positions, has_aux, args, kwargs)
-    call.check_floating(complex_too=False)
-    return call
+    again = (argnums, has_aux, chunk_size, memory_budget, compute)
+    return wrap_like(fun, api, of_arguments, lambda fun: of_scalar(api, fun, *again))
 
 
 def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
@@ -234,11 +221,9 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
 
     def entries_of(entry: Callable[[list[Any]], jax.Array]) -> list[jax.Array]:
         """Return the value of `entry` for each unit vector, in the shapes of the inputs."""
-
-        def entries(basis: Basis, size: int) -> list[Any]:
-            return map_slices(lambda k: [entry(basis(k))], size, 0, chunk_size)
-
-        found = by_array(inputs, entries, 0, chunk_size)
+        found = by_array(
+            inputs, lambda basis, size: map_slices(lambda k: [entry(basis(k))], size, 0, chunk_size), 0, chunk_size
+        )
         # In the dtype of the input: `fun` may compute in, and return, another one.
         return [
             weak_like(part.astype(jnp.result_type(x)).reshape(jnp.shape(x)), x)
@@ -260,13 +245,15 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
         try:
             push = jax.linearize(gradient_of(api, call), *call.primals, has_aux=True)[1]
 
-            def by_product(unit: list[Any]) -> jax.Array:
-                products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, unit)))
-                return total([x * y for x, y in zip(unit, products, strict=True)])
-
-            return entries_of(by_product)
+            return entries_of(partial(_along_itself, push, treedef))
         except TypeError:
             raise refused from None
+
+
+def _along_itself(push: Callable[..., Any], treedef: Any, vector: list[Any]) -> jax.Array:
+    """Return v^T H v, where `push` is the linear function from a vector to its product with H."""
+    products = jax.tree.leaves(push(*jax.tree.unflatten(treedef, vector)))
+    return total([x * y for x, y in zip(vector, products, strict=True)])
 
 
 def total(parts: list[jax.Array]) -> jax.Array:

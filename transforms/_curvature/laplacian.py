@@ -32,17 +32,6 @@ P = ParamSpec("P")
 # A value, its derivatives along every direction (directions, ...), and its Laplacian; None twice for a constant.
 Triple = tuple[Any, Any, Any]
 
-# Linear, or piecewise linear, in all operands that depend on the input together; their second derivative is zero.
-_LINEAR = frozenset(
-    """
-    add add_any broadcast_in_dim concatenate conj convert_element_type copy cumsum dynamic_slice
-    dynamic_update_slice gather imag max min neg pad real reduce_max reduce_min reduce_sum reduce_window_sum
-    reduce_precision reshape rev scatter-add select_n slice split squeeze stack sub transpose unstack
-    """.split()  # noqa: SIM905 (a column of forty quoted names reads worse than words)
-)
-# f''(x, y)[(u, v), (u, v)] = 2 f(u, v), and f is linear where only one operand depends on the input.
-_BILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
-
 
 def laplacian(
     fun: Callable[P, Any],
@@ -82,7 +71,7 @@ def laplacian(
       >>> laplacian(lambda x: jnp.exp(x[0]) * x[1] ** 2)(jnp.array([0.0, 3.0]))
       Array(11., dtype=float32)
     """
-    return of_scalar("laplacian", fun, argnums, has_aux, chunk_size, memory_budget, _laplacian, lambda _, found: found)
+    return of_scalar("laplacian", fun, argnums, has_aux, chunk_size, memory_budget, _laplacian)
 
 
 def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
@@ -137,32 +126,20 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
         return [(x, None, None) for x in out]
 
     def of_moving(*moved: Any) -> list[Any]:
-        operands = list(values)
-        for i, x in zip(moving, moved, strict=True):
-            operands[i] = x
-        found = evaluate(eqn, *operands)
+        given = dict(zip(moving, moved, strict=True))
+        found = evaluate(eqn, *(given.get(i, x) for i, x in enumerate(values)))
         return [found[j] for j in smooth]
 
     points = tuple(values[i] for i in moving)
     slopes, laplacians = (tuple(triples[i][part] for i in moving) for part in (1, 2))
 
-    def first(directions: tuple[Any, ...]) -> list[Any]:  # f'(x) d
-        return jax.jvp(of_moving, points, directions)[1]
+    # The second is zero where the operation is linear: JAX drops such tangents, and XLA what is computed with zeros.
+    def both(directions: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:  # f'(x) d and f''(x)[d, d]
+        return jax.jvp(lambda *points: jax.jvp(of_moving, points, directions)[1], points, directions)
 
-    def second(directions: tuple[Any, ...]) -> list[Any]:  # f''(x)[d, d]
-        if name in _BILINEAR:
-            return [2 * x for x in of_moving(*directions)]
-        return jax.jvp(lambda *points: jax.jvp(of_moving, points, directions)[1], points, directions)[1]
-
-    found = first(laplacians)
-    if not _is_linear(name, moving):
-        found = [x + bent.sum(axis=0) for x, bent in zip(found, jax.vmap(second)(slopes), strict=True)]
+    firsts, seconds = jax.vmap(both)(slopes)
+    carried = jax.jvp(of_moving, points, laplacians)[1]
     results: list[Triple] = [(x, None, None) for x in out]
-    for j, slope, curvature in zip(smooth, jax.vmap(first)(slopes), found, strict=True):
-        results[j] = out[j], slope, curvature
+    for j, slope, curvature, bent in zip(smooth, firsts, carried, seconds, strict=True):
+        results[j] = out[j], slope, curvature + bent.sum(axis=0)
     return results
-
-
-def _is_linear(name: str, moving: list[int]) -> bool:
-    """Return whether an operation is linear in those operands that depend on the input."""
-    return name in _LINEAR or (name in _BILINEAR and len(moving) == 1) or (name == "div" and moving == [0])

@@ -190,11 +190,7 @@ def gradient_of(api: str, call: Call) -> Callable[..., Any]:
 
 def seed_of(api: str, value: Any) -> Any:
     """Return the cotangent 1 of a scalar; raise if the value is not one real scalar."""
-    return scalar_seed(
-        f"{api}: fun",
-        value,
-        "reduce it, such as by its sum, or return other values with has_aux=True",
-    )
+    return scalar_seed(f"{api}: fun", value, "reduce it, or return other values with has_aux=True")
 
 
 def _forward_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:

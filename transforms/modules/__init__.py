@@ -3,11 +3,10 @@
 A module (or an ensemble of them) comes in, a new one with variables of its own goes out; the given one never changes.
 
 - `_places.py`: every module and variable by its path, shared ones by each of their paths; copies of a module in which
-  some variables are replaced. All others use it.
-- `_filters.py`: which variables a filter of Flax, a name or a kind selects. `_kinds.py`: which rule of a dict by kinds
-  of modules holds for a module, and which module holds a variable.
-- `_parameters.py`: `named_parameters`, and the variables of kind `Frozen`.
-- `_freeze.py`: `freeze` and `unfreeze`, parameters taken out of training and put back.
+  some variables are replaced; which rule of a dict by kinds of modules holds for a module, and which module holds a
+  variable. All others use it.
+- `_parameters.py`: `named_parameters`; `freeze` and `unfreeze`, parameters taken out of training as variables of kind
+  `Frozen` and put back; which variables a filter of Flax, a name or a kind selects.
 - `_precision.py`: `with_precision`, the dtype in which layers compute.
 - `_reinitialize.py`: `reinitialize`, parameters drawn again by kind of layer, from a key and their paths.
 - `_files.py`: `save_params` and `load_params`: names, renaming, and what does not fit; `_safetensors.py`: the format
@@ -15,8 +14,7 @@ A module (or an ensemble of them) comes in, a new one with variables of its own 
 """
 
 from ._files import load_params, save_params
-from ._freeze import freeze, unfreeze
-from ._parameters import Frozen, named_parameters
+from ._parameters import Frozen, freeze, named_parameters, unfreeze
 from ._precision import with_precision
 from ._reinitialize import reinitialize
 

@@ -13,9 +13,7 @@ import numpy as np
 from flax import nnx
 
 from .._core.arguments import check_callable, describe
-from .._core.compat import Tracer
 from .._core.prng import is_key
-from .._models.split_model import is_members
 from .._models.stacking import outline
 from ._places import check_module, named_leaves, with_leaves
 from ._safetensors import DTYPES, read_array, reading, write
@@ -62,8 +60,10 @@ def save_params(path: str | os.PathLike[str], model: Any) -> None:
       >>> bool((again.kernel[...] == model.kernel[...]).all())
       True
     """
-    _check_model("save_params", model, "plurax.ensemble.save writes")
-    write("save_params", _path("save_params", path), {x: _to_host(x, leaf) for x, leaf in _kept("save_params", model)})
+    check_module("save_params", model)
+    # Absolute, so that an error names the file wherever the process was started.
+    file = Path(path).expanduser().resolve()
+    write("save_params", file, {name: _to_host(name, leaf) for name, leaf in _kept("save_params", model).items()})
 
 
 def load_params(
@@ -125,103 +125,84 @@ def load_params(
       >>> model(np.ones((1, 4), np.float32))
       Array([[4., 4., 4.]], dtype=float32)
     """
-    _check_model("load_params", model, "plurax.ensemble.load reads")
+    check_module("load_params", model)
     if not isinstance(strict, bool):
         raise TypeError(f"load_params: strict must be True or False, but got {describe(strict)}.")
     if transform is not None:
         check_callable("load_params", transform, "transform")
-    expected = {name: outline(leaf) for name, leaf in _kept("load_params", model)}
+    expected = {name: outline(leaf) for name, leaf in _kept("load_params", model).items()}
     # A module of `nnx.eval_shape` may ask for 64 bits, of which JAX would keep 32 without an error.
     for name, (_, dtype) in expected.items():
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
-    file = _path("load_params", path)
+    file = Path(path).expanduser().resolve()
     # Everything is read and compared before the copy is made, so that an error changes nothing.
     with reading("load_params", file) as opened:
         sources = _renamed(opened.keys(), rename, file)
         found = {name: read_array("load_params", opened, file, sources[name]) for name in expected if name in sources}
     # After renaming, so that the transform is asked by the module's own names.
     if transform is not None:
-        found = {name: _transformed(transform, name, x) for name, x in found.items()}
+        found = {name: transform(name, x) for name, x in found.items()}
     missing = [f"`{name}`" for name in expected if name not in sources]
-    unknown = [_called_in_file(name, source) for name, source in sources.items() if name not in expected]
-    wrong = [_difference(name, x, *expected[name]) for name, x in found.items() if outline(x) != expected[name]]
+    unknown = [f"`{source}`" for name, source in sources.items() if name not in expected]
+    wrong = [
+        f"`{name}`, {describe(x)}, in place of shape {expected[name][0]} and dtype {expected[name][1]}"
+        for name, x in found.items()
+        if (getattr(x, "shape", None), getattr(x, "dtype", None)) != expected[name]
+    ]
+    facts = [("lacks", missing), ("has in addition", unknown), ("has", wrong)]
+    report = f"load_params: {file} does not fit the {type(model).__name__}: it " + ", and ".join(
+        f"{fact} {_some(names)}" for fact, names in facts if names
+    )
     # Even with strict=False a file that has nothing of the module is an error: its names need `rename`.
-    needed = strict or (missing and not found)
-    if wrong or (needed and (missing or unknown)):
-        names = (missing, unknown) if needed else ([], [])
-        raise ValueError(_misfit(file, type(model).__name__, *names, wrong))
+    if wrong or (strict and (missing or unknown)) or (missing and not found):
+        cure = "rename= is for other names, transform= for other shapes and dtypes, strict=False for a part of them"
+        raise ValueError(f"{report}; {cure}.")
     if missing or unknown:
-        left = f"left as they were: {_some(missing)}" if missing else "all were found"
-        unused = f"; not used of the file: {_some(unknown)}" if unknown else ""
-        warnings.warn(f"load_params: of the arrays of the {type(model).__name__} {left}{unused}.", stacklevel=2)
+        warnings.warn(f"{report}; the rest is loaded.", stacklevel=2)
     return with_leaves(model, found)
 
 
-def _check_model(api: str, model: Any, instead: str) -> None:
-    """Raise if a model is not one module; for an ensemble the error names the function to use `instead`."""
-    if is_members(model):
-        raise TypeError(f"{api}: model must be one module, but got an ensemble; {instead} those, or take one member.")
-    check_module(api, model)
-
-
-def _path(api: str, path: Any) -> Path:
-    """Return the absolute path of a file; raise if it is a directory."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"{api}: path must be that of a file, but got {describe(path)}.")
-    # Absolute, so that an error names the file wherever the process was started.
-    found = Path(path).expanduser().resolve()
-    if found.is_dir():
-        raise IsADirectoryError(f"{api}: {found} is a directory; give the path of a file.")
-    return found
-
-
-def _kept(api: str, model: Any) -> list[tuple[str, Any]]:
-    """Return the names and arrays of a module that belong in a file."""
+def _kept(api: str, model: Any) -> dict[str, Any]:
+    """Return the arrays of a module that belong in a file, by their names."""
     leaves = named_leaves(api, model, lambda x: not isinstance(x, _LEFT_OUT))
     for name, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (int, float, complex)):
             raise TypeError(f"{api}: `{name}` holds {describe(leaf)}, which is no array; make it a plain attribute.")
     # A key outside of a random stream is left out as well: it has no dtype that the format knows.
-    return [(name, leaf) for name, leaf in leaves.items() if not is_key(leaf)]
+    return {name: leaf for name, leaf in leaves.items() if not is_key(leaf)}
 
 
 def _to_host(name: str, leaf: Any) -> np.ndarray:
     """Return an array in host memory; raise if it has no values here, or a dtype that the format lacks."""
-    if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
-        raise TypeError(f"save_params: `{name}` is {describe(leaf)} without values; call it outside of jax.jit.")
-    if not getattr(leaf, "is_fully_addressable", True):
-        raise ValueError(
-            f"save_params: `{name}` is spread over several processes; gather it first, with "
-            "jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
-        )
     dtype = outline(leaf)[1]
     if dtype.name not in DTYPES.values():
-        raise ValueError(
-            f"save_params: `{name}` has dtype {dtype}, which files of safetensors lack; convert it to one of "
-            f"{', '.join(DTYPES.values())}."
-        )
-    # A number of Python has no dtype of its own; it gets the one that it has as an array of JAX.
-    return np.asarray(leaf, dtype)
+        known = ", ".join(DTYPES.values())
+        raise ValueError(f"save_params: `{name}` has dtype {dtype}, but files of safetensors have {known}; convert it.")
+    try:
+        # A number of Python has no dtype of its own; it gets the one that it has as an array of JAX.
+        return np.asarray(leaf, dtype)
+    except (TypeError, RuntimeError) as error:  # traced, a shape only, or on the devices of other processes
+        raise TypeError(f"save_params: `{name}` is {describe(leaf)} without values here: {error}") from error
 
 
 def _renamed(names: Iterable[str], rename: Any, file: Path) -> dict[str, str]:
     """Return by name in the module the name in the file, without arrays that are left out."""
     # Sorted, so that of two names that would be one the same is named in the error each time.
     names = sorted(names)
+    new_names = {name: name for name in names}
     if isinstance(rename, Mapping):
         gone = [f"`{name}`" for name in rename if name not in names]
         if gone:
             has = _some([f"`{name}`" for name in names]) or "nothing"
             raise ValueError(f"load_params: rename names what {file} does not have: {_some(gone)}; it has {has}.")
-        new_name = {name: name for name in names} | dict(rename)
-        renamed = [(name, new_name[name]) for name in names]
-    elif rename is None or callable(rename):
-        renamed = [(name, name if rename is None else rename(name)) for name in names]
-    else:
+        new_names |= rename
+    elif callable(rename):
+        new_names = {name: rename(name) for name in names}
+    elif rename is not None:
         raise TypeError(f"load_params: rename must be a dict or a function of names, but got {describe(rename)}.")
     found: dict[str, str] = {}
-    for name, new in renamed:
+    for name, new in new_names.items():
         if new is None:
             continue
         if not isinstance(new, str):
@@ -230,34 +211,6 @@ def _renamed(names: Iterable[str], rename: Any, file: Path) -> dict[str, str]:
             raise ValueError(f"load_params: `{found[new]}` and `{name}` of {file} would both be `{new}`; rename one.")
         found[new] = name
     return found
-
-
-def _transformed(transform: Callable[[str, np.ndarray], Any], name: str, x: np.ndarray) -> Any:
-    found = transform(name, x)
-    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
-        raise TypeError(f"load_params: transform must return an array, but returned {describe(found)} for `{name}`.")
-    return found
-
-
-def _misfit(file: Path, kind: str, missing: list[str], unknown: list[str], wrong: list[str]) -> str:
-    """Return the error for a file that does not fit a module, with the options that may help."""
-    facts = [f"it lacks {_some(missing)}"] if missing else []
-    facts += [f"the module has no {_some(unknown)}"] if unknown else []
-    facts += [_some(wrong)] if wrong else []
-    cures = ["rename= for other names"] if missing or unknown else []
-    cures += ["transform= for other shapes and dtypes"] if wrong else []
-    cures += ["strict=False to load what both have"] if missing or unknown else []
-    return f"load_params: {file} does not fit the {kind}: {'; '.join(facts)}; pass {', or '.join(cures)}."
-
-
-def _called_in_file(name: str, source: str) -> str:
-    return f"`{name}`" if source == name else f"`{name}` (`{source}` of the file)"
-
-
-def _difference(name: str, x: Any, shape: Any, dtype: Any) -> str:
-    facts = [f"shape {tuple(x.shape)} instead of {shape}"] if tuple(x.shape) != shape else []
-    facts += [f"dtype {x.dtype} instead of {dtype}"] if x.dtype != dtype else []
-    return f"`{name}` has {' and '.join(facts)}"
 
 
 def _some(items: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The variables and modules of a model by their paths, and copies of it in which some variables are replaced."""
+"""The variables and modules of a model by their paths and kinds, and copies in which some variables are replaced."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from .._models.split_model import dotted, is_members, is_module
 
 Path = tuple[Any, ...]
 
+# In each call these look for the `nnx.Param`s within them: to normalise them in place, or to pass them to Linen.
+WEIGHT_NORMS = (nnx.WeightNorm, nnx.SpectralNorm)
+SEEKERS = (*WEIGHT_NORMS, nnx.bridge.ToNNX)
+_CONTAINERS = (nnx.List, nnx.Dict)
+
 
 def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
     """Return `change(model)`; for an ensemble the changed ensemble, of all members at once."""
@@ -26,18 +31,16 @@ def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def check_module(api: str, model: Any) -> None:
-    """Raise if a model is not an NNX module, or has variables of Flax's experimental kinds."""
+    """Raise if a model is not one NNX module, or has variables of Flax's experimental kinds."""
+    if is_members(model):
+        raise TypeError(f"{api}: model must be one module, but got an ensemble; use Ensemble.create, save or load.")
     if not is_module(model):
-        raise TypeError(
-            f"{api}: model must be a Flax NNX module, but got {describe(model)}; put several modules into an nnx.Dict, "
-            "and a Linen module into an nnx.bridge.ToNNX."
-        )
+        cure = "put modules into an nnx.Dict, or a Linen module into an nnx.bridge.ToNNX"
+        raise TypeError(f"{api}: model must be a Flax NNX module, but got {describe(model)}; {cure}.")
     for path, x in nnx.to_flat_state(nnx.state(model)):
         if isinstance(x, nnx.Variable) and (x.hijax or x.ref):
-            raise TypeError(
-                f"{api}: `{dotted(path)}` is a variable of Flax's experimental kinds; make it an ordinary one, with "
-                "nnx.with_vars(model, hijax=False, ref=False)."
-            )
+            cure = "convert it, with nnx.with_vars(model, hijax=False, ref=False)"
+            raise TypeError(f"{api}: `{dotted(path)}` is a variable of Flax's experimental kinds; {cure}.")
 
 
 def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:
@@ -92,6 +95,26 @@ def places(model: Any) -> dict[Path, Any]:
 def enclosing(nodes: Mapping[Path, Any], path: Path) -> list[Any]:
     """Return the modules around the one or the variable at a path, the outermost first."""
     return [nodes[path[:i]] for i in range(len(path)) if path[:i] in nodes]
+
+
+def check_rules(api: str, name: str, rules: Any, value: str) -> None:
+    """Raise if rules are not a dict from kinds of modules."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"{api}: {name} must be a dict from kinds of modules to {value}, but got {describe(rules)}.")
+    for kind in rules:
+        if not isinstance(kind, type) or issubclass(kind, nnx.Variable):
+            raise TypeError(f"{api}: {name} must name kinds of modules, such as nnx.Conv, but got {describe(kind)}.")
+
+
+def rule_for(module: Any, rules: Mapping[type, Any]) -> type | None:
+    """Return the first kind in the module's method resolution order that has a rule; None if there is none."""
+    return next((kind for kind in type(module).__mro__ if kind in rules), None)
+
+
+def holder(nodes: Mapping[Path, Any], path: Path) -> tuple[int, Any]:
+    """Return the module that holds the variable at a path, also in its lists and dicts, after its own path's length."""
+    around = [(i, nodes[path[:i]]) for i in range(len(path)) if path[:i] in nodes]
+    return next((found for found in reversed(around) if not isinstance(found[1], _CONTAINERS)), around[0])
 
 
 def _is_node(x: Any) -> bool:

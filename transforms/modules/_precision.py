@@ -12,9 +12,8 @@ from flax import nnx
 
 from .._core.arguments import describe
 from .._models.split_model import dotted
-from ._kinds import NORMS_OF_WEIGHTS, SEEKERS, check_rules, holder, rule_for
 from ._parameters import is_parameter
-from ._places import apply_to_module, enclosing, places, replaced
+from ._places import SEEKERS, WEIGHT_NORMS, apply_to_module, check_rules, enclosing, holder, places, replaced, rule_for
 
 
 def with_precision(
@@ -74,10 +73,9 @@ def with_precision(
                 continue
             wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
             if jnp.dtype(first.setdefault(id(node), wanted)) != jnp.dtype(wanted):
-                raise ValueError(
-                    f"with_precision: `{dotted(path)}` is shared by several layers, for which keep asks for "
-                    f"{jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}; name {type(node).__name__} in keep too."
-                )
+                asked = f"keep asks for {jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}"
+                cure = f"name {type(node).__name__} in keep too"
+                raise ValueError(f"with_precision: `{dotted(path)}` is shared by layers, for which {asked}; {cure}.")
             node.dtype = wanted
         return copy
 
@@ -87,9 +85,7 @@ def with_precision(
 def _checked(dtype: Any, name: str) -> Any:
     """Return a dtype as it was given, or the one of this name; raise if it is not of floating point."""
     if dtype is None or not _is_floating(dtype):
-        raise TypeError(
-            f"with_precision: {name} must be of floating point, such as jnp.bfloat16, but got {describe(dtype)}."
-        )
+        raise TypeError(f"with_precision: {name} must be a floating-point dtype, but got {describe(dtype)}.")
     found = jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise ValueError(f"with_precision: {name} is {found}, which needs jax_enable_x64; enable it.")
@@ -127,15 +123,12 @@ def _check_computed(name: str, parameter: Any, module: Any, kept: Mapping[type, 
     dtypes = [jnp.result_type(x) for x in jax.tree.leaves(parameter.get_raw_value())]
     if _is_left(module, kept) or not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         return
-    if isinstance(module, NORMS_OF_WEIGHTS):
-        return  # the parameters that it adds are used by its layer, whose `dtype` holds for them too
+    # The parameters that a norm of weights adds are used by its layer, whose `dtype` holds for them too.
+    is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+    if isinstance(module, WEIGHT_NORMS) or (_takes_dtype(module) and not is_complex):
+        return
     kind = type(module).__name__
-    why = f"{kind} has no attribute `dtype` by which to tell it"
-    if _takes_dtype(module):
-        if not any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
-            return
-        why = "it is complex"
     raise ValueError(
-        f"with_precision: nothing can be said of how `{name}` is computed with, since {why}; let it have one and "
-        f"convert by it, or pass keep={{{kind}: None}} if it takes care of that itself."
+        f"with_precision: `{name}` is complex, or its {kind} has no attribute `dtype` that sets how it computes; add "
+        f"one, or pass keep={{{kind}: None}} if the {kind} converts by itself."
     )

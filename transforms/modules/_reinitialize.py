@@ -14,10 +14,9 @@ from flax import nnx
 
 from .._core.arguments import describe
 from .._core.prng import check_key
-from .._models.split_model import dotted, is_members
-from ._kinds import check_rules, holder, rule_for
+from .._models.split_model import dotted
 from ._parameters import is_parameter
-from ._places import Path, check_module, named_leaves, places, with_leaves
+from ._places import Path, check_module, check_rules, holder, named_leaves, places, rule_for, with_leaves
 
 Initializer = Callable[..., Any]
 _WEIGHTS = ("kernel", "embedding")
@@ -66,71 +65,46 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
       >>> print(f"{model.layers[0].kernel[...].std():.2f}", model.layers[1].bias[0])  # (2 / 64) ** 0.5 = 0.18
       0.18 0.5
     """
-    if is_members(model):
-        raise TypeError(
-            "reinitialize: model must be one module, but got an ensemble; let what makes its members do it: "
-            "Ensemble.create(lambda rngs: reinitialize(make(rngs), rules, rngs()), ...)."
-        )
     check_module("reinitialize", model)
     wanted = _checked_rules(rules)
     check_key("reinitialize", key)
     named_leaves("reinitialize", model, is_parameter)  # raises if two have one name
     nodes = places(model)
     drawn: dict[str, jax.Array] = {}
-    layers: set[str] = set()
-    held: dict[type, dict[str, bool]] = {}  # by kind: the parameters of its layers, and whether one trains
+    met: set[tuple[type, str]] = set()
+    # For the error about rules that meet nothing: what there is.
+    names: dict[str, set[str]] = {}
     # Reversed, so that of the paths to a shared parameter the first one is kept.
     first = {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}
     for path, x in first.values():
         length, layer = holder(nodes, path)
-        layers.add(type(layer).__name__)
         kind, name, trains = rule_for(layer, wanted), dotted(path[length:]), isinstance(x, nnx.Param)
-        if kind is None:
-            continue
-        of_kind = held.setdefault(kind, {})
-        # For the error about rules that meet nothing: it lists what layers have, and which of it is frozen.
-        of_kind[name] = trains or of_kind.get(name, False)
-        if trains and name in wanted[kind]:
+        names.setdefault(type(layer).__name__, set()).add(f"`{name}`" if trains else f"`{name}` (frozen)")
+        if kind is not None and trains and name in wanted[kind]:
+            met.add((kind, name))
             at = [i for i in range(len(path)) if path[i] == "layer" and hasattr(type(nodes.get(path[:i])), _STACK)]
             value = x.get_raw_value()
             axes = _axes_of_layers(layer, name, value, len(at), dotted(path))
             drawn[dotted(path)] = _drawn(wanted[kind][name], value, axes, layer, path, name, key)
     for kind, rule in rules.items():
-        if not any(isinstance(x, kind) for x in nodes.values()):
-            raise ValueError(
-                f"reinitialize: the rule for {kind.__name__} meets no layer; parameters are in those of the kinds "
-                f"{', '.join(sorted(layers))}."
-            )
-        _check_met(kind, rule, held.get(kind, {}))
+        lacking = [f"`{name}`" for name in wanted[kind] if (kind, name) not in met]
+        # Of the two names that a bare initializer is for, a layer has one.
+        if lacking and (isinstance(rule, Mapping) or len(lacking) == len(_WEIGHTS)):
+            has = ", ".join(f"{layer} with {', '.join(sorted(held))}" for layer, held in sorted(names.items()))
+            lacks = f"the rule for {kind.__name__} meets no {' or '.join(lacking)}"
+            raise ValueError(f"reinitialize: {lacks}; give rules for what the module has: {has}.")
     return with_leaves(model, drawn)
 
 
-def _checked_rules(rules: Any) -> dict[type, dict[str, Initializer]]:
+def _checked_rules(rules: Any) -> dict[type, Mapping[str, Initializer]]:
     """Return for each kind its initializers by name; a bare one is for both names that weights have."""
     check_rules("reinitialize", "rules", rules, "initializers")
-    found = {
-        kind: dict(rule) if isinstance(rule, Mapping) else dict.fromkeys(_WEIGHTS, rule) for kind, rule in rules.items()
-    }
-    for kind, named in found.items():
-        for name, initializer in named.items():
-            if not isinstance(name, str) or not callable(initializer):
-                raise TypeError(
-                    f"reinitialize: the rule for {kind.__name__} must be an initializer, or a dict from names of "
-                    f"parameters to initializers, but got {describe(rules[kind])}."
-                )
+    wanted, found = "an initializer, or a dict from names of parameters to initializers", {}
+    for kind, rule in rules.items():
+        found[kind] = rule if isinstance(rule, Mapping) else dict.fromkeys(_WEIGHTS, rule)
+        if not all(isinstance(name, str) and callable(initializer) for name, initializer in found[kind].items()):
+            raise TypeError(f"reinitialize: the rule for {kind.__name__} must be {wanted}, but got {describe(rule)}.")
     return found
-
-
-def _check_met(kind: type, rule: Any, held: Mapping[str, bool]) -> None:
-    """Raise if no layer has a parameter that a rule names; for a bare rule, if none has a kernel or an embedding."""
-    lacking = [name for name in (rule if isinstance(rule, Mapping) else _WEIGHTS) if not held.get(name)]
-    if not lacking or (not isinstance(rule, Mapping) and len(lacking) < len(_WEIGHTS)):
-        return
-    has = ", ".join(f"`{name}`" + (" (frozen)" if not trains else "") for name, trains in held.items())
-    raise ValueError(
-        f"reinitialize: the rule for {kind.__name__} meets no {' or '.join(f'`{name}`' for name in lacking)}; "
-        + (f"its layers hold {has}." if has else "give rules for the kinds of layers that it is made of.")
-    )
 
 
 def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -> int:
@@ -142,10 +116,8 @@ def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -
         return stacks
     axes = len(value.shape) - len(expected)
     if value.shape[axes:] != expected:
-        raise ValueError(
-            f"reinitialize: `{path}` has shape {value.shape}, but that of one {type(layer).__name__} is {expected}; "
-            "let the axes that count layers stand in front."
-        )
+        one = f"but one {type(layer).__name__} has {expected}"
+        raise ValueError(f"reinitialize: `{path}` has shape {value.shape}, {one}; put the axes of layers in front.")
     return axes
 
 
@@ -177,23 +149,15 @@ def _drawn(
 
 def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return what an initializer draws; raise if it is not one, or if the shape or dtype is wrong."""
+    who = f"reinitialize: the initializer of `{name}`"
+    cure = "give an initializer, such as nnx.initializers.he_normal() (with the parentheses)"
     try:
         found = initializer(key, shape, dtype)
     except TypeError as error:
-        raise TypeError(
-            f"reinitialize: the initializer of `{name}` cannot be called with a key, a shape and a dtype ({error}); "
-            "call what makes one first, such as nnx.initializers.he_normal()."
-        ) from error
-    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
-        raise TypeError(
-            f"reinitialize: the initializer of `{name}` must return an array, but returned {describe(found)}; call "
-            "what makes one first, such as nnx.initializers.he_normal()."
-        )
-    if found.shape != shape or found.dtype != dtype:
-        raise ValueError(
-            f"reinitialize: the initializer of `{name}` returned {describe(found)}, but it needs shape {shape} and "
-            f"dtype {dtype}; return what it is asked for."
-        )
+        raise TypeError(f"{who} cannot be called with a key, a shape and a dtype ({error}); {cure}.") from error
+    if getattr(found, "shape", None) != shape or getattr(found, "dtype", None) != dtype:
+        kind = ValueError if hasattr(found, "dtype") else TypeError
+        raise kind(f"{who} returned {describe(found)}, but must return shape {shape} and dtype {dtype}; {cure}.")
     return found
 
 

@@ -43,11 +43,7 @@ def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def reading(api: str, path: Path) -> Iterator[Any]:
     """Open a file as the library does; raise if it is damaged, or of a later version."""
     library = _library(api)
-    try:
-        raw = path.open("rb")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{api}: there is no file at {path}.") from None
-    with raw:
+    with path.open("rb") as raw:
         try:
             file = library.safe_open(path, "np")
         except Exception as error:  # the library raises its own kind and the system's for one fact

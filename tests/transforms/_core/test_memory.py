@@ -350,5 +350,8 @@ def test_refusals_name_what_was_called(rows: str) -> None:
 
 
 def test_a_budget_and_an_axis_name_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=r"^vmap: memory_budget and axis_name exclude each other"):
+    with pytest.raises(
+        ValueError,
+        match=r"^vmap: with memory_budget, a collective over axis_name would see one chunk only; leave one out",
+    ):
         vmap(jnp.sin, axis_name="i", memory_budget="1GB")

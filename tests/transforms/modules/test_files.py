@@ -132,7 +132,7 @@ class TestBackAndForth:
             ValueError, match="load_params: `bias` has dtype float64, which needs jax_enable_x64; enable it"
         ):
             load_params(path, model)
-        with pytest.raises(ValueError, match="`kernel` has dtype float64 instead of float32"):
+        with pytest.raises(ValueError, match="has .*`kernel`, an .* dtype float64, in place of .* float32"):
             load_params(path, linear())
 
     def test_it_works_under_jit(self, saved: Path) -> None:
@@ -196,7 +196,6 @@ class TestFromElsewhere:
             ({"rename": {"kernel": 3}}, "rename must give a name or None, but gave 3 of type int for `kernel`"),
             ({"rename": lambda name: ("a", name)}, "rename must give a name or None, but gave .* for `bias`"),
             ({"transform": {}}, "transform must be a function"),
-            ({"transform": lambda name, x: None}, "transform must return an array, but returned None for `bias`"),
             ({"strict": "no"}, "strict must be True or False, but got 'no'"),
         ],
     )
@@ -223,20 +222,18 @@ class TestMisfits:
 
         model = Other()
         match = (
-            r"load_params: .*model\.safetensors does not fit the Other: it lacks `scale`, `shift`; the module has no "
-            r"`bias`; `kernel` has shape \(4, 3\) instead of \(3, 4\); pass rename= for other names, or transform= for "
-            r"other shapes and dtypes, or strict=False to load what both have\."
+            r"load_params: .*model\.safetensors does not fit the Other: it lacks `scale`, `shift`, and has in addition "
+            r"`bias`, and has `kernel`, an array of shape \(4, 3\) and dtype float32, in place of shape \(3, 4\) and "
+            r"dtype float32; rename= is for other names, transform= for other shapes and dtypes, strict=False for"
         )
         with pytest.raises(ValueError, match=match):
             load_params(saved, model)
         match = (
-            r"the module has no `move` \(`kernel` of the file\); `shift` has dtype float32 instead of bfloat16; pass"
+            r"has in addition `kernel`, and has `shift`, an .* float32, in place of shape \(3,\) and dtype bfloat16;"
         )
         with pytest.raises(ValueError, match=match):
             load_params(saved, model, rename={"kernel": "move", "bias": "shift"})
-        match = (
-            r"Other: `kernel` has shape \(4, 3\) instead of \(3, 4\) and dtype float16 instead of float32; pass transf"
-        )
+        match = r"has `kernel`, an .* \(4, 3\) and dtype float16, in place of shape .* float32; .* transform= for"
         with pytest.raises(ValueError, match=match):
             load_params(saved, model, strict=False, transform=lambda name, x: x.astype(np.float16))
         assert (model.kernel[...] == 1).all()
@@ -244,31 +241,35 @@ class TestMisfits:
     def test_long_lists_are_cut(self, saved: Path) -> None:
         model = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(20)])
         with pytest.raises(
-            ValueError, match=r"lacks `0`, `1`, `2`, `3`, `4`, `5`, `6`, `7` and 12 more; the module has no"
+            ValueError, match=r"lacks `0`, `1`, `2`, `3`, `4`, `5`, `6`, `7` and 12 more, and has in addition"
         ):
             load_params(saved, model)
 
     def test_the_other_kind_of_a_container_is_no_number(self, saved: Path) -> None:
         model = nnx.Dict(kernel=nnx.Param(jnp.ones((4, 3))), bias=nnx.Param(jnp.ones((1, 3))))
-        with pytest.raises(ValueError, match=r"`bias` has shape \(3,\) instead of \(1, 3\); pass transform="):
+        with pytest.raises(ValueError, match=r"has `bias`, an array of shape \(3,\) .*, in place of shape \(1, 3\)"):
             load_params(saved, model)
 
     def test_loosely_what_both_have_is_loaded(self, saved: Path) -> None:
         model = nnx.Dict(kernel=nnx.Param(jnp.ones((4, 3))), scale=nnx.Param(jnp.ones(2)))
-        match = "load_params: of the arrays of the Dict left as they were: `scale`; not used of the file: `bias`"
+        match = "does not fit the Dict: it lacks `scale`, and has in addition `bias`; the rest is loaded"
         with pytest.warns(UserWarning, match=match) as warned:
             found = load_params(saved, model, strict=False)
         assert warned[0].filename == __file__
         np.testing.assert_array_equal(found.kernel[...], linear().kernel[...])
         assert (found.scale[...] == 1).all()
-        with pytest.warns(
-            UserWarning, match="of the arrays of the Linear all were found; not used of the file: `bias`"
-        ):
+        with pytest.warns(UserWarning, match="does not fit the Linear: it has in addition `bias`; the rest is loaded"):
             load_params(saved, linear(use_bias=False), strict=False)
         load_params(saved, linear(), strict=False)
 
+    def test_what_a_transform_returns_is_compared(self, saved: Path) -> None:
+        with pytest.raises(ValueError, match=r"has `bias`, None, in place of shape \(3,\) .*, `kernel`, None"):
+            load_params(saved, linear(), transform=lambda name, x: None)
+
     def test_loosely_nothing_at_all_is_an_error(self, saved: Path) -> None:
-        with pytest.raises(ValueError, match="does not fit the Dict: it lacks `w`; the module has no `bias`, `kernel`"):
+        with pytest.raises(
+            ValueError, match="does not fit the Dict: it lacks `w`, and has in addition `bias`, `kernel`"
+        ):
             load_params(saved, nnx.Dict(w=nnx.Param(jnp.ones(2))), strict=False)
 
 
@@ -278,10 +279,10 @@ class TestRefusals:
     def test_ensembles_have_files_of_their_own(self, path: Path) -> None:
         ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
         with pytest.raises(
-            TypeError, match=r"save_params: model must be one module, .*; plurax\.ensemble\.save writes"
+            TypeError, match=r"save_params: model must be one module, but got an ensemble; use .* save or load"
         ):
             save_params(path, ensemble)
-        with pytest.raises(TypeError, match=r"load_params: model must be one module, .*; plurax\.ensemble\.load reads"):
+        with pytest.raises(TypeError, match=r"load_params: model must be one module, .* save or load"):
             load_params(path, ensemble)
         save_params(path, ensemble[1])
 
@@ -293,11 +294,12 @@ class TestRefusals:
 
     def test_paths(self, tmp_path: Path) -> None:
         for call in (save_params, load_params):
-            with pytest.raises(TypeError, match=f"{call.__name__}: path must be that of a file, but got 3"):
+            with pytest.raises(TypeError, match=r"not '?int'?"):
                 call(3, linear())
-            with pytest.raises(IsADirectoryError, match=f"{call.__name__}: .* is a directory; give the path of a file"):
+            with pytest.raises(IsADirectoryError, match=f"Is a directory: .*{tmp_path}"):
                 call(tmp_path, linear())
-        with pytest.raises(FileNotFoundError, match="load_params: there is no file at .*nothing"):
+        assert not [*tmp_path.iterdir()]
+        with pytest.raises(FileNotFoundError, match="No such file or directory: .*nothing"):
             load_params(tmp_path / "nothing", linear())
 
     def test_a_tilde_is_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,10 +322,10 @@ class TestRefusals:
             (
                 np.ones(1, complex),
                 ValueError,
-                "`w` has dtype complex128, which files of safetensors lack; convert it to one",
+                "`w` has dtype complex128, but files of safetensors have bool, int8, .*; convert it",
             ),
-            (jnp.ones(2, jnp.int4), ValueError, "`w` has dtype int4, which files of safetensors lack"),
-            (jax.ShapeDtypeStruct((2,), jnp.float32), TypeError, "`w` is an array of shape .* without values"),
+            (jnp.ones(2, jnp.int4), ValueError, "`w` has dtype int4, but files of safetensors have"),
+            (jax.ShapeDtypeStruct((2,), jnp.float32), TypeError, "`w` is an array of shape .* without values here"),
         ],
     )
     def test_values(self, path: Path, value: Any, error: Any, match: str) -> None:
@@ -332,17 +334,21 @@ class TestRefusals:
         assert not path.exists()
 
     def test_values_under_jit(self, path: Path) -> None:
-        with pytest.raises(TypeError, match=r"save_params: `bias` is .* without values; call it outside of jax\.jit"):
+        with pytest.raises(TypeError, match=r"save_params: `bias` is .* without values here: .* traced"):
             nnx.jit(lambda model: save_params(path, model))(linear())
 
     def test_values_that_other_processes_hold(self, path: Path) -> None:
         class Spread:
             shape, dtype, is_fully_addressable = (2,), np.dtype(np.float32), False
 
+            def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+                raise RuntimeError("fetching spans other processes; use process_allgather")  # as JAX does
+
         with pytest.raises(
-            ValueError, match="save_params: `w` is spread over several processes; gather it first, with"
+            TypeError, match="save_params: `w` is an array .* without values here: .* process_allgather"
         ):
             save_params(path, nnx.Dict(w=nnx.Variable(Spread())))
+        assert not path.exists()
 
     def test_names(self, path: Path) -> None:
         model = nnx.Dict({"a.b": nnx.Param(jnp.ones(1)), "a": nnx.Dict(b=nnx.Param(jnp.ones(2)))})

@@ -168,7 +168,8 @@ def test_frozen_parameters_stay_what_they_are() -> None:
     assert (found.b.kernel[...] == 1).all()
     np.testing.assert_array_equal(found.a.kernel[...], model.a.kernel[...])
     with pytest.raises(
-        ValueError, match=r"meets no `kernel` or `embedding`; its layers hold `kernel` \(frozen\), `bias`"
+        ValueError,
+        match=r"meets no `kernel` or `embedding`; give rules for .*: Linear with `bias`, `kernel` \(frozen\)",
     ):
         reinitialize(freeze(model, nnx.PathContains("kernel")), {nnx.Linear: init.ones}, KEY)
 
@@ -242,7 +243,7 @@ class TestStacks:
         assert len(np.unique(drawn)) == drawn.size
         last = nnx.vmap(make, in_axes=0, out_axes=-1)(nnx.Rngs(0).split(5))
         with pytest.raises(
-            ValueError, match=rf"reinitialize: `{weights}` has shape .* 5\), but that of one {kind.__name__}"
+            ValueError, match=rf"reinitialize: `{weights}` has shape .* 5\), but one {kind.__name__} has"
         ):
             reinitialize(last, {kind: {weights: init.normal()}}, KEY)
 
@@ -294,23 +295,26 @@ class TestRefusals:
         [
             (
                 {nnx.Conv: init.ones},
-                "the rule for Conv meets no layer; parameters are in .* kinds LayerNorm, Linear, LinearGeneral",
+                "the rule for Conv meets no `kernel` or `embedding`; .*: LayerNorm with .*, Linear with .*, LinearG",
             ),
             (
                 {nnx.Linear: {"kernl": init.ones}},
-                "the rule for Linear meets no `kernl`; its layers hold `kernel`, `bias`",
+                "the rule for Linear meets no `kernl`; give rules for .* Linear with `bias`, `kernel`, LinearGeneral",
             ),
-            ({nnx.Linear: {"kernel": init.ones, "a": init.ones}}, "the rule for Linear meets no `a`; its layers hold"),
-            ({nnx.LayerNorm: init.ones}, "the rule for LayerNorm meets no `kernel` or `embedding`; its layers hold"),
+            ({nnx.Linear: {"kernel": init.ones, "a": init.ones}}, "the rule for Linear meets no `a`; give rules"),
+            (
+                {nnx.LayerNorm: init.ones},
+                "the rule for LayerNorm meets no `kernel` or `embedding`; .*: LayerNorm with `bias`, `scale`",
+            ),
             (
                 {nnx.MultiHeadAttention: init.ones},
-                "for MultiHeadAttention meets no .*; give rules for the kinds of layers",
+                "for MultiHeadAttention meets no .*; give rules for what the module has: .*LinearGeneral",
             ),
             (
                 wrong(dtype=jnp.float16),
-                r"of `linear\.bias` returned .* float16, but it needs shape \(3,\) and dtype float32",
+                r"of `linear\.bias` returned .* float16, but must return shape \(3,\) and dtype float32",
             ),
-            (wrong(shape=(1, 3)), r"returned an array of shape \(1, 3\) .*; return what it is asked for"),
+            (wrong(shape=(1, 3)), r"returned an array of shape \(1, 3\) .*, but must return shape \(3,\)"),
         ],
     )
     def test_rules_that_do_not_fit(self, rules: Any, match: str) -> None:
@@ -327,10 +331,10 @@ class TestRefusals:
             ({nnx.Linear: {0: init.ones}}, "the rule for Linear must be an initializer, or a dict from names"),
             (
                 {nnx.Linear: init.he_normal},
-                r"must return an array, but returned <function .*; call what makes one first",
+                r"returned <function .*, but must return shape .*; give an initializer, such as",
             ),
             ({nnx.Linear: init.zeros_init}, r"of `linear\.kernel` cannot be called with a key, a shape and a dtype"),
-            ({nnx.Linear: lambda *_: 3.0}, "must return an array, but returned 3.0"),
+            ({nnx.Linear: lambda *_: 3.0}, "returned 3.0 of type float, but must return"),
         ],
     )
     def test_rules_of_a_wrong_type(self, rules: Any, match: str) -> None:
@@ -349,7 +353,7 @@ class TestRefusals:
             reinitialize(jnp.ones(2), {nnx.Linear: init.ones}, KEY)
         ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
         with pytest.raises(
-            TypeError, match="reinitialize: model must be one module, but got an ensemble; let what makes"
+            TypeError, match="reinitialize: model must be one module, but got an ensemble; use Ensemble.create"
         ):
             reinitialize(ensemble, {nnx.Linear: init.ones}, KEY)
 
