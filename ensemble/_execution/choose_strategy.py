@@ -159,6 +159,6 @@ class StrategyChoice:
             def of_chunk(chunk: int) -> Execution:
                 return Execution("vmap", None if chunk == members else chunk)
 
-            need = lambda chunk: self._need(inputs, donate, of_chunk(chunk))
-            self._chosen[kind] = of_chunk(largest_chunk("Trainer", need, members, self.budget))
+            found = largest_chunk("Trainer", lambda n: self._need(inputs, donate, of_chunk(n)), members, self.budget)
+            self._chosen[kind] = of_chunk(found)
         return self._chosen[kind]

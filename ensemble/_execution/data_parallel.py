@@ -85,7 +85,10 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
     state, arguments, axes = inputs
     first = jax.jit(lambda args, axes: take_member(args, axes.value, 0), static_argnums=1)
     with layout.context():
-        of_first = first((stacked(state)._arrays(),), HashablePytree.of((0,))), first(arguments, HashablePytree.of(axes))
+        of_first = (
+            first((stacked(state)._arrays(),), HashablePytree.of((0,))),
+            first(arguments, HashablePytree.of(axes)),
+        )
         (arrays,), batch = jax.tree.map(layout.place_shared, everywhere(of_first))
     leaves, treedef = jax.tree.flatten(batch)
 

@@ -19,7 +19,7 @@ from ...transforms._core.compat import Tracer
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import Structure
 from ...transforms._models.stacking import stack
-from .._members.sharding import DATA, Layout
+from .._members.sharding import Layout
 from .._members.strategy import Execution, over_members, take_member
 from .._step.member_step import MemberStep
 from .._step.state import Arrays
@@ -117,9 +117,7 @@ class Executor:
         if execution.strategy == "loop":
             state, static = inputs.state, HashablePytree.of(inputs.axes)
             member, arguments = state._member(), _on_device(inputs.arguments)
-            return self._member_program.lower(
-                state._structure, execution, static, member, np.uint32(0), arguments
-            )
+            return self._member_program.lower(state._structure, execution, static, member, np.uint32(0), arguments)
         with self._context(execution):
             return self._programs[donate].lower(*jax.tree.map(_shape_if_traced, self._arguments(execution, inputs)))
 
@@ -186,8 +184,10 @@ class Executor:
             return over_members(of_member, execution, (0, *axes.value), size, in_place=in_place)
 
         # `shard_map` goes around the strategy, so that the compiler sees one device's program for its own members.
-        over_all = mapped(size) if layout is None else layout.over_devices(mapped, axes.value, size)
-        arrays, metrics = over_all(arrays, *batch)
+        if layout is None:
+            arrays, metrics = mapped(size)(arrays, *batch)
+        else:
+            arrays, metrics = layout.over_devices(mapped, axes.value, size, arrays, batch)
         return arrays, step + 1, metrics
 
     def _step_of_member(

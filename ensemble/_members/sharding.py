@@ -41,15 +41,11 @@ class Layout:
     def of(cls, api: str, mesh: Any) -> Layout:
         """Return the layout on a mesh of the user; raise if its axes are not those of an ensemble."""
         if not isinstance(mesh, Mesh):
-            raise TypeError(
-                f'{api}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",)), but got '
-                f"{describe(mesh)}."
-            )
+            expected = 'a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",))'
+            raise TypeError(f"{api}: mesh must be {expected}, but got {describe(mesh)}.")
         if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA}:
-            raise ValueError(
-                f'{api}: mesh must have an axis "ensemble" and may have an axis "data", but its axes are '
-                f"{', '.join(map(repr, mesh.axis_names))}; rename them."
-            )
+            expected, names = 'an axis "ensemble" and may have an axis "data"', ", ".join(map(repr, mesh.axis_names))
+            raise ValueError(f"{api}: mesh must have {expected}, but its axes are {names}; rename them.")
         # With automatic axes: under explicit ones JAX would check the sharding of each operation of the user's model.
         return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)))
 
@@ -133,76 +129,47 @@ class Layout:
             specs.append(P(*names))
         return specs
 
-    def part(self, x: Any, spec: P) -> tuple[int, ...]:
-        """Return the shape of one device's part of one member's array `x` of the batch."""
-        # Without the members' axis, which an array of one member does not have any more.
-        names = [name for name in spec if name != ENSEMBLE]
-        return tuple(n // self.shards if name == DATA else n for n, name in zip(x.shape, names, strict=True))
-
     def check_batch(self, api: str, batch: Any, axes: Sequence[Axes]) -> None:
         """Raise if the batch does not split into equal parts."""
-        if self.shards == 1:
-            return
-        lengths = {}
-        for (path, x), spec in zip(jax.tree.leaves_with_path(batch), self.batch_specs(batch, axes), strict=True):
-            if DATA in spec:
-                lengths[dotted(path)] = jnp.shape(x)[tuple(spec).index(DATA)]
+        leaves = zip(jax.tree.leaves_with_path(batch), self.batch_specs(batch, axes), strict=True)
+        lengths = {dotted(path): x.shape[tuple(spec).index(DATA)] for (path, x), spec in leaves if DATA in spec}
         for where, length in lengths.items():
             if length % self.shards:
+                devices = f'the {self.shards} devices of the mesh axis "data"'
                 raise ValueError(
-                    f"{api}: the batch (`{where}`) has {length} examples, which do not split over the {self.shards} "
-                    'devices of the mesh axis "data"; change the size of the batch.'
+                    f"{api}: the batch (`{where}`) has {length} examples, which do not split over {devices}; change it."
                 )
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 f'{api}: the mesh axis "data" splits every array of the batch along its first axis, but they have '
-                f"different lengths there: {lengths}; let the loss close over what is not one per example."
+                f"different lengths: {lengths}; let the loss close over what is not one per example."
             )
 
     def over_devices(
-        self, mapped: Callable[[int], Callable[..., Any]], axes: Sequence[Axes], size: int
-    ) -> Callable[..., Any]:
-        """Return a function of all members, of which each device evaluates its own.
+        self, mapped: Callable[[int], Callable[..., Any]], axes: Sequence[Axes], size: int, arrays: Any, batch: Any
+    ) -> Any:
+        """Return the outputs of all members, of which each device evaluates its own; padded as the arrays are.
 
         Args:
           mapped: takes the number of members on a device, and returns the function of their arrays and their batch.
           axes: those of the batch, as for `jax.vmap`.
           size: the number of members, without padding.
-
-        Returns:
-          A function of padded arrays and the batch, with outputs that are padded likewise.
+          arrays: those of the members along axis 0, with padding.
+          batch: as the user gives it.
         """
-        more = self.padded(size) - size
-
-        def over_all(arrays: Any, *batch: Any) -> Any:
-            """Pad the batch, split it and the arrays over the devices, and evaluate."""
-            leaves, treedef = jax.tree.flatten(batch)
-            member_axes = broadcast_axes(tuple(axes), batch)
-            # The caller pads what has the members along axis 0; in the batch they may be along any axis.
-            padded = [x if axis is None else pad(x, axis, more) for x, axis in zip(leaves, member_axes, strict=True)]
-            batch = jax.tree.unflatten(treedef, padded)
-            specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
-            return self._on_each(mapped(self.padded(size) // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
-
-        return over_all
+        rows = self.padded(size)
+        leaves, treedef = jax.tree.flatten(batch)
+        member_axes = broadcast_axes(tuple(axes), batch)
+        padded = [x if axis is None else pad(x, axis, rows - size) for x, axis in zip(leaves, member_axes, strict=True)]
+        batch = jax.tree.unflatten(treedef, padded)
+        specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
+        return self.on_each(mapped(rows // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
 
     def constrain(self, tree: Any) -> Any:
         """Return what `place` does, within a program."""
         return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.of_members(len(x))), tree)
 
-    def over_members(self, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `fun` of stacked members, of which each device evaluates its own."""
-        return self._on_each(fun, P(ENSEMBLE))
-
-    def over_arrays(self, fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
-        """Return `fun` of stacked members and a list of arrays, with each device evaluating its own members.
-
-        An entry of `axes` is the axis of an array that has a slice for each member, or None if they share it.
-        """
-        specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in axes]
-        return self._on_each(fun, P(ENSEMBLE), specs)
-
-    def _on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+    def on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
         """Return `fun` on each device, of the parts of its arguments that `specs` give."""
         # Without the check of which values vary over devices (`check_vma`): it refuses a loop whose carry begins as
         # zeros that all devices share and ends as values that differ, such as those of a user's model.

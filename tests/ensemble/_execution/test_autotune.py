@@ -38,7 +38,9 @@ def made_up(seconds: Callable[[Execution], float], bytes_: Callable[[Execution],
 
 
 def search(trial: Any, **options: Any) -> Any:
-    return tune(*trial, **{"size": 8, "convolutions": False, "seconds": 5.0, "budget": None, "where": "here", **options})
+    return tune(
+        *trial, **{"size": 8, "convolutions": False, "seconds": 5.0, "budget": None, "where": "here", **options}
+    )
 
 
 class Test_the_search:

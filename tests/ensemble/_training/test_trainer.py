@@ -631,7 +631,7 @@ class Test_refusals:
     def test_a_loss_that_changes_the_shape_or_dtype_of_a_variable(self, stateful, create, make_batches):
         for change, match in (
             (lambda mean: jnp.stack([mean, mean]), r"`norm.mean` .* shape \(6,\) .* to an array of shape \(2, 6\)"),
-            (lambda mean: mean.astype(jnp.bfloat16), "`norm.mean` .* float32, to .* bfloat16; keep its shape"),
+            (lambda mean: mean.astype(jnp.bfloat16), "`norm.mean` .* float32, to .* bfloat16; keep shape"),
         ):
 
             def loss(model, x, y, change=change):
