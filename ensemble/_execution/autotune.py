@@ -36,7 +36,6 @@ _BLOCK = 0.05
 # round.
 _FIRST, _SHARES, _ROUNDS = 4, 16, 15
 
-_NO_TIME = "no time was left"
 # Part of the fingerprint, so that results in files of another form are not found.
 _FORMAT = 3
 # For the other trainers of this process; `tune_cache` is for other processes.
@@ -150,6 +149,8 @@ def tune(
     search.repeat()
     if not search.times and isinstance(search.error, jax.errors.JaxRuntimeError):
         return None
+    for execution in search.times:
+        search.found[execution] = replace(search.found[execution], ms=search.time(execution) * 1e3)
     return Tuning(search.best(), tuple(search.found.values()), where, search.spent)
 
 
@@ -170,9 +171,9 @@ class _Search:
     def measure(self, execution: Execution) -> float:
         """Compile an execution and take some steps; return the seconds of one, infinite where it is no candidate."""
         if execution in self.found:
-            return _typical(self.times.get(execution, [inf]))
+            return self.time(execution)
         if self.spent > self.seconds and self.times:
-            return self.skip(execution, _NO_TIME)
+            return self.skip(execution, "no time was left")
         self.tell(str(execution))
         start = time.perf_counter()
         try:
@@ -189,9 +190,12 @@ class _Search:
         except Exception as error:  # such as an operation that cannot be batched, or too little memory
             self.error = self.error or error
             return self.skip(execution, f"fails: {type(error).__name__}")
-        self.times[execution] = times[1:] or times
-        self.found[execution] = replace(one, ms=_typical(self.times[execution]) * 1e3)
-        return _typical(self.times[execution])
+        self.found[execution], self.times[execution] = one, times[1:] or times
+        return self.time(execution)
+
+    def time(self, execution: Execution) -> float:
+        """Return the seconds of a step, infinite where it was not measured."""
+        return _typical(self.times.get(execution, [inf]))
 
     def skip(self, execution: Execution, why: str) -> float:
         """Note why an execution is not measured; return its time, which is infinite."""
@@ -210,7 +214,6 @@ class _Search:
                     return
                 if min(times) <= limit:
                     times.append(self._block(execution, min(times)))
-                    self.found[execution] = replace(self.found[execution], ms=_typical(times) * 1e3)
 
     def best(self) -> Execution:
         """Return the quickest; raise the first error if none was measured, or if none fits into the budget."""
@@ -224,10 +227,10 @@ class _Search:
                 f"Trainer: no execution fits into memory_budget={in_words(self.budget)}: the least found is "
                 f"{in_words(least.temporaries or 0)}, for {least.execution}; raise it, or make the batch smaller."
             )
-        limit = _EQUAL * min(map(_typical, self.times.values()))
+        limit = _EQUAL * min(map(self.time, self.times))
         # Of those that are as quick, the one that needs the least memory: it suffers least from what else the machine
         # does.
-        equal = [execution for execution, times in self.times.items() if _typical(times) <= limit]
+        equal = [execution for execution in self.times if self.time(execution) <= limit]
         return min(equal, key=lambda execution: self.found[execution].temporaries or 0)
 
     def _block(self, execution: Execution, once: float) -> float:

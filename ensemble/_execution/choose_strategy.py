@@ -13,7 +13,6 @@ from jax.extend.core import Jaxpr
 
 from ...transforms._convolutions.as_products import has_convolution
 from ...transforms._core.memory import largest_chunk
-from .._members.sharding import Layout
 from .._members.strategy import Execution, in_turn
 from .autotune import Tuning, fingerprint, recall, remember, tune
 from .executor import Executor, StepInputs
@@ -112,11 +111,8 @@ class StrategyChoice:
         layout, size = self.executor.layout, inputs.size
         on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
         devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-        # Members that an earlier step has left on other devices would have to be moved, which takes time too.
-        spread = Layout.around(inputs.state)
-        where = on_mesh, None if spread is None else spread.devices
         # With the seconds: a search that was short of time is not the answer for one that has more.
-        key = fingerprint(jaxpr, size, inputs.axes, self.budget, self.seconds, where, devices, donate)
+        key = fingerprint(jaxpr, size, inputs.axes, self.budget, self.seconds, on_mesh, devices, donate)
         tuning = recall(key, self.cache)
         if tuning is None:
             tuning = tune(

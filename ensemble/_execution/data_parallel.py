@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...transforms._core.arguments import describe
-from ...transforms._core.jaxpr import CALLS, called, with_inner
+from ...transforms._core.jaxpr import CALLS, called, interpret, with_inner
 from ...transforms._core.prng import is_key
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import dotted
@@ -43,7 +43,7 @@ def check_split(step: MemberStep, layout: Layout, inputs: StepInputs) -> bool:
     """
     state, arguments, axes = inputs
     layout.check_batch("Trainer.step", arguments, axes)
-    split = [DATA in spec for spec in layout.batch_specs(arguments, axes)]
+    split = [DATA in spec for spec in jax.tree.leaves(layout.batch_specs(arguments, axes))]
     arrays, *batch = inputs.of_member()
 
     def left_and_reported(arrays: Any, batch: Any) -> Any:
@@ -53,18 +53,15 @@ def check_split(step: MemberStep, layout: Layout, inputs: StepInputs) -> bool:
     trace = jax.make_jaxpr(left_and_reported, axis_env=[(DATA, layout.shards)], return_shape=True)
     closed, out = trace(arrays, batch)
     may_differ = differs(closed.jaxpr, [False] * len(jax.tree.leaves(arrays)) + split)
+    of_part = f"on each part of a batch that the mesh splits over {DATA!r}, the loss"
     for (path, x), differ in zip(jax.tree.leaves_with_path(out), may_differ, strict=True):
         name = dotted(path[1:])
         if differ and path[0].idx == 0:  # of what is left in the model; the metrics come second
-            raise ValueError(
-                f"Trainer.step: on each part of a batch that the mesh splits over {DATA!r}, the loss leaves another "
-                f'`{name}` in the model; let the parts agree, as nnx.BatchNorm does with axis_name="{DATA}".'
-            )
+            remedy = f'let the parts agree, as nnx.BatchNorm does with axis_name="{DATA}"'
+            raise ValueError(f"Trainer.step: {of_part} leaves another `{name}` in the model; {remedy}.")
         if differ and (x.shape or not jnp.issubdtype(x.dtype, jnp.inexact)):
-            raise ValueError(
-                f"Trainer.step: the loss reports `{name}`, {describe(x)}, of a part of the batch that the mesh splits "
-                f"over {DATA!r}; only scalars of floating point are averaged over the parts: report a mean."
-            )
+            remedy = "only scalars of floating point are averaged, so report a mean"
+            raise ValueError(f"Trainer.step: {of_part} reports `{name}`, {describe(x)}; {remedy}.")
     if inputs.is_traced:
         return False
     # The parts draw other random numbers than the whole, so that their mean would tell nothing.
@@ -134,27 +131,21 @@ def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
       jaxpr: the program.
       inputs: for each input, whether it does.
     """
-    found = {x for x, does in zip(jaxpr.invars, inputs, strict=True) if does}
-    for eqn in jaxpr.eqns:
-        does = [not isinstance(x, Literal) and x in found for x in eqn.invars]
+
+    def visit(eqn: JaxprEqn, does: list[bool]) -> list[bool]:
         if eqn.primitive.name in _AGREED and DATA in _names(eqn) and eqn.params.get("axis_index_groups") is None:
-            continue
+            return [False] * len(eqn.outvars)
         if eqn.primitive.name in CALLS:
-            results = differs(called(eqn)[0], does)
-        else:
-            # For a loop or a branch, any result may come from any operand: safe, though it may raise for too much.
-            results = [any(does) or _reads_device_number(eqn)] * len(eqn.outvars)
-        found |= {x for x, result in zip(eqn.outvars, results, strict=True) if result}
-    return [not isinstance(x, Literal) and x in found for x in jaxpr.outvars]
+            return differs(called(eqn)[0], does)
+        # For a loop or a branch, any result may come from any operand: safe, though it may raise for too much.
+        asks = (x.primitive.name == "axis_index" and DATA in _names(x) for x in with_inner([eqn]))
+        return [any(does) or any(asks)] * len(eqn.outvars)
+
+    return interpret(jaxpr, jaxpr.constvars, inputs, visit, lambda _: False)
 
 
 def _names(eqn: JaxprEqn) -> list[Any]:
     return jax.tree.leaves((eqn.params.get("axes", ()), eqn.params.get("axis_name", ())))
-
-
-def _reads_device_number(eqn: JaxprEqn) -> bool:
-    """Return whether an operation, or one inside of it, asks for the number of the device."""
-    return any(x.primitive.name == "axis_index" and DATA in _names(x) for x in with_inner([eqn]))
 
 
 def _shortly(x: np.ndarray) -> str:

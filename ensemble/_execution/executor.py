@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
+from jax.sharding import PartitionSpec as P
 
 from ...transforms._convolutions.as_products import convolutions_as_products
 from ...transforms._core.axes import Axes
 from ...transforms._core.compat import Tracer
 from ...transforms._models.hashable import HashablePytree
-from ...transforms._models.split_model import Structure
 from ...transforms._models.stacking import stack
-from .._members.sharding import Layout
+from .._members.sharding import ENSEMBLE, Layout, within
 from .._members.strategy import Execution, over_members, take_member
 from .._step.member_step import MemberStep
 from .._step.state import Arrays
@@ -77,30 +76,30 @@ class Executor:
         self.layout = layout
         # One program for a step that leaves its state usable, one for a step that takes over its memory.
         self._programs = [
-            jax.jit(partial(self._step_of_all, in_place), static_argnums=(0, 1, 2, 3), donate_argnums=(4,) * in_place)
+            jax.jit(partial(self._step_of_all, in_place), static_argnums=0, donate_argnums=(1,) * in_place)
             for in_place in (False, True)
         ]
         # It always takes over the memory of the member: unstacked arrays are copies, or what the last step has made,
         # and nobody else has either.
-        self._member_program = jax.jit(self._step_of_member, static_argnums=(0, 1, 2), donate_argnums=3)
+        self._member_program = jax.jit(self._step_of_member, static_argnums=0, donate_argnums=1)
 
     def execute(self, execution: Execution, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array]]:
         """Take a step that is executed in a given way; return the new state and the metrics.
 
         Where it takes over the memory of the state, the new one has the form in which the next step takes it.
         """
-        structure, size, static = inputs.state._structure, inputs.size, HashablePytree.of(inputs.axes)
+        structure, size = inputs.state._structure, inputs.size
         after: State
         if execution.strategy != "loop":
-            with self._context(execution):
+            with within(self._layout_of(execution)):
                 arrays, step, metrics = self._programs[donate](*self._arguments(execution, inputs))
             after, metrics = Padded(structure, size, arrays, step), without_padding(metrics, size)
         else:
             before, arguments = unstacked(inputs.state), _on_device(inputs.arguments)
+            static = self._static(execution, inputs)
             # An array as the index, so that one program serves all members.
             results = [
-                self._member_program(structure, execution, static, member, np.uint32(i), arguments)
-                for i, member in enumerate(before.members)
+                self._member_program(static, member, np.uint32(i), arguments) for i, member in enumerate(before.members)
             ]
             members, of_members = zip(*results, strict=True)
             step, metrics = _next_step_and_stacked(before.step, of_members)
@@ -115,10 +114,9 @@ class Executor:
     def lower(self, inputs: StepInputs, donate: bool, execution: Execution) -> Any:
         """Return the lowered program of a step; of one member, for a loop."""
         if execution.strategy == "loop":
-            state, static = inputs.state, HashablePytree.of(inputs.axes)
-            member, arguments = state._member(), _on_device(inputs.arguments)
-            return self._member_program.lower(state._structure, execution, static, member, np.uint32(0), arguments)
-        with self._context(execution):
+            static, member = self._static(execution, inputs), inputs.state._member()
+            return self._member_program.lower(static, member, np.uint32(0), _on_device(inputs.arguments))
+        with within(self._layout_of(execution)):
             return self._programs[donate].lower(*jax.tree.map(_shape_if_traced, self._arguments(execution, inputs)))
 
     def seconds(self, inputs: StepInputs, donate: bool, execution: Execution, steps: int) -> float:
@@ -136,21 +134,18 @@ class Executor:
         jax.block_until_ready((after, metrics))
         return (time.perf_counter() - start) / max(1, steps - 1)
 
+    def _static(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
+        return inputs.state._structure, execution, inputs.size, HashablePytree.of(inputs.axes)
+
     def _arguments(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
         """Return the arguments of a program of all members, with its arrays on the devices from which it takes them."""
         state, arguments, axes = inputs
-        layout = self._layout_of(execution)
+        static, layout = self._static(execution, inputs), self._layout_of(execution)
         if layout is None:
             state = stacked(state)
-            placed = state._arrays(), state.step, arguments
-        else:
-            state = padded(state, layout)
-            placed = state.arrays, state.step, layout.place_batch(arguments, axes)
-        return state._structure, execution, inputs.size, HashablePytree.of(axes), *placed
-
-    def _context(self, execution: Execution) -> Any:
-        layout = self._layout_of(execution)
-        return nullcontext() if layout is None else layout.context()
+            return static, state._arrays(), state.step, arguments
+        state = padded(state, layout)
+        return static, state.arrays, state.step, layout.place_batch(arguments, axes, inputs.size)
 
     def _layout_of(self, execution: Execution) -> Layout | None:
         if self.layout is None and execution.devices > 1:
@@ -166,34 +161,28 @@ class Executor:
         return jax.make_jaxpr(step, axis_env=axis_env)(*inputs.of_member()).jaxpr
 
     def _step_of_all(
-        self,
-        in_place: bool,
-        structure: Structure,
-        execution: Execution,
-        size: int,
-        axes: HashablePytree,
-        arrays: Arrays,
-        step: jax.Array,
-        batch: Any,
+        self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, step: jax.Array, batch: Any
     ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
         """Return the new arrays of all members, the number of the next step, and the metrics; to be compiled."""
+        structure, execution, size, axes = static
         layout = self._layout_of(execution)
         of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
 
         def mapped(size: int) -> Callable[..., Any]:
             return over_members(of_member, execution, (0, *axes.value), size, in_place=in_place)
 
-        # `shard_map` goes around the strategy, so that the compiler sees one device's program for its own members.
         if layout is None:
             arrays, metrics = mapped(size)(arrays, *batch)
         else:
-            arrays, metrics = layout.over_devices(mapped, axes.value, size, arrays, batch)
+            # `shard_map` goes around the strategy, so that the compiler sees one device's program for its own members.
+            of_device = mapped(layout.padded(size) // layout.devices)
+            specs = layout.batch_specs(batch, axes.value)
+            arrays, metrics = layout.on_each(of_device, P(ENSEMBLE), *specs)(arrays, *batch)
         return arrays, step + 1, metrics
 
-    def _step_of_member(
-        self, structure: Structure, execution: Execution, axes: HashablePytree, arrays: Arrays, i: jax.Array, batch: Any
-    ) -> Any:
+    def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, batch: Any) -> Any:
         """Return the new arrays of a member, and its metrics; to be compiled once for all members."""
+        structure, execution, _, axes = static
         step: Callable[..., Any] = partial(self._step, structure)
         step = convolutions_as_products(step) if execution.products else step
         return step(arrays, *take_member(batch, axes.value, i))

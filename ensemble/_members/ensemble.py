@@ -18,8 +18,8 @@ from ...transforms._models.split_model import Structure, is_model, is_module, sp
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
-from .prediction import Prediction, check_kind, predict
-from .sharding import Layout
+from .prediction import Prediction, classify, regress
+from .sharding import Layout, within
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,10 +204,8 @@ class Ensemble:
         self._check_intact()
         arrays, static = HashablePytree.separate((args, kwargs))
         layout = Layout.around(self)
-        if layout is None:
-            return call_members(self, arrays, static, HashablePytree.of(in_axes), None)
-        with layout.context():
-            arrays = list(map(layout.place_shared, arrays))
+        with within(layout):
+            arrays = arrays if layout is None else list(map(layout.place_shared, arrays))
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
@@ -234,8 +232,10 @@ class Ensemble:
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
-        check_kind(kind)
-        return predict(self._evaluating()(x, in_axes=in_axes, **kwargs), kind)
+        if kind not in ("classification", "regression"):
+            raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
+        outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
+        return classify(outputs) if kind == "classification" else regress(outputs)
 
     def view(self, **attributes: Any) -> Ensemble:
         """Return an ensemble with static attributes of the members changed, as `nnx.view`.

@@ -47,18 +47,7 @@ class Prediction(NamedTuple):
     members: jax.Array
 
 
-def check_kind(kind: str) -> None:
-    """Raise if the kind is unknown, before the members are evaluated."""
-    if kind not in ("classification", "regression"):
-        raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
-
-
-def predict(outputs: Any, kind: str) -> Prediction:
-    """Return the prediction of an ensemble from its members' outputs, with the members along axis 0."""
-    return _classify(outputs) if kind == "classification" else _regress(outputs)
-
-
-def _classify(logits: Any) -> Prediction:
+def classify(logits: Any) -> Prediction:
     """Return the prediction for logits (members, batch, classes); raise if they are not."""
     expected = "Ensemble.predict: for classification each member must return logits of"
     if not isinstance(logits, jax.Array) or logits.ndim != 3:
@@ -82,7 +71,7 @@ def _of_logits(logits: jax.Array) -> Prediction:
     return Prediction(mean, members.var(axis=0), total, information_of(members, total), members)
 
 
-def _regress(outputs: Any) -> Prediction:
+def regress(outputs: Any) -> Prediction:
     """Return the prediction for values, or for means and variances; raise if they are neither."""
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not all(isinstance(x, jax.Array) for x in (outputs if is_pair else [outputs])):

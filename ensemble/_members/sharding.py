@@ -7,6 +7,7 @@ members for convolutions. An axis `data` splits the batch; there the gradients a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -82,7 +83,7 @@ class Layout:
         """Return the sharding of an array that all members share."""
         return NamedSharding(self.mesh, P())
 
-    def context(self) -> Any:
+    def context(self) -> AbstractContextManager[Any]:
         """Return a context in which this mesh replaces one that the user has set."""
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
@@ -103,35 +104,34 @@ class Layout:
         """Return an array of which every device has a copy."""
         return move(x, self.shared)
 
-    def place_batch(self, batch: Any, axes: Sequence[Axes]) -> Any:
-        """Return the batch with each array on the devices that need it."""
-        leaves, treedef = jax.tree.flatten(batch)
+    def place_batch(self, batch: Any, axes: Sequence[Axes], size: int) -> Any:
+        """Return the batch of `size` members with each array on the devices that need it, padded where these do not."""
 
         def place(x: Any, spec: P) -> jax.Array:
-            # An array with a slice for each member that does not divide is padded by `over_devices`, and split then.
-            divides = ENSEMBLE not in spec or x.shape[tuple(spec).index(ENSEMBLE)] % self.devices == 0
-            return move(x, NamedSharding(self.mesh, spec) if divides else self.shared)
+            x = pad(x, tuple(spec).index(ENSEMBLE), self.padded(size) - size) if ENSEMBLE in spec else x
+            return move(x, NamedSharding(self.mesh, spec))
 
-        return jax.tree.unflatten(treedef, map(place, leaves, self.batch_specs(batch, axes)))
+        return jax.tree.map(place, batch, self.batch_specs(batch, axes))
 
-    def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> list[P]:
-        """Return the partition of each array of the batch."""
-        leaves, member_axes = jax.tree.leaves(batch), broadcast_axes(tuple(axes), batch)
-        specs = []
-        for x, axis in zip(leaves, member_axes, strict=True):
+    def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> Any:
+        """Return the partition of each array of the batch, as a tree like it."""
+
+        def spec(x: Any, axis: int | None) -> P:
             names: list[str | None] = [None] * jnp.ndim(x)
             if axis is not None:
                 names[axis % jnp.ndim(x)] = ENSEMBLE
             # The examples are along the first axis that is not the members'.
-            free = next((i for i, name in enumerate(names) if name is None), None)
-            if self.shards > 1 and free is not None:
-                names[free] = DATA
-            specs.append(P(*names))
-        return specs
+            if self.shards > 1 and None in names:
+                names[names.index(None)] = DATA
+            return P(*names)
+
+        leaves, treedef = jax.tree.flatten(batch)
+        return jax.tree.unflatten(treedef, map(spec, leaves, broadcast_axes(tuple(axes), batch)))
 
     def check_batch(self, api: str, batch: Any, axes: Sequence[Axes]) -> None:
         """Raise if the batch does not split into equal parts."""
-        leaves = zip(jax.tree.leaves_with_path(batch), self.batch_specs(batch, axes), strict=True)
+        specs = jax.tree.leaves(self.batch_specs(batch, axes))
+        leaves = zip(jax.tree.leaves_with_path(batch), specs, strict=True)
         lengths = {dotted(path): x.shape[tuple(spec).index(DATA)] for (path, x), spec in leaves if DATA in spec}
         for where, length in lengths.items():
             if length % self.shards:
@@ -145,30 +145,6 @@ class Layout:
                 f"different lengths: {lengths}; let the loss close over what is not one per example."
             )
 
-    def over_devices(
-        self, mapped: Callable[[int], Callable[..., Any]], axes: Sequence[Axes], size: int, arrays: Any, batch: Any
-    ) -> Any:
-        """Return the outputs of all members, of which each device evaluates its own; padded as the arrays are.
-
-        Args:
-          mapped: takes the number of members on a device, and returns the function of their arrays and their batch.
-          axes: those of the batch, as for `jax.vmap`.
-          size: the number of members, without padding.
-          arrays: those of the members along axis 0, with padding.
-          batch: as the user gives it.
-        """
-        rows = self.padded(size)
-        leaves, treedef = jax.tree.flatten(batch)
-        member_axes = broadcast_axes(tuple(axes), batch)
-        padded = [x if axis is None else pad(x, axis, rows - size) for x, axis in zip(leaves, member_axes, strict=True)]
-        batch = jax.tree.unflatten(treedef, padded)
-        specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
-        return self.on_each(mapped(rows // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
-
-    def constrain(self, tree: Any) -> Any:
-        """Return what `place` does, within a program."""
-        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.of_members(len(x))), tree)
-
     def on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
         """Return `fun` on each device, of the parts of its arguments that `specs` give."""
         # Without the check of which values vary over devices (`check_vma`): it refuses a loop whose carry begins as
@@ -176,12 +152,22 @@ class Layout:
         return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
 
 
+def within(layout: Layout | None) -> AbstractContextManager[Any]:
+    """Return the context of a layout; of None, one that changes nothing."""
+    return nullcontext() if layout is None else layout.context()
+
+
+def constrain(tree: Any, layout: Layout | None) -> Any:
+    """Return what `Layout.place` does, within a program; of no layout, the tree as it is."""
+    if layout is None:
+        return tree
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout.of_members(len(x))), tree)
+
+
 def pad(x: jax.Array, axis: int, more: int) -> jax.Array:
     """Return `x` with `more` copies of its last slice along `axis`."""
-    if not more:
-        return x
-    last = lax.slice_in_dim(x, x.shape[axis] - 1, None, axis=axis)
-    return jnp.concatenate([x, *[last] * more], axis)
+    # Of places beyond the end, "clip" takes the last.
+    return jnp.take(x, np.arange(x.shape[axis] + more), axis, mode="clip") if more else x
 
 
 def everywhere(tree: Any) -> Any:

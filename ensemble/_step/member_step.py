@@ -73,10 +73,14 @@ class MemberStep:
         # Known before the update, so that XLA chooses while it updates. To look at the new parameters too would cost
         # more passes over all arrays; where they are not finite, the next loss nearly always is not either.
         kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
-        # Below zero at the step that stops it, so that the loop knows when to report it and to stop recording.
-        stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)
         trainable, opt_state, rest = kept
-        return (trainable, rest, opt_state, standing._after(fails)), {**metrics, "stopped": stopped}
+        # Below zero at the step that stops it, so that the loop knows when to report it and to stop recording.
+        why = jnp.int32(Stop.NOT_FINITE)
+        metrics["stopped"] = jnp.where(fails, -why, standing.stopped)
+        standing = standing._replace(
+            step=standing.step + standing.trains, stopped=jnp.where(fails, why, standing.stopped)
+        )
+        return (trainable, rest, opt_state, standing), metrics
 
     def loss_and_gradients(
         self, structure: Structure, arrays: Arrays, batch: Any, split: bool

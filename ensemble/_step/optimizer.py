@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,10 +39,8 @@ class MemberOptimizer:
         self.schedules: dict[str, Schedules] = {}
         if isinstance(optimizer, optax.GradientTransformation):
             if hyperparams is not None:
-                raise ValueError(
-                    "Trainer: hyperparams need an optax factory, such as optimizer=optax.adam, but the optimizer is a "
-                    "ready GradientTransformation; pass the factory instead of calling it."
-                )
+                found = "the optimizer is a ready GradientTransformation"
+                raise ValueError(f"Trainer: hyperparams need an optax factory, but {found}; pass the factory itself.")
             self._transform = optax.with_extra_args_support(optimizer)
             return
         if not callable(optimizer):
@@ -58,28 +57,23 @@ class MemberOptimizer:
         self.per_member, self._shared, self.numbers = sort_hyperparams(given)
         self.numbers |= {name: str(schedules) for name, schedules in self.schedules.items()}
         self.name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        names = _check_names(optimizer, given)
-        if not self.per_member:
-            self._transform = optax.with_extra_args_support(optimizer(**self._shared))
-            return
-        # Only what differs between members becomes an array: `1 - b1` in Python is not `1 - b1` in float32.
-        self._inject: Callable[..., Any] = optax.inject_hyperparams(
-            optimizer, static_args=[name for name in names if name not in self.per_member]
-        )
+        names, make = _check_names(optimizer, given), optimizer
+        if self.per_member:
+            # Only what differs between members becomes an array: `1 - b1` in Python is not `1 - b1` in float32.
+            make = optax.inject_hyperparams(optimizer, static_args=[x for x in names if x not in self.per_member])
+        self._make = partial(make, **self._shared)
         # Of the first member, to look at shapes and to update with: each member's own values are in its state, where
         # `init` puts them. As numbers of Python, the kind that optax takes for what it keeps in the state.
         first = {name: values[0].item() for name, values in self.per_member.items()}
-        self._transform = self._inject(**self._shared, **first)
+        self._transform = optax.with_extra_args_support(self._make(**first))
 
     def init(self, trainable: Any, size: int) -> Any:
         """Return the state for `size` members with stacked parameters."""
         for name, values in self.per_member.items():
             check_size(name, values, size)
-        if not self.per_member:
-            return jax.vmap(self._transform.init)(trainable)
 
         def init_member(params: Any, values: dict[str, Any]) -> Any:
-            return self._inject(**self._shared, **values).init(params)
+            return (self._make(**values) if values else self._transform).init(params)
 
         # Mapped over the members, so that each has its own number in `hyperparams` of its state. That is where
         # `update` reads it, and where `exploit` changes it.
