@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, TrainState
+from plurax.ensemble._execution import stepper
 from plurax.ensemble._execution.executor import StepInputs
-from plurax.transforms import value_and_grad
+from plurax.transforms import _vmap, value_and_grad
+from plurax.transforms._core import axes
 
 STRATEGIES = ("vmap", "map", "unroll", "loop")
 RATES = [0.02, 0.01, 0.03]
@@ -118,6 +120,18 @@ def test_axes_of_a_batch_are_given_by_element(plain, create, cross_entropy, make
     _, metrics = trainer.step(trainer.init(ens), (last, y))
     expected = [alone(member, (i + 1) * x, y)[0] for i, member in enumerate(ens)]
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+def test_the_axes_of_a_batch_are_checked_once(plain, create, cross_entropy, make_batches, monkeypatch):
+    checks = []
+    for name in ("axes_per_argument", "mapped_size"):
+        check = getattr(axes, name)
+        counted = lambda *args, name=name, check=check: (checks.append(name), check(*args))[1]
+        for module in (stepper, _vmap):
+            monkeypatch.setattr(module, name, counted, raising=False)
+    trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
+    trainer.step(trainer.init(create(plain, 2)), make_batches(1)[0])
+    assert sorted(checks) == ["axes_per_argument", "mapped_size"]
 
 
 def test_a_batch_that_is_no_tuple_is_one_argument(plain, create):
