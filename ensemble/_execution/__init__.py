@@ -8,12 +8,12 @@ the `Execution` (strategy, chunk size, products, devices) that computed them. In
   the examples, or would leave different state on different devices. The batch is split in `_members/sharding.py`.
 - `choose_strategy.py`: `StrategyChoice`, which decides by what the user asked for, by what an earlier step or a
   checkpoint used, by the memory budget (the largest chunk that fits), or, for "auto", by measuring. Why "auto" chose
-  "vmap", "map", "unroll" or "loop" is in the table that `autotune.py` makes; where nothing can be measured, `_by_rule`
-  of this file decides.
+  "vmap", "map", "unroll" or "loop" is in the table that `autotune.py` makes; where nothing can be measured, a rule
+  decides (`in_turn` of `_members/strategy.py`).
 - `autotune.py`: `tune`, the search over candidates: which are tried, how they are timed, which is taken; the table
   (`Tuning`) that `Trainer.explain` prints; and what is remembered, in the process and in `tune_cache`.
 - `executor.py`: `Executor`, which compiles and runs the step: as one program for all members, or as a Python loop over
-  the program of one; donates the memory of the state; and gives `autotune` its trials. `StepInputs` is what a step
+  the program of one; donates the memory of the state; and measures a step for `autotune`. `StepInputs` is what a step
   takes, with the `kind` under which programs and choices are cached.
 - `forms.py`: the forms in which `fit` holds a state between steps: one tree for each member, or padded on a mesh.
 

@@ -7,7 +7,6 @@ stack or to cut those off after each step would cost a copy of the state, or sen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from ...transforms._models.split_model import Structure
-from .._members.sharding import Layout, pad
+from .._members.sharding import Layout, constrain, pad, within
 from .._step.state import Arrays, TrainState
 
 
@@ -96,7 +95,7 @@ def without_padding(rows: Any, size: int) -> Any:
     if len(jax.tree.leaves(rows)[0]) == size:
         return rows
     layout = Layout.around(rows)
-    with nullcontext() if layout is None else layout.context():
+    with within(layout):
         return _cut(rows, size, layout)
 
 
@@ -117,10 +116,9 @@ def _take(arrays: Any, i: jax.Array) -> Any:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _pad(arrays: Any, layout: Layout, more: int) -> Any:
-    return layout.constrain(jax.tree.map(lambda x: pad(x, 0, more), arrays))
+    return constrain(jax.tree.map(lambda x: pad(x, 0, more), arrays), layout)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _cut(arrays: Any, size: int, layout: Layout | None) -> Any:
-    arrays = jax.tree.map(lambda x: x[:size], arrays)
-    return arrays if layout is None else layout.constrain(arrays)
+    return constrain(jax.tree.map(lambda x: x[:size], arrays), layout)

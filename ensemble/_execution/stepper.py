@@ -94,7 +94,7 @@ class Stepper:
         if layout is not None and layout.shards > 1:
             # Once for each kind; a traced step has no values to compare, so the next one of its kind is checked again.
             kind = inputs.kind
-            if kind not in self._checked_splits and check_split(self._step, self.executor, inputs):
+            if kind not in self._checked_splits and check_split(self._step, layout, inputs):
                 self._checked_splits.add(kind)
         # After the checks, since to choose may take seconds of measuring, and compiles.
         execution = self.choice.choose(inputs, execution, donate, tell)

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
 
-from ...transforms import vmap
 from ...transforms._core.axes import axes_per_argument, broadcast_axes, mapped_size
 from ...transforms._models.hashable import HashablePytree
-from .sharding import Layout
-from .strategy import in_turn
+from ...transforms._models.mutation import call_with_models, refuse_changes
+from ...transforms._models.split_model import split
+from .sharding import ENSEMBLE, Layout
+from .strategy import Execution, in_turn, over_members
 
 
 # The ensemble is typed as Any: `Ensemble.__call__` is written with this function, so its class is not known here.
@@ -31,37 +33,41 @@ def call_members(
       layout: where the members are; None on one device.
     """
     args, kwargs = static.join(arrays)
-    if in_axes.value is not None:
-        axes = axes_per_argument("Ensemble", in_axes.value, args)
-        # Configuration has no axis to map; only arrays do.
-        mapped = {
-            name: x for name, x in kwargs.items() if any(HashablePytree.is_array(leaf) for leaf in jax.tree.leaves(x))
-        }
+    axes = axes_per_argument("Ensemble", in_axes.value, args)
+    keyword_axis = None if in_axes.value is None else 0
+    # Configuration by keyword has no axis to map; only arrays do.
+    mapped = jax.tree.map(lambda x: x if HashablePytree.is_array(x) else None, kwargs)
+    size, what = len(ens), "the number of members"
+    mapped_size("Ensemble", _evaluate, (None, *args), mapped, (None, *axes), keyword_axis, size, what)
+    leaf_axes = zip(jax.tree.leaves((args, kwargs)), broadcast_axes((axes, keyword_axis), (args, kwargs)), strict=True)
+    array_axes = [axis and axis % jnp.ndim(x) for x, axis in leaf_axes if HashablePytree.is_array(x)]
 
-        def call_member(member: Any, /, *args: Any, **mapped: Any) -> Any:
-            return member(*args, **{**kwargs, **mapped})
+    def call_member(member: Any, arrays: list[Any]) -> Any:
+        """Return the output of one member; raise if the call changes its state."""
+        arguments = (split(member.__plurax_member__()), *static.join(arrays))
+        out, models = call_with_models(_evaluate, arguments)
+        refuse_changes("Ensemble: a call", _evaluate, arguments, models, "which would be lost; use")
+        return out
 
-        # `vmap` checks too, but in its own name, and on a mesh with the sizes on one device.
-        mapped_size("Ensemble", call_member, (None, *args), mapped, (None, *axes), 0, len(ens), "the number of members")
+    def call(ens: Any, arrays: list[Any]) -> Any:
+        """Return the outputs of the members of one device."""
 
-    if layout is not None:
-        # Each device calls its own: left to itself the compiler would gather the members of convolutions.
-        leaf_axes = broadcast_axes(None if in_axes.value is None else (axes, 0), (args, kwargs))
-        named = zip(jax.tree.leaves((args, kwargs)), leaf_axes, strict=True)
-        array_axes = [None if axis is None else axis % jnp.ndim(x) for x, axis in named if HashablePytree.is_array(x)]
-        on_one = partial(call_members, static=static, in_axes=in_axes, layout=None)
-        return layout.over_arrays(on_one, array_axes)(ens, arrays)
+        def executed(strategy: str) -> Any:
+            return over_members(call_member, Execution(strategy), (0, array_axes), len(ens))
 
-    def call(ens: Any, arrays: list[Any], chunk_size: int | None) -> Any:
-        args, kwargs = static.join(arrays)
-        if in_axes.value is None:
-            return vmap(ens, None, chunk_size=chunk_size)(*args, **kwargs)
-        own = {name: kwargs[name] for name in mapped}
-        return vmap(call_member, (0, *axes), chunk_size=chunk_size)(ens, *args, **own)
+        # The batched program says whether it has a convolution. Where it has none, it is executed as it was traced, so
+        # that a member is not traced twice.
+        batched, out = jax.make_jaxpr(executed("vmap"), return_shape=True)(ens, arrays)
+        if in_turn(batched.jaxpr, jax.default_backend()):
+            return executed("map")(ens, arrays)
+        return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
 
-    # The batched program says whether it has a convolution. Where it has none, it is executed as it was traced, so that
-    # a member is not traced twice.
-    batched, out = jax.make_jaxpr(partial(call, chunk_size=None), return_shape=True)(ens, arrays)
-    if in_turn(batched.jaxpr, jax.default_backend()):
-        return call(ens, arrays, 1)
-    return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
+    if layout is None:
+        return call(ens, arrays)
+    # Each device calls its own: left to itself the compiler would gather the members of convolutions.
+    specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in array_axes]
+    return layout.on_each(call, P(ENSEMBLE), specs)(ens, arrays)
+
+
+def _evaluate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)

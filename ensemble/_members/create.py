@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from ...transforms._core.arguments import check_count, describe, is_int
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
 from ...transforms._models.stacking import check_leaves, stack_models, strong
-from .sharding import Layout
+from .sharding import ENSEMBLE, Layout
 
 _REMEDY = "build all members with one configuration", "define it once, at module level, or use Ensemble.create"
 
@@ -57,10 +58,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         return structures[0], trainable, rest
     layout = Layout.of("Ensemble.create", mesh)
     if layout.padded(size) != size:
-        raise ValueError(
-            f"Ensemble.create: {size} members do not divide over the {layout.devices} devices of the mesh axis "
-            '"ensemble"; create them without a mesh, or as many as divide.'
-        )
+        devices = f'the {layout.devices} devices of the mesh axis "ensemble"'
+        raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}; create as many as do.")
     if isinstance(key, Tracer):
         raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
     # `make_one` closes over the key, which may be committed to other devices than those of the mesh: by way of the host
@@ -69,7 +68,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
     indices = layout.place(np.arange(size))
     with layout.context():
-        trainable, rest = jax.jit(layout.over_members(make_some))(indices)
+        trainable, rest = jax.jit(layout.on_each(make_some, P(ENSEMBLE)))(indices)
     return structures[0], trainable, rest
 
 
@@ -95,7 +94,5 @@ def _key(seed: Any, size: int) -> jax.Array:
             return seed
     elif is_int(seed):
         return jax.random.key(seed)
-    raise TypeError(
-        f"Ensemble.create: seed must be an int, a key such as jax.random.key(0), or {size} keys, but got "
-        f"{describe(seed)}."
-    )
+    expected = f"an int, a key such as jax.random.key(0), or {size} keys"
+    raise TypeError(f"Ensemble.create: seed must be {expected}, but got {describe(seed)}.")

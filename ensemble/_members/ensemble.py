@@ -18,24 +18,24 @@ from ...transforms._models.split_model import Structure, is_model, is_module, sp
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
-from .prediction import Prediction, check_kind, predict
-from .sharding import Layout
+from .prediction import Prediction, classify, regress
+from .sharding import Layout, within
 
 
-class _Ndims(tuple[int, ...]):
+@dataclass(frozen=True, eq=False)
+class _Ndims:
     """The number of axes of each array of an ensemble, and -1 for each leaf that is not an array.
 
     An ensemble that holds axes or shardings instead of arrays is a prefix of others, as `in_axes` and `in_shardings`
     take it. JAX compares the static parts of a prefix and of what it is for with `==`, so a prefix is equal to all.
     """
 
+    of: tuple[int, ...]
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Ndims):
             return NotImplemented
-        return not all(ndims and -1 not in ndims for ndims in (self, other)) or tuple(self) == tuple(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other  # `tuple` has one of its own
+        return self.of == other.of or not all(ndims and -1 not in ndims for ndims in (self.of, other.of))
 
     def __hash__(self) -> int:
         return 0  # equal objects have equal hashes, and a prefix is equal to all
@@ -108,10 +108,8 @@ class Ensemble:
             raise ValueError("Ensemble.stack: the list of members is empty; an ensemble has at least one.")
         for i, member in enumerate(members):
             if not is_model(member) or isinstance(member, Ensemble):
-                raise TypeError(
-                    f"Ensemble.stack: member {i} is {type(member).__name__}, not an NNX module; for Linen, Equinox or "
-                    "functions use Ensemble.from_apply(apply, variables)."
-                )
+                found = f"member {i} is {type(member).__name__}, not an NNX module"
+                raise TypeError(f"Ensemble.stack: {found}; for others use Ensemble.from_apply(apply, variables).")
         return cls(*stack_members("Ensemble.stack", members))
 
     @classmethod
@@ -178,14 +176,10 @@ class Ensemble:
         if not callable(apply):
             raise TypeError(f"Ensemble.from_apply: apply must be a function, but got {describe(apply)}.")
         if not isinstance(variables, (list, tuple)):
-            raise TypeError(
-                f"Ensemble.from_apply: variables must be a list with one pytree for each member, but got a "
-                f"{type(variables).__name__}."
-            )
+            got = type(variables).__name__
+            raise TypeError(f"Ensemble.from_apply: variables must be a list, one pytree a member, but got a {got}.")
         if not variables:
-            raise ValueError(
-                "Ensemble.from_apply: the list of variables is empty; an ensemble has at least one member."
-            )
+            raise ValueError("Ensemble.from_apply: the list of variables is empty; give those of at least one member.")
         members = [FunctionalModel(apply, value, trainable) for value in variables]
         return cls(*stack_members("Ensemble.from_apply", members))
 
@@ -210,10 +204,8 @@ class Ensemble:
         self._check_intact()
         arrays, static = HashablePytree.separate((args, kwargs))
         layout = Layout.around(self)
-        if layout is None:
-            return call_members(self, arrays, static, HashablePytree.of(in_axes), None)
-        with layout.context():
-            arrays = list(map(layout.place_shared, arrays))
+        with within(layout):
+            arrays = arrays if layout is None else list(map(layout.place_shared, arrays))
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
@@ -240,8 +232,10 @@ class Ensemble:
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
-        check_kind(kind)
-        return predict(self._evaluating()(x, in_axes=in_axes, **kwargs), kind)
+        if kind not in ("classification", "regression"):
+            raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
+        outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
+        return classify(outputs) if kind == "classification" else regress(outputs)
 
     def view(self, **attributes: Any) -> Ensemble:
         """Return an ensemble with static attributes of the members changed, as `nnx.view`.
@@ -267,16 +261,12 @@ class Ensemble:
 
         model = self.__plurax_member__()
         if not is_module(model):
-            raise TypeError(
-                "Ensemble.view: the members are functions of variables, not NNX modules; pass what their apply "
-                "function takes, such as ens(x, train=False)."
-            )
+            raise TypeError("Ensemble.view: the members are not NNX modules; pass options, as ens(x, train=False).")
         try:
             model = nnx.view(model, **attributes)
         except ValueError as error:
-            raise ValueError(
-                f"Ensemble.view: no module of {type(model).__name__} takes {sorted(attributes)}: {error}"
-            ) from None
+            kind = type(model).__name__
+            raise ValueError(f"Ensemble.view: no module of {kind} takes {sorted(attributes)}: {error}") from None
         return self.__plurax_stack__(model)
 
     def unstack(self) -> list[Any]:
@@ -295,7 +285,7 @@ class Ensemble:
         size = len(self)
         if isinstance(index, slice):
             if not range(size)[index]:
-                raise IndexError(f"Ensemble: {index} selects none of the {size} members; an ensemble has at least one.")
+                raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
             return jax.tree.map(lambda x: x[index], self)
         if isinstance(index, bool) or not hasattr(type(index), "__index__"):
             raise TypeError(f"Ensemble: an index must be an int or a slice, but got {describe(index)}.")
@@ -306,26 +296,24 @@ class Ensemble:
 
     def __repr__(self) -> str:
         # Sliced, or a prefix: there is no axis 0 whose length would be the number of members.
-        if not self._is_intact() or min(self._ndims, default=0) < 1:
+        if not self._is_intact() or min(self._ndims.of, default=0) < 1:
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
         return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
 
     def _current_ndims(self) -> _Ndims:
-        return _Ndims(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest)))
+        return _Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
 
     def _is_intact(self) -> bool:
         # As plain tuples: `_Ndims` of a prefix would be equal to any.
-        return tuple(self._current_ndims()) == tuple(self._ndims)
+        return self._current_ndims().of == self._ndims.of
 
     def _check_intact(self) -> None:
         """Raise if axis 0 of the arrays is not the members."""
         if not self._is_intact():
             raise ValueError(
-                "Ensemble: its arrays have other axes than it was made with, so their axis 0 is not the members: "
-                "something that knows no members has sliced or stacked them, as jax.vmap, lax.map and lax.scan do. Map "
-                "over it with plurax.transforms.vmap, which passes the function one member at a time, or pass all of "
-                "it, with in_axes=None."
+                "Ensemble: its arrays were sliced or stacked, as jax.vmap, lax.map and lax.scan do, so their axis 0 is "
+                "not the members; map over it with plurax.transforms.vmap, or pass all of it, with in_axes=None."
             )
 
     def _evaluating(self) -> Ensemble:
@@ -351,8 +339,8 @@ class Ensemble:
         stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
         # Within a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis less than the result will
         # have outside. The difference is the same for all arrays.
-        mapped = [of_all - here for of_all, here in zip(self._ndims, self._current_ndims(), strict=True)]
-        object.__setattr__(stacked, "_ndims", _Ndims(ndim + mapped[0] for ndim in stacked._ndims))
+        mapped = self._ndims.of[0] - self._current_ndims().of[0]
+        object.__setattr__(stacked, "_ndims", _Ndims(tuple(ndim + mapped for ndim in stacked._ndims.of)))
         return stacked
 
     def __plurax_split__(self) -> tuple[Structure, Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from ...transforms._models.split_model import dotted
 Rule = Callable[[str, Any], bool]
 
 
+@dataclass(eq=False, repr=False)
 class FunctionalModel:
     """A model made of variables and a pure function of them.
 
@@ -25,10 +27,9 @@ class FunctionalModel:
       variables: the pytree that is its first argument.
     """
 
-    def __init__(self, apply: Callable[..., Any], variables: Any, trainable: Rule | None = None) -> None:
-        self.apply = apply
-        self.variables = variables
-        self._rule = trainable
+    apply: Callable[..., Any]
+    variables: Any
+    _rule: Rule | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `apply(variables, *args, **kwargs)`."""
@@ -51,37 +52,34 @@ class FunctionalModel:
         # The entry of each leaf in the structure: a placeholder for an array, configuration as it is.
         kinds = tuple(kind_of(path, leaf) for path, leaf in named)
 
-        def part(wanted: Placeholder) -> Any:
-            # None is a pytree without leaves: optax and `jax.grad` see the wanted arrays alone.
-            leaves = [leaf if kind is wanted else None for kind, (_, leaf) in zip(kinds, named, strict=True)]
-            return jax.tree.unflatten(treedef, leaves)
-
-        structure = FunctionalStructure(self.apply, self._rule, HashablePytree(kinds, treedef))
-        return structure, part(Placeholder.TRAINABLE), part(Placeholder.REST)
+        # None is a pytree without leaves: optax and `jax.grad` see the wanted arrays alone.
+        trainable, rest = (
+            jax.tree.unflatten(
+                treedef, [x if kind is wanted else None for kind, (_, x) in zip(kinds, named, strict=True)]
+            )
+            for wanted in (Placeholder.TRAINABLE, Placeholder.REST)
+        )
+        return FunctionalStructure(self.apply, self._rule, HashablePytree(kinds, treedef)), trainable, rest
 
     def __plurax_update__(self, rest: Any) -> None:
         structure, trainable, _ = self.__plurax_split__()
         self.variables = structure.merge(trainable, rest).variables
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class FunctionalStructure:
     """The static part of members of a `from_apply` ensemble: the function, and the variables without their arrays."""
 
-    __slots__ = ("_static", "apply", "rule")
-
-    def __init__(self, apply: Callable[..., Any], rule: Rule | None, static: HashablePytree) -> None:
-        self.apply = apply
-        self.rule = rule
-        self._static = static
+    apply: Callable[..., Any]
+    rule: Rule | None
+    static: HashablePytree
 
     def merge(self, trainable: Any, rest: Any) -> FunctionalModel:
         """Return the model with these arrays; each tree has None where the other has an array."""
-        arrays = {
-            Placeholder.TRAINABLE: iter(jax.tree.leaves(trainable)),
-            Placeholder.REST: iter(jax.tree.leaves(rest)),
-        }
+        both = zip((Placeholder.TRAINABLE, Placeholder.REST), (trainable, rest), strict=True)
+        arrays = {kind: iter(jax.tree.leaves(part)) for kind, part in both}
         # In the order of the leaves, which is that of `__plurax_split__`.
-        variables = self._static.map(lambda kind: next(arrays[kind]) if isinstance(kind, Placeholder) else kind)
+        variables = self.static.map(lambda kind: next(arrays[kind]) if isinstance(kind, Placeholder) else kind)
         return FunctionalModel(self.apply, variables, self.rule)
 
     def gradient(self, trainable: Any, _: Any) -> Any:
@@ -96,7 +94,7 @@ class FunctionalStructure:
 
     def _key(self) -> tuple[Any, ...]:
         # Tuples compare by identity first: the `==` of some callables, such as Equinox modules, is an array.
-        return self.apply, self.rule, self._static
+        return self.apply, self.rule, self.static
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, FunctionalStructure) and self._key() == other._key())

@@ -47,35 +47,18 @@ class Prediction(NamedTuple):
     members: jax.Array
 
 
-def check_kind(kind: str) -> None:
-    """Raise if the kind is unknown, before the members are evaluated."""
-    if kind not in ("classification", "regression"):
-        raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
-
-
-def predict(outputs: Any, kind: str) -> Prediction:
-    """Return the prediction of an ensemble from its members' outputs, with the members along axis 0."""
-    return _classify(outputs) if kind == "classification" else _regress(outputs)
-
-
-def _classify(logits: Any) -> Prediction:
+def classify(logits: Any) -> Prediction:
     """Return the prediction for logits (members, batch, classes); raise if they are not."""
+    expected = "Ensemble.predict: for classification each member must return logits of"
     if not isinstance(logits, jax.Array) or logits.ndim != 3:
-        raise ValueError(
-            "Ensemble.predict: for classification each member must return logits of shape (batch, classes), but all "
-            f"together returned {_say(logits)}; for values use kind='regression'."
-        )
+        found = f"all together returned {_say(logits)}"
+        raise ValueError(f"{expected} shape (batch, classes), but {found}; for values use kind='regression'.")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(
-            "Ensemble.predict: for classification each member must return logits of floating point, but all together "
-            f"returned {describe(logits)}; cast them with .astype(float), or for values use kind='regression'."
-        )
+        remedy = "cast them with .astype(float), or for values use kind='regression'"
+        raise TypeError(f"{expected} floating point, but all together returned {describe(logits)}; {remedy}.")
     if logits.shape[-1] < 2:
-        raise ValueError(
-            "Ensemble.predict: for classification each member must return logits of at least 2 classes, but each "
-            f"returned shape {logits.shape[1:]}; where z is the one logit of a sigmoid, return those of both classes, "
-            "jnp.concatenate([jnp.zeros_like(z), z], axis=-1)."
-        )
+        remedy = "for the logit z of a sigmoid return jnp.concatenate([jnp.zeros_like(z), z], axis=-1)"
+        raise ValueError(f"{expected} at least 2 classes, but each returned shape {logits.shape[1:]}; {remedy}.")
     return _of_logits(logits)
 
 
@@ -88,29 +71,25 @@ def _of_logits(logits: jax.Array) -> Prediction:
     return Prediction(mean, members.var(axis=0), total, information_of(members, total), members)
 
 
-def _regress(outputs: Any) -> Prediction:
+def regress(outputs: Any) -> Prediction:
     """Return the prediction for values, or for means and variances; raise if they are neither."""
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not all(isinstance(x, jax.Array) for x in (outputs if is_pair else [outputs])):
-        raise ValueError(
-            "Ensemble.predict: for regression each member must return values or a pair (mean, variance), but all "
-            f"together returned {_say(outputs)}."
-        )
+        expected = "for regression each member must return values or a pair (mean, variance)"
+        raise ValueError(f"Ensemble.predict: {expected}, but all together returned {_say(outputs)}.")
     if not is_pair:
         return _of_values(outputs, None)
     members, variances = outputs
     if members.shape != variances.shape:
-        raise ValueError(
-            f"Ensemble.predict: the members' means have shape {members.shape[1:]}, but their variances "
-            f"{variances.shape[1:]}; return one variance for each mean."
-        )
+        shapes = f"means have shape {members.shape[1:]}, but their variances {variances.shape[1:]}"
+        raise ValueError(f"Ensemble.predict: the members' {shapes}; return one variance for each mean.")
     # Models that return log-variances are the usual cause. Without this their numbers would be added up as variances,
     # and those above 0 would look plausible.
     if found := first(lambda x: x < 0, variances):
         (member, *index), value = found
+        found_there = f"member {member} returned {value} at index {tuple(index)}"
         raise ValueError(
-            f"Ensemble.predict: the members' variances must not be negative, but member {member} returned {value} "
-            f"at index {tuple(index)}; where that is a logarithm, return jnp.exp of it."
+            f"Ensemble.predict: variances must not be negative, but {found_there}; of a logarithm return jnp.exp."
         )
     return _of_values(members, variances)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .sharding import Layout, move
+from .sharding import Layout, constrain, move
 
 
 def by_row(values: jax.Array, x: jax.Array) -> jax.Array:
@@ -41,14 +41,10 @@ def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
 
 @partial(jax.jit, static_argnums=2)
 def _take(rows: Any, places: jax.Array, layout: Layout | None) -> Any:
-    return _spread(jax.tree.map(lambda x: x[places], rows), layout)
+    # Within the program that takes the rows, or the compiler may choose to put all of them on every device.
+    return constrain(jax.tree.map(lambda x: x[places], rows), layout)
 
 
 @partial(jax.jit, static_argnums=3)
 def _put(rows: Any, places: jax.Array, new: Any, layout: Layout | None) -> Any:
-    return _spread(jax.tree.map(lambda x, y: x.at[places].set(y), rows, new), layout)
-
-
-def _spread(rows: Any, layout: Layout | None) -> Any:
-    # Within the program that takes the rows, or the compiler may choose to put all of them on every device.
-    return rows if layout is None else layout.constrain(rows)
+    return constrain(jax.tree.map(lambda x, y: x.at[places].set(y), rows, new), layout)

@@ -7,6 +7,7 @@ members for convolutions. An axis `data` splits the batch; there the gradients a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -41,15 +42,11 @@ class Layout:
     def of(cls, api: str, mesh: Any) -> Layout:
         """Return the layout on a mesh of the user; raise if its axes are not those of an ensemble."""
         if not isinstance(mesh, Mesh):
-            raise TypeError(
-                f'{api}: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",)), but got '
-                f"{describe(mesh)}."
-            )
+            expected = 'a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",))'
+            raise TypeError(f"{api}: mesh must be {expected}, but got {describe(mesh)}.")
         if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA}:
-            raise ValueError(
-                f'{api}: mesh must have an axis "ensemble" and may have an axis "data", but its axes are '
-                f"{', '.join(map(repr, mesh.axis_names))}; rename them."
-            )
+            expected, names = 'an axis "ensemble" and may have an axis "data"', ", ".join(map(repr, mesh.axis_names))
+            raise ValueError(f"{api}: mesh must have {expected}, but its axes are {names}; rename them.")
         # With automatic axes: under explicit ones JAX would check the sharding of each operation of the user's model.
         return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)))
 
@@ -86,7 +83,7 @@ class Layout:
         """Return the sharding of an array that all members share."""
         return NamedSharding(self.mesh, P())
 
-    def context(self) -> Any:
+    def context(self) -> AbstractContextManager[Any]:
         """Return a context in which this mesh replaces one that the user has set."""
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
@@ -107,114 +104,70 @@ class Layout:
         """Return an array of which every device has a copy."""
         return move(x, self.shared)
 
-    def place_batch(self, batch: Any, axes: Sequence[Axes]) -> Any:
-        """Return the batch with each array on the devices that need it."""
-        leaves, treedef = jax.tree.flatten(batch)
+    def place_batch(self, batch: Any, axes: Sequence[Axes], size: int) -> Any:
+        """Return the batch of `size` members with each array on the devices that need it, padded where these do not."""
 
         def place(x: Any, spec: P) -> jax.Array:
-            # An array with a slice for each member that does not divide is padded by `over_devices`, and split then.
-            divides = ENSEMBLE not in spec or x.shape[tuple(spec).index(ENSEMBLE)] % self.devices == 0
-            return move(x, NamedSharding(self.mesh, spec) if divides else self.shared)
+            x = pad(x, tuple(spec).index(ENSEMBLE), self.padded(size) - size) if ENSEMBLE in spec else x
+            return move(x, NamedSharding(self.mesh, spec))
 
-        return jax.tree.unflatten(treedef, map(place, leaves, self.batch_specs(batch, axes)))
+        return jax.tree.map(place, batch, self.batch_specs(batch, axes))
 
-    def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> list[P]:
-        """Return the partition of each array of the batch."""
-        leaves, member_axes = jax.tree.leaves(batch), broadcast_axes(tuple(axes), batch)
-        specs = []
-        for x, axis in zip(leaves, member_axes, strict=True):
+    def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> Any:
+        """Return the partition of each array of the batch, as a tree like it."""
+
+        def spec(x: Any, axis: int | None) -> P:
             names: list[str | None] = [None] * jnp.ndim(x)
             if axis is not None:
                 names[axis % jnp.ndim(x)] = ENSEMBLE
             # The examples are along the first axis that is not the members'.
-            free = next((i for i, name in enumerate(names) if name is None), None)
-            if self.shards > 1 and free is not None:
-                names[free] = DATA
-            specs.append(P(*names))
-        return specs
+            if self.shards > 1 and None in names:
+                names[names.index(None)] = DATA
+            return P(*names)
 
-    def part(self, x: Any, spec: P) -> tuple[int, ...]:
-        """Return the shape of one device's part of one member's array `x` of the batch."""
-        # Without the members' axis, which an array of one member does not have any more.
-        names = [name for name in spec if name != ENSEMBLE]
-        return tuple(n // self.shards if name == DATA else n for n, name in zip(x.shape, names, strict=True))
+        leaves, treedef = jax.tree.flatten(batch)
+        return jax.tree.unflatten(treedef, map(spec, leaves, broadcast_axes(tuple(axes), batch)))
 
     def check_batch(self, api: str, batch: Any, axes: Sequence[Axes]) -> None:
         """Raise if the batch does not split into equal parts."""
-        if self.shards == 1:
-            return
-        lengths = {}
-        for (path, x), spec in zip(jax.tree.leaves_with_path(batch), self.batch_specs(batch, axes), strict=True):
-            if DATA in spec:
-                lengths[dotted(path)] = jnp.shape(x)[tuple(spec).index(DATA)]
+        specs = jax.tree.leaves(self.batch_specs(batch, axes))
+        leaves = zip(jax.tree.leaves_with_path(batch), specs, strict=True)
+        lengths = {dotted(path): x.shape[tuple(spec).index(DATA)] for (path, x), spec in leaves if DATA in spec}
         for where, length in lengths.items():
             if length % self.shards:
+                devices = f'the {self.shards} devices of the mesh axis "data"'
                 raise ValueError(
-                    f"{api}: the batch (`{where}`) has {length} examples, which do not split over the {self.shards} "
-                    'devices of the mesh axis "data"; change the size of the batch.'
+                    f"{api}: the batch (`{where}`) has {length} examples, which do not split over {devices}; change it."
                 )
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 f'{api}: the mesh axis "data" splits every array of the batch along its first axis, but they have '
-                f"different lengths there: {lengths}; let the loss close over what is not one per example."
+                f"different lengths: {lengths}; let the loss close over what is not one per example."
             )
 
-    def over_devices(
-        self, mapped: Callable[[int], Callable[..., Any]], axes: Sequence[Axes], size: int
-    ) -> Callable[..., Any]:
-        """Return a function of all members, of which each device evaluates its own.
-
-        Args:
-          mapped: takes the number of members on a device, and returns the function of their arrays and their batch.
-          axes: those of the batch, as for `jax.vmap`.
-          size: the number of members, without padding.
-
-        Returns:
-          A function of padded arrays and the batch, with outputs that are padded likewise.
-        """
-        more = self.padded(size) - size
-
-        def over_all(arrays: Any, *batch: Any) -> Any:
-            """Pad the batch, split it and the arrays over the devices, and evaluate."""
-            leaves, treedef = jax.tree.flatten(batch)
-            member_axes = broadcast_axes(tuple(axes), batch)
-            # The caller pads what has the members along axis 0; in the batch they may be along any axis.
-            padded = [x if axis is None else pad(x, axis, more) for x, axis in zip(leaves, member_axes, strict=True)]
-            batch = jax.tree.unflatten(treedef, padded)
-            specs = jax.tree.unflatten(treedef, self.batch_specs(batch, axes))
-            return self._on_each(mapped(self.padded(size) // self.devices), P(ENSEMBLE), *specs)(arrays, *batch)
-
-        return over_all
-
-    def constrain(self, tree: Any) -> Any:
-        """Return what `place` does, within a program."""
-        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, self.of_members(len(x))), tree)
-
-    def over_members(self, fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `fun` of stacked members, of which each device evaluates its own."""
-        return self._on_each(fun, P(ENSEMBLE))
-
-    def over_arrays(self, fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
-        """Return `fun` of stacked members and a list of arrays, with each device evaluating its own members.
-
-        An entry of `axes` is the axis of an array that has a slice for each member, or None if they share it.
-        """
-        specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in axes]
-        return self._on_each(fun, P(ENSEMBLE), specs)
-
-    def _on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
+    def on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
         """Return `fun` on each device, of the parts of its arguments that `specs` give."""
         # Without the check of which values vary over devices (`check_vma`): it refuses a loop whose carry begins as
         # zeros that all devices share and ends as values that differ, such as those of a user's model.
         return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
 
 
+def within(layout: Layout | None) -> AbstractContextManager[Any]:
+    """Return the context of a layout; of None, one that changes nothing."""
+    return nullcontext() if layout is None else layout.context()
+
+
+def constrain(tree: Any, layout: Layout | None) -> Any:
+    """Return what `Layout.place` does, within a program; of no layout, the tree as it is."""
+    if layout is None:
+        return tree
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout.of_members(len(x))), tree)
+
+
 def pad(x: jax.Array, axis: int, more: int) -> jax.Array:
     """Return `x` with `more` copies of its last slice along `axis`."""
-    if not more:
-        return x
-    last = lax.slice_in_dim(x, x.shape[axis] - 1, None, axis=axis)
-    return jnp.concatenate([x, *[last] * more], axis)
+    # Of places beyond the end, "clip" takes the last.
+    return jnp.take(x, np.arange(x.shape[axis] + more), axis, mode="clip") if more else x
 
 
 def everywhere(tree: Any) -> Any:

@@ -19,7 +19,7 @@ from ...transforms._calls.chunk import map_in_chunks
 from ...transforms._convolutions.as_products import convolutions_as_products, has_convolution
 from ...transforms._core.axes import Axes, broadcast_axes
 from ...transforms._models.stacking import stack
-from .rows import by_row
+from .rows import where_rows
 
 STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
 
@@ -63,9 +63,6 @@ def over_members(
     """
     if execution.products:
         fun = convolutions_as_products(fun)
-    loops = execution.strategy == "map" or execution.chunk_size is not None
-    if in_place and loops and jax.default_backend() == "cpu":
-        return _in_place(fun, execution._replace(products=False), in_axes, size)
 
     # That of JAX: the arguments have been checked.
     def batched(size: int) -> Callable[..., Any]:
@@ -80,42 +77,41 @@ def over_members(
     chunk = 1 if execution.strategy == "map" else execution.chunk_size
     if chunk is None:
         return mapped(size)
-    return lambda *args: map_in_chunks(mapped, args, tuple(in_axes), 0, size, chunk)
+
+    def in_chunks(*args: Any) -> Any:
+        return map_in_chunks(mapped, args, tuple(in_axes), 0, size, chunk)
+
+    if not in_place or jax.default_backend() != "cpu":
+        return in_chunks
+    return _in_place(mapped(min(chunk, size)), in_chunks, in_axes, size, min(chunk, size))
 
 
-def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int) -> Callable[..., Any]:
+def _in_place(
+    mapped: Callable[..., Any], otherwise: Callable[..., Any], in_axes: Sequence[Axes], size: int, chunk: int
+) -> Callable[..., Any]:
     """Return a loop that carries the first argument and replaces a chunk of its members in each iteration.
 
     A loop that slices its arguments and collects the outputs holds all of the first argument twice, and at the end
-    copies it to where it was.
+    copies it to where it was. `otherwise` is such a loop, for outputs that cannot take the place of the argument.
     """
-    chunk = 1 if execution.strategy == "map" else min(execution.chunk_size or size, size)
-    # One member is a copy of its operations; only several are batched.
-    inside = Execution("unroll" if execution.strategy == "map" else "vmap")
+    of_chunk = jax.jit(mapped, inline=True)  # so that it is traced once, for its shapes and for the loop
+    count = -(-size // chunk)
 
-    @partial(jax.jit, static_argnums=0, inline=True)
-    def of_chunk(count: int, *args: Any) -> Any:
-        return over_members(fun, inside, in_axes, count)(*args)
-
-    def mapped(carried: Any, *others: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(others)
-        axes = broadcast_axes(tuple(in_axes[1:]), others)
-
-        def slice_members(start: Any, carried: Any) -> tuple[Any, ...]:
+    def replaced(carried: Any, *others: Any) -> Any:
+        def slice_members(start: Any, carried: Any) -> Any:
             """Return the arguments of the `chunk` members from `start` on."""
-            slices = [
-                x if axis is None else lax.dynamic_slice_in_dim(x, start, chunk, axis % x.ndim)
-                for x, axis in zip(leaves, axes, strict=True)
-            ]
-            own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, chunk), carried)
-            return own, *jax.tree.unflatten(treedef, slices)
+            take: Any = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk)
+            return _map_mapped(lambda x, axis: take(x, axis=axis % x.ndim), (carried, *others), in_axes)
 
         before = jax.eval_shape(partial(slice_members, 0), carried)
-        new, extra = jax.eval_shape(partial(of_chunk, chunk), *before)
+        new, extra = jax.eval_shape(of_chunk, *before)
         # `skip` below needs zeros like the other outputs, and keys have none.
         has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(extra))
         if has_keys or _shapes(new) != _shapes(before[0]):
-            return over_members(fun, execution, in_axes, size)(carried, *others)
+            return otherwise(carried, *others)
+
+        def skip(own: Any, *_: Any) -> tuple[Any, Any]:
+            return own, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra)
 
         def replace_chunk(carried: Any, i: Any) -> tuple[Any, Any]:
             """Return `carried` with chunk `i` replaced, and the other outputs of the chunk."""
@@ -124,16 +120,11 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
             args = slice_members(start, carried)
             # Always so, but unknown to the compiler, which therefore computes the whole chunk before it writes any of
             # it. Left to itself it would write while it computes, from a copy of everything for each chunk.
-            new, extra = lax.cond(i >= 0, partial(of_chunk, chunk), skip, *args)
+            new, extra = lax.cond(i >= 0, of_chunk, skip, *args)
             if size % chunk:  # some members of the last chunk were in the one before, and must not take two steps
-                done = start + jnp.arange(chunk) < i * chunk
-                new = jax.tree.map(lambda x, y: jnp.where(by_row(done, x), x, y), args[0], new)
+                new = where_rows(start + jnp.arange(chunk) >= i * chunk, new, args[0])
             return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), carried, new), extra
 
-        def skip(own: Any, *_: Any) -> tuple[Any, Any]:
-            return own, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra)
-
-        count = -(-size // chunk)
         carried, extras = lax.scan(replace_chunk, carried, jnp.arange(count))
         extras = jax.tree.map(lambda x: x.reshape(count * chunk, *x.shape[2:]), extras)
         # The members that the last chunk shares with the one before are there twice: the second time with outputs of
@@ -141,7 +132,7 @@ def _in_place(fun: Callable[..., Any], execution: Execution, in_axes: Sequence[A
         last, overlap = (count - 1) * chunk, count * chunk - size
         return carried, jax.tree.map(lambda x: jnp.concatenate([x[:last], x[last + overlap :]]), extras)
 
-    return mapped
+    return replaced
 
 
 def _shapes(tree: Any) -> Any:
@@ -151,14 +142,17 @@ def _shapes(tree: Any) -> Any:
 
 def take_member(args: Sequence[Any], in_axes: Sequence[Axes], i: Any) -> Any:
     """Return the arguments of member `i`, an int or a traced integer."""
-    leaves, treedef = jax.tree.flatten(tuple(args))
-    axes = broadcast_axes(tuple(in_axes), tuple(args))
     # A static slice where the index is known: the compiler can fold it into what uses it.
     take: Any = lax.index_in_dim if isinstance(i, int) else lax.dynamic_index_in_dim
-    taken = [
-        leaf if axis is None else take(leaf, i, axis, keepdims=False) for leaf, axis in zip(leaves, axes, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, taken)
+    return _map_mapped(lambda x, axis: take(x, i, axis, keepdims=False), args, in_axes)
+
+
+def _map_mapped(fun: Callable[[Any, int], Any], args: Sequence[Any], in_axes: Sequence[Axes]) -> Any:
+    """Return the arguments with `fun(array, axis)` in place of each array that is mapped over the members."""
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    axes = broadcast_axes(tuple(in_axes), tuple(args))
+    found = [x if axis is None else fun(x, axis) for x, axis in zip(leaves, axes, strict=True)]
+    return jax.tree.unflatten(treedef, found)
 
 
 def in_turn(jaxpr: Jaxpr, platform: str) -> bool:

@@ -8,10 +8,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 
-from .optimizer import is_number, is_per_member, values_of
+from .optimizer import sort_hyperparams
 
 
 class MemberLoss:
@@ -31,35 +29,21 @@ class MemberLoss:
 
     def __init__(self, fun: Callable[..., Any], hyperparams: Any, optimizer: Any) -> None:
         self.fun = fun
-        self.per_member: dict[str, np.ndarray] = {}
-        self.numbers: dict[str, Any] = {}
-        self.others = hyperparams
-        self._shared: dict[str, Any] = {}
         takes = {name: p for name, p in _parameters(fun).items() if p.kind is p.KEYWORD_ONLY}
         given = hyperparams if isinstance(hyperparams, Mapping) else {}
-        for name in [name for name in given if name in takes]:
-            # One name for both would be one value for two things, of which the user may mean either.
-            if not isinstance(optimizer, optax.GradientTransformation) and name in _parameters(optimizer):
-                raise ValueError(
-                    f"Trainer: both the loss and {getattr(optimizer, '__name__', optimizer)} take a hyperparameter "
-                    f"{name!r}; rename that of the loss."
-                )
-            value = given[name]
-            if is_per_member(value):
-                self.per_member[name] = values_of(name, value)
-                self.numbers[name] = self.per_member[name].astype(float).tolist()
-            else:
-                self._shared[name] = value
-                if is_number(value):
-                    self.numbers[name] = float(value)
+        own = {name: value for name, value in given.items() if name in takes}
+        # One name for both would be one value for two things, of which the user may mean either.
+        for name in own.keys() & _parameters(optimizer).keys():
+            both = f"both the loss and {getattr(optimizer, '__name__', optimizer)} take a hyperparameter {name!r}"
+            raise ValueError(f"Trainer: {both}; rename that of the loss.")
         for name, parameter in takes.items():
-            if parameter.default is inspect.Parameter.empty and name not in given:
-                raise ValueError(
-                    f"Trainer: the loss needs the argument `{name}`; give it in hyperparams={{{name!r}: ...}}."
-                )
-        if self.per_member or self._shared:
-            # None rather than an empty dict: a ready optimiser takes no hyperparameters.
-            self.others = {name: value for name, value in given.items() if name not in takes} or None
+            if parameter.default is parameter.empty and name not in own:
+                remedy = f"give it in hyperparams={{{name!r}: ...}}"
+                raise ValueError(f"Trainer: the loss needs the argument `{name}`; {remedy}.")
+        self.per_member, self._shared, self.numbers = sort_hyperparams(own)
+        # None rather than an empty dict: a ready optimiser takes no hyperparameters.
+        others = {name: value for name, value in given.items() if name not in own}
+        self.others = (others or None) if own else hyperparams
 
     def of(self, values: Mapping[str, jax.Array]) -> Callable[..., Any]:
         """Return the loss of one member, whose hyperparameters have these values."""

@@ -61,11 +61,6 @@ class MemberStatus(NamedTuple):
         """Return whether each member trains."""
         return self.stopped == Stop.TRAINS
 
-    def _after(self, fails: jax.Array) -> MemberStatus:
-        """Return one member's status after a step in which it fails, or not."""
-        stopped = jnp.where(fails, jnp.int32(Stop.NOT_FINITE), self.stopped)
-        return self._replace(step=self.step + self.trains, stopped=stopped)
-
 
 def finite(tree: Any) -> jax.Array:
     """Return whether all numbers of the arrays of `tree` are finite, and not so large that their sum is not."""

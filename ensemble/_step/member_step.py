@@ -38,8 +38,7 @@ class MemberStep:
         self.loss = loss
         self.freeze = freeze
         self.optimizer = optimizer
-        self._make_gradients = _value_and_grad if grad_fn is None else grad_fn
-        self._gradients = None if loss.per_member else self._make_gradients(loss.of({}))
+        self._gradients_of = grad_fn or _value_and_grad
 
     def __call__(
         self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
@@ -62,10 +61,8 @@ class MemberStep:
         def loss_at(trainable: Any) -> jax.Array:
             """Return the loss at other parameters."""
             if split:
-                raise ValueError(
-                    "Trainer: the optimizer evaluates the loss again (value_fn, as optax.lbfgs does), in a loop of its "
-                    f'own, where devices would wait for each other; use a mesh without the axis "{DATA}".'
-                )
+                why = "the optimizer evaluates the loss again (value_fn, as optax.lbfgs does)"
+                raise ValueError(f'Trainer: {why}, which cannot be split; use a mesh without the axis "{DATA}".')
             loss = self.loss.of(standing.hyperparams)
             return metrics_of(loss(structure.merge(trainable, rest), *batch))["loss"]
 
@@ -76,26 +73,27 @@ class MemberStep:
         # Known before the update, so that XLA chooses while it updates. To look at the new parameters too would cost
         # more passes over all arrays; where they are not finite, the next loss nearly always is not either.
         kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
-        # Below zero at the step that stops it, so that the loop knows when to report it and to stop recording.
-        stopped = jnp.where(fails, jnp.int32(-Stop.NOT_FINITE), standing.stopped)
         trainable, opt_state, rest = kept
-        return (trainable, rest, opt_state, standing._after(fails)), {**metrics, "stopped": stopped}
+        # Below zero at the step that stops it, so that the loop knows when to report it and to stop recording.
+        why = jnp.int32(Stop.NOT_FINITE)
+        metrics["stopped"] = jnp.where(fails, -why, standing.stopped)
+        standing = standing._replace(
+            step=standing.step + standing.trains, stopped=jnp.where(fails, why, standing.stopped)
+        )
+        return (trainable, rest, opt_state, standing), metrics
 
     def loss_and_gradients(
         self, structure: Structure, arrays: Arrays, batch: Any, split: bool
     ) -> tuple[dict[str, Any], Any, SplitModel]:
         """Return the metrics, the gradients, and the model as the loss leaves it."""
         trainable, rest, _, standing = arrays
-        gradients_of = self._gradients or self._make_gradients(self.loss.of(standing.hyperparams))
         drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
         # A module of its own for this trace: the loss may assign to its variables, which are read from it below.
         model = structure.merge(trainable, drawn)
-        result = gradients_of(model, *batch)
+        result = self._gradients_of(self.loss.of(standing.hyperparams))(model, *batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise TypeError(
-                "Trainer: grad_fn(loss)(model, *batch) must return a pair (value, gradients), but it returned "
-                f"{type(result).__name__}."
-            )
+            expected, found = "a pair (value, gradients)", type(result).__name__
+            raise TypeError(f"Trainer: grad_fn(loss)(model, *batch) must return {expected}, but it returned {found}.")
         value, gradients = result
         metrics = metrics_of(value)
         for name in metrics:
@@ -134,10 +132,8 @@ def metrics_of(value: Any) -> dict[str, Any]:
     """Return the loss, and what it reports, by name; raise for a loss that returns anything else."""
     loss, aux = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, {})
     if isinstance(loss, (tuple, list, dict)) or jnp.shape(loss) != ():
-        raise TypeError(
-            "Trainer: loss must return a scalar, or a pair of a scalar and a dict, but it returned "
-            f"{jax.tree.map(jnp.shape, loss)} (shapes); reduce it, such as by its mean."
-        )
+        expected, found = "a scalar, or a pair of a scalar and a dict", jax.tree.map(jnp.shape, loss)
+        raise TypeError(f"Trainer: loss must return {expected}, but it returned {found} (shapes); take its mean.")
     if not isinstance(aux, Mapping):
         raise TypeError(f"Trainer: the auxiliary output of the loss must be a dict, but it returned {describe(aux)}.")
     for name in ("loss", "step", "member", "members", "stopped", "validation"):
@@ -157,10 +153,8 @@ def _checked_gradients(gradients: Any, trainable: Any) -> Any:
     for path in [*expected, *found]:
         if path not in found or path not in expected or jnp.shape(found[path]) != jnp.shape(expected[path]):
             say = [describe(tree[path]) if path in tree else "nothing" for tree in (found, expected)]
-            raise ValueError(
-                f"Trainer: grad_fn gives {say[0]} for the parameter `{path}`, which is {say[1]}; it must return "
-                "gradients like those of plurax.transforms.value_and_grad."
-            )
+            found_there = f"grad_fn gives {say[0]} for the parameter `{path}`, which is {say[1]}"
+            raise ValueError(f"Trainer: {found_there}; return gradients as plurax.transforms.value_and_grad does.")
     return gradients
 
 
@@ -170,10 +164,8 @@ def _check_left(before: SplitModel, after: SplitModel) -> None:
     then, now = before.arrays(), after.arrays()
     for path in then:
         if then[path].shape != now[path].shape or then[path].dtype != now[path].dtype:
-            raise ValueError(
-                f"Trainer: loss changes the variable `{path}` of the model, {describe(then[path])}, to "
-                f"{describe(now[path])}; keep its shape and dtype."
-            )
+            was, becomes = describe(then[path]), describe(now[path])
+            raise ValueError(f"Trainer: loss changes `{path}` of the model, {was}, to {becomes}; keep shape and dtype.")
 
 
 def _averaged(tree: Any) -> Any:

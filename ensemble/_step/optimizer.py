@@ -39,58 +39,41 @@ class MemberOptimizer:
         self.schedules: dict[str, Schedules] = {}
         if isinstance(optimizer, optax.GradientTransformation):
             if hyperparams is not None:
-                raise ValueError(
-                    "Trainer: hyperparams need an optax factory, such as optimizer=optax.adam, but the optimizer is a "
-                    "ready GradientTransformation; pass the factory instead of calling it."
-                )
+                found = "the optimizer is a ready GradientTransformation"
+                raise ValueError(f"Trainer: hyperparams need an optax factory, but {found}; pass the factory itself.")
             self._transform = optax.with_extra_args_support(optimizer)
             return
         if not callable(optimizer):
-            raise TypeError(
-                "Trainer: optimizer must be an optax factory such as optax.adam, or a GradientTransformation, but got "
-                f"{describe(optimizer)}."
-            )
+            expected = "an optax factory such as optax.adam, or a GradientTransformation"
+            raise TypeError(f"Trainer: optimizer must be {expected}, but got {describe(optimizer)}.")
         if hyperparams is not None and not isinstance(hyperparams, Mapping):
-            raise TypeError(
-                "Trainer: hyperparams must be a dict from the names of the factory's arguments to values, but got "
-                f"{describe(hyperparams)}."
-            )
-        shared: dict[str, Any] = {}
-        for name, value in (hyperparams or {}).items():
-            if is_per_member(value) and any(map(callable, value)):
+            expected = "a dict from the names of the factory's arguments to values"
+            raise TypeError(f"Trainer: hyperparams must be {expected}, but got {describe(hyperparams)}.")
+        given = dict(hyperparams or {})
+        for name, value in given.items():
+            if _is_per_member(value) and any(map(callable, value)):
                 self.schedules[name] = Schedules(name, value)
-                self.per_member[name] = self.schedules[name].first
-                self.numbers[name] = str(self.schedules[name])
-            elif is_per_member(value):
-                self.per_member[name] = values_of(name, value)
-                self.numbers[name] = self.per_member[name].astype(float).tolist()
-            else:
-                shared[name] = value
-                if is_number(value):
-                    self.numbers[name] = float(value)
+                given[name] = self.schedules[name].first
+        self.per_member, self._shared, self.numbers = sort_hyperparams(given)
+        self.numbers |= {name: str(schedules) for name, schedules in self.schedules.items()}
         self.name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        names = _check_names(optimizer, {**shared, **self.per_member})
-        if not self.per_member:
-            self._transform = optax.with_extra_args_support(optimizer(**shared))
-            return
-        # Only what differs between members becomes an array: `1 - b1` in Python is not `1 - b1` in float32.
-        self._inject: Callable[..., Any] = optax.inject_hyperparams(
-            optimizer, static_args=[name for name in names if name not in self.per_member]
-        )
-        self._shared = shared
+        names, make = _check_names(optimizer, given), optimizer
+        if self.per_member:
+            # Only what differs between members becomes an array: `1 - b1` in Python is not `1 - b1` in float32.
+            make = optax.inject_hyperparams(optimizer, static_args=[x for x in names if x not in self.per_member])
+        self._make = partial(make, **self._shared)
         # Of the first member, to look at shapes and to update with: each member's own values are in its state, where
         # `init` puts them. As numbers of Python, the kind that optax takes for what it keeps in the state.
-        self._transform = self._inject(**shared, **{name: values[0].item() for name, values in self.per_member.items()})
+        first = {name: values[0].item() for name, values in self.per_member.items()}
+        self._transform = optax.with_extra_args_support(self._make(**first))
 
     def init(self, trainable: Any, size: int) -> Any:
         """Return the state for `size` members with stacked parameters."""
         for name, values in self.per_member.items():
             check_size(name, values, size)
-        if not self.per_member:
-            return jax.vmap(self._transform.init)(trainable)
 
         def init_member(params: Any, values: dict[str, Any]) -> Any:
-            return self._inject(**self._shared, **values).init(params)
+            return (self._make(**values) if values else self._transform).init(params)
 
         # Mapped over the members, so that each has its own number in `hyperparams` of its state. That is where
         # `update` reads it, and where `exploit` changes it.
@@ -123,10 +106,8 @@ class MemberOptimizer:
 def check_size(name: str, values: np.ndarray, size: int) -> np.ndarray:
     """Return the values; raise if there is not one for each member."""
     if len(values) != size:
-        raise ValueError(
-            f"Trainer: hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members; "
-            "give one for each, or a single number for all."
-        )
+        found = f"hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members"
+        raise ValueError(f"Trainer: {found}; give one for each, or a single number for all.")
     return values
 
 
@@ -143,15 +124,14 @@ class Schedules:
     """
 
     def __init__(self, name: str, values: Sequence[Any]) -> None:
-        if not all(callable(x) or (is_number(x) and np.ndim(x) == 0) for x in values):
-            raise TypeError(
-                f"Trainer: hyperparams[{name!r}] must have a number or a schedule for each member, but got {values!r}."
-            )
+        if not all(callable(x) or (_is_number(x) and np.ndim(x) == 0) for x in values):
+            expected = "a number or a schedule for each member"
+            raise TypeError(f"Trainer: hyperparams[{name!r}] must have {expected}, but got {values!r}.")
         values = [x if callable(x) else float(x) for x in values]
         # Equal ones once, so that the compiled switch has as few branches as there are different schedules.
         different = list(dict.fromkeys(values))
         self.which = np.array([different.index(x) for x in values], np.int32)
-        self._functions = [x if callable(x) else partial(_constant, x) for x in different]
+        self._functions = [x if callable(x) else optax.constant_schedule(x) for x in different]
         self.first = np.array([float(self._functions[i](0)) for i in self.which])
 
     def __call__(self, which: jax.Array, step: jax.Array) -> jax.Array:
@@ -165,31 +145,33 @@ class Schedules:
         return "schedules " + "; ".join(", ".join(values[i]) for i in self.which)
 
 
-def _constant(value: float, _: Any) -> float:
-    return value
+def sort_hyperparams(given: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
+    """Return those with one value for each member, those that are shared, and the numbers of both, as JSON has them."""
+    per_member = {name: _values_of(name, value) for name, value in given.items() if _is_per_member(value)}
+    shared = {name: value for name, value in given.items() if name not in per_member}
+    numbers: dict[str, Any] = {name: values.astype(float).tolist() for name, values in per_member.items()}
+    return per_member, shared, numbers | {name: float(x) for name, x in shared.items() if _is_number(x)}
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
 
 
-def is_per_member(value: Any) -> bool:
+def _is_per_member(value: Any) -> bool:
     if isinstance(value, (np.ndarray, jax.Array)):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def values_of(name: str, value: Any) -> np.ndarray:
+def _values_of(name: str, value: Any) -> np.ndarray:
     """Return the values as an array, a copy that later changes of the caller's do not reach; raise for others."""
     try:
         array = np.array(value)
     except ValueError:  # a ragged list
         array = np.array(None)
     if array.ndim != 1 or not array.size or not jnp.issubdtype(array.dtype, jnp.number):
-        raise TypeError(
-            f"Trainer: hyperparams[{name!r}] must be a number or a list with one number for each member, but got "
-            f"{value!r}."
-        )
+        expected = "a number or a list with one number for each member"
+        raise TypeError(f"Trainer: hyperparams[{name!r}] must be {expected}, but got {value!r}.")
     return array
 
 
@@ -201,10 +183,7 @@ def _check_names(factory: Callable[..., Any], hyperparams: Mapping[str, Any]) ->
     for name in hyperparams:
         if name not in known:
             raise ValueError(f"Trainer: {label} takes no hyperparameter {name!r}; it takes {', '.join(known)}.")
-    empty = inspect.Parameter.empty
-    missing = [name for name in known if parameters[name].default is empty and name not in hyperparams]
-    if missing:
-        raise ValueError(
-            f"Trainer: {label} needs {' and '.join(missing)}; give it in hyperparams={{{missing[0]!r}: ...}}."
-        )
+    for name in known:
+        if parameters[name].default is inspect.Parameter.empty and name not in hyperparams:
+            raise ValueError(f"Trainer: {label} needs {name}; give it in hyperparams={{{name!r}: ...}}.")
     return known

@@ -19,7 +19,7 @@ from jax import lax
 
 from plurax.ensemble import Ensemble, Trainer
 from plurax.ensemble._execution import autotune
-from plurax.ensemble._execution.autotune import Trial, tune
+from plurax.ensemble._execution.autotune import tune
 from plurax.ensemble._execution.executor import StepInputs
 from plurax.ensemble._members.strategy import Execution
 
@@ -27,21 +27,20 @@ VMAP, MAP, UNROLL, LOOP = (Execution(name) for name in ("vmap", "map", "unroll",
 
 
 def made_up(seconds: Callable[[Execution], float], bytes_: Callable[[Execution], int] = lambda _: 100) -> Any:
-    """Trials that take the time they are told, without a program; and a count of their steps."""
+    """Steps that take the time and the memory they are told, without a program; and a count of them."""
     steps: dict[Execution, int] = {}
 
-    def trial(execution: Execution) -> Trial:
-        def run(times: int, together: int) -> list[float]:
-            steps[execution] = steps.get(execution, 0) + 1 + times * together
-            return [seconds(execution)] * (1 + times)
+    def seconds_of(execution: Execution, count: int) -> float:
+        steps[execution] = steps.get(execution, 0) + count
+        return seconds(execution)
 
-        return Trial(lambda: bytes_(execution), run)
-
-    return trial, steps
+    return (bytes_, seconds_of), steps
 
 
 def search(trial: Any, **options: Any) -> Any:
-    return tune(trial, **{"size": 8, "convolutions": False, "seconds": 5.0, "budget": None, "where": "here", **options})
+    return tune(
+        *trial, **{"size": 8, "convolutions": False, "seconds": 5.0, "budget": None, "where": "here", **options}
+    )
 
 
 class Test_the_search:
@@ -80,13 +79,13 @@ class Test_the_search:
         ):
             search(trial, size=64, budget=5)
 
-        def one_fails(execution: Execution) -> Trial:
+        def one_fails(execution: Execution) -> int:
             if execution.strategy == "map":
                 raise NotImplementedError("no rule")
-            return trial(execution)
+            return need(execution)
 
         with pytest.raises(ValueError, match="memory_budget=5 B: the least found is 10 B, for loop"):
-            search(one_fails, size=64, budget=5)
+            search((one_fails, trial[1]), size=64, budget=5)
 
     def test_a_copy_for_each_member_is_not_compiled_for_minutes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = iter(range(1000))
@@ -130,20 +129,20 @@ class Test_the_search:
     def test_what_fails_is_no_candidate_unless_all_do(self) -> None:
         trial, _ = made_up(lambda _: 0.01)
 
-        def failing(execution: Execution) -> Trial:
+        def failing(execution: Execution) -> int:
             if execution.strategy != "map":
                 raise NotImplementedError("no batching rule")
-            return trial(execution)
+            return 100
 
-        found = search(failing)
+        found = search((failing, trial[1]))
         assert found.chosen == MAP
         assert "fails: NotImplementedError" in str(found)
 
-        def fail(_: Execution) -> Trial:
+        def fail(_: Execution) -> int:
             raise NotImplementedError("no batching rule")
 
         with pytest.raises(NotImplementedError, match="no batching rule"):
-            search(fail)
+            search((fail, trial[1]))
 
     def test_of_two_as_quick_the_smaller(self) -> None:
         trial, _ = made_up(
@@ -153,17 +152,10 @@ class Test_the_search:
         assert found.chosen == MAP
 
     def test_too_little_memory_for_all_leaves_it_to_the_rule(self) -> None:
-        def fail(*_: int) -> list[float]:
+        def fail(*_: Any) -> float:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-        assert search(lambda _: Trial(lambda: 100, fail)) is None
-
-    def test_more_time_than_before(self) -> None:
-        trial, _ = made_up(lambda _: 1.0)
-        short, long = search(trial, seconds=0.5), search(trial, seconds=60)
-        assert short.is_cut_short_of(5)
-        assert not short.is_cut_short_of(0.5)
-        assert not long.is_cut_short_of(600)
+        assert search((lambda _: 100, fail)) is None
 
     def test_the_table(self) -> None:
         trial, _ = made_up(lambda one: 0.01 if one == MAP else 0.02, lambda _: 3 * 2**20)
@@ -217,6 +209,15 @@ class Test_a_trainer:
             trainer.fit(state, [other], progress=False)
             assert len(measured) == 5
 
+    def test_more_time_than_before_measures_again(self, plain, cross_entropy, make_batches, measured) -> None:
+        batch = make_batches(1)[0]
+        short = self.train(plain, cross_entropy, batch, tune_seconds=1e-9)
+        assert "no time was left" in {one.note for one in short.explain().candidates}
+        long = self.train(plain, cross_entropy, batch, tune_seconds=0.5)
+        assert "no time was left" not in {one.note for one in long.explain().candidates}
+        self.train(plain, cross_entropy, batch, tune_seconds=1e-9)
+        assert len(measured) == 2
+
     def test_remembers_in_files(self, tmp_path, plain, cross_entropy, make_batches, measured, monkeypatch) -> None:
         batch, folder = make_batches(1)[0], tmp_path / "tuned"
         self.train(plain, cross_entropy, batch, tune_cache=folder, tune_seconds=np.float32(0.05))
@@ -225,7 +226,7 @@ class Test_a_trainer:
             if content is not None:
                 file.write_text(content)
             monkeypatch.setattr(autotune, "_remembered", {})
-            again = self.train(plain, cross_entropy, batch, tune_cache=folder)
+            again = self.train(plain, cross_entropy, batch, tune_cache=folder, tune_seconds=np.float32(0.05))
             assert len(measured) == count
             assert str(again.explain()) == str(measured[-1])
         assert [path.name for path in folder.iterdir()] == [file.name]
@@ -287,7 +288,7 @@ class Test_a_trainer:
         self, tmp_path, convolutional, create, cross_entropy, make_batches, assert_same, monkeypatch
     ) -> None:
         choice = Execution("map", products=True)
-        chosen = autotune.Tuning(choice, (autotune.CandidateExecution(choice, 1.0, 1, 1.0),), "here", 0.1, 5.0)
+        chosen = autotune.Tuning(choice, (autotune.CandidateExecution(choice, 1.0, 1, 1.0),), "here", 0.1)
         monkeypatch.setattr("plurax.ensemble._execution.choose_strategy.tune", lambda *_, **__: chosen)
         batches, ens = make_batches(5, features=20), create(convolutional, 3)
         auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=1.0)
@@ -327,7 +328,7 @@ class Test_a_trainer:
             assert 1 <= execution.chunk_size < 16
         state = trainer.init(create(plain, 16))
         inputs = StepInputs(state, batch, (None, None))
-        assert trainer._stepper.executor.trial(inputs, False, execution).compile() <= 24 * 2**10
+        assert trainer._stepper.executor.temporaries(inputs, False, execution) <= 24 * 2**10
         whole = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
         assert_same(trainer.step(state, batch)[0].ensemble, whole.step(state, batch)[0].ensemble, tolerance=1e-5)
         traced = jax.jit(trainer.step)(state, batch)[0].ensemble

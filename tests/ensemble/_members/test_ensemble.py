@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save, select, soup
-from plurax.transforms import grad, vmap
+from plurax.ensemble._members import call
+from plurax.transforms import _vmap, grad, vmap
+from plurax.transforms._core import axes
 from plurax.transforms.modules import with_precision
 
 
@@ -114,6 +116,17 @@ def test_a_member_taken_out_is_independent(ens):
     member = ens[1]
     member.first.kernel[...] = jnp.zeros((4, 5))
     np.testing.assert_array_equal(ens(X), before)
+
+
+def test_the_arguments_of_a_call_are_checked_once(ens, monkeypatch):
+    checks = []
+    for name in ("axes_per_argument", "mapped_size"):
+        check = getattr(axes, name)
+        counted = lambda *args, name=name, check=check: (checks.append(name), check(*args))[1]
+        for module in (call, _vmap):
+            monkeypatch.setattr(module, name, counted, raising=False)
+    ens(EACH[:, :2], in_axes=0)
+    assert sorted(checks) == ["axes_per_argument", "mapped_size"]
 
 
 def test_an_ensemble_of_one_is_an_ensemble(plain, assert_same):

@@ -233,7 +233,7 @@ class Test_refusals:
     def test_no_function_no_list_no_members(self):
         with pytest.raises(TypeError, match="apply must be a function"):
             Ensemble.from_apply(3, [1])
-        with pytest.raises(TypeError, match="variables must be a list with one pytree for each member, but got a dict"):
+        with pytest.raises(TypeError, match="variables must be a list, one pytree a member, but got a dict"):
             Ensemble.from_apply(jnp.sin, {"a": 1})
         with pytest.raises(ValueError, match="the list of variables is empty"):
             Ensemble.from_apply(jnp.sin, [])
@@ -263,7 +263,7 @@ class Test_refusals:
             Ensemble.from_apply(jnp.sin, [{"w": jnp.ones(2), "a": {"rate": value}} for value in values])
 
     def test_a_view(self):
-        with pytest.raises(TypeError, match="functions of variables, not NNX modules"):
+        with pytest.raises(TypeError, match="the members are not NNX modules; pass options"):
             Ensemble.from_apply(lambda v: v, [jnp.ones(2)]).view(deterministic=True)
 
     def test_a_loss_that_assigns_what_trains(self, make_batches):

@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer, TrainState
+from plurax.ensemble._execution import stepper
 from plurax.ensemble._execution.executor import StepInputs
-from plurax.transforms import value_and_grad
+from plurax.transforms import _vmap, value_and_grad
+from plurax.transforms._core import axes
 
 STRATEGIES = ("vmap", "map", "unroll", "loop")
 RATES = [0.02, 0.01, 0.03]
@@ -120,6 +122,18 @@ def test_axes_of_a_batch_are_given_by_element(plain, create, cross_entropy, make
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
+def test_the_axes_of_a_batch_are_checked_once(plain, create, cross_entropy, make_batches, monkeypatch):
+    checks = []
+    for name in ("axes_per_argument", "mapped_size"):
+        check = getattr(axes, name)
+        counted = lambda *args, name=name, check=check: (checks.append(name), check(*args))[1]
+        for module in (stepper, _vmap):
+            monkeypatch.setattr(module, name, counted, raising=False)
+    trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
+    trainer.step(trainer.init(create(plain, 2)), make_batches(1)[0])
+    assert sorted(checks) == ["axes_per_argument", "mapped_size"]
+
+
 def test_a_batch_that_is_no_tuple_is_one_argument(plain, create):
     trainer = Trainer(lambda model, batch: (model(batch["x"]) ** 2).mean(), optax.sgd(0.1))
     _, metrics = trainer.step(trainer.init(create(plain, 2)), {"x": jnp.ones((5, 4))})
@@ -169,8 +183,9 @@ class Test_steps_that_take_over_the_memory:
         state, batch = trainer.init(ensemble), (jnp.ones((2, 64)),)
         execution = trainer._stepper.advance(state, batch)[2]
         for donate in (False, True):
-            trial = trainer._stepper.executor.trial(StepInputs(state, batch, (None,)), donate, execution)
-            assert trial.compile() < sum(x.nbytes for x in jax.tree.leaves(state)) / 3
+            inputs = StepInputs(state, batch, (None,))
+            need = trainer._stepper.executor.temporaries(inputs, donate, execution)
+            assert need < sum(x.nbytes for x in jax.tree.leaves(state)) / 3
 
     def test_whose_arrays_change_their_dtype(self, options, assert_same):
         def narrow(updates, state, params=None):
@@ -634,7 +649,7 @@ class Test_refusals:
     def test_a_loss_that_changes_the_shape_or_dtype_of_a_variable(self, stateful, create, make_batches):
         for change, match in (
             (lambda mean: jnp.stack([mean, mean]), r"`norm.mean` .* shape \(6,\) .* to an array of shape \(2, 6\)"),
-            (lambda mean: mean.astype(jnp.bfloat16), "`norm.mean` .* float32, to .* bfloat16; keep its shape"),
+            (lambda mean: mean.astype(jnp.bfloat16), "`norm.mean` .* float32, to .* bfloat16; keep shape"),
         ):
 
             def loss(model, x, y, change=change):
