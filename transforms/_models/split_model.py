@@ -173,15 +173,8 @@ class SplitModel:
         return self.structure.merge(self.trainable, self.rest)
 
     def arrays(self) -> dict[str, Any]:
-        """Return all arrays by their dotted paths, in the order of the leaves; raise if two have the same."""
-        leaves = jax.tree.leaves_with_path((self.trainable, self.rest))
-        names = [dotted(path[1:]) for path, _ in leaves]  # without the number of the half
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"{self.structure!r} has two arrays of the name `{max(names, key=names.count)}`, one of them with a "
-                "dot in the name of an attribute or key; use names without dots."
-            )
-        return {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+        """Return all arrays by the names of their paths, in the order of the leaves."""
+        return named_arrays(self.trainable) | named_arrays(self.rest)
 
     def changes(self, after: SplitModel) -> list[str]:
         """Return the dotted paths of the arrays that are other objects `after` a call, or "configuration"."""
@@ -328,5 +321,11 @@ def dotted(path: Iterable[Any]) -> str:
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
-    """Return the arrays of one part of a split model by their dotted paths."""
-    return {dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    """Return the arrays of one part of a split model by the names of their paths."""
+    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Return a dotted path, but with brackets where a key itself has a dot: `a.b` may be the entry `b` of `a`, too."""
+    name = dotted(path)
+    return name if name.count(".") < len(path) else keystr(path)
