@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
-import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import serialize_executable, sparse
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,10 +32,6 @@ from jax.sharding import PartitionSpec as P
 from plurax.ensemble import Ensemble
 from plurax.transforms import grad
 from plurax.transforms.program import aot
-from plurax.transforms.program._aot import environment as environment
-from plurax.transforms.program._aot import program as aot_program
-from plurax.transforms.program._aot import signature as signature
-from plurax.transforms.program._aot.signature import Lowered
 
 X = np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32)
 W = np.sin(np.arange(20.0)).reshape(4, 5).astype(np.float32)
@@ -219,7 +219,7 @@ def run(name: str, directory: str, key: str | None) -> dict[str, Any]:
     return {"bits": found, "deleted": len(kwargs) - len(left), "traced": traced, "compiled": events.count(COMPILED)}
 
 
-def main(directory: str) -> None:
+def run_all_cases(directory: str) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     warnings.simplefilter("error")
     found: dict[str, Any] = {f"{name}, key={key}": run(name, directory, key) for name, key in CALLS}
@@ -227,18 +227,19 @@ def main(directory: str) -> None:
     print(json.dumps(found))  # noqa: T201 (read by the test)
 
 
+def in_a_process(task: str, directory: Path) -> str:
+    """What a process prints that does one of the tasks at the end of this file."""
+    command = [sys.executable, __file__, task, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "aot:" not in done.stderr, done.stderr  # at its end each process compares what it has loaded
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("aot")
-    found = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, __file__, str(directory)], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert "aot:" not in done.stderr, done.stderr  # at its end each process compares what it has loaded
-        found.append(json.loads(done.stdout))
-    return found
+    return [json.loads(in_a_process("run all cases", directory)) for _ in range(2)]
 
 
 @pytest.mark.xdist_group("aot in two processes")
@@ -269,14 +270,6 @@ class Counted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.traces += 1
         return self._fun(*args, **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def waiting(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The programs that wait for the end of the process, of which there are none of other tests, nor are at its end."""
-    found: list[Any] = []
-    monkeypatch.setattr(aot_program, "_waiting", found)
-    return found
 
 
 def double(x: Any) -> Any:
@@ -354,18 +347,36 @@ def test_settings_that_change_programs_are_told_apart(tmp_path):
     assert fun.traces == 2
 
 
-def in_another_environment(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
-    """Let this process be one that differs from the actual one."""
-    ours = environment.identity_of_environment
-    monkeypatch.setattr(signature, "identity_of_environment", lambda *args: ours(*args) | changed)
+@contextlib.contextmanager
+def setting(name: str, value: Any) -> Iterator[None]:
+    """Let a setting of JAX have another value, for the whole process."""
+    before = jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
-def test_other_settings_of_the_process_have_a_file_of_their_own(tmp_path, monkeypatch):
+# Other values of settings: some are those of context managers, and not all of them change this program.
+SETTINGS = {
+    "jax_enable_x64": True,
+    "jax_default_matmul_precision": "float32",
+    "jax_default_prng_impl": "rbg",
+    "jax_threefry_partitionable": False,
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_numpy_rank_promotion": "raise",
+    "jax_optimization_level": "O1",
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_of_the_process_have_a_file_of_their_own(name, tmp_path):
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)
-    in_another_environment(monkeypatch, jax_scan3="True")
-    for _ in range(2):
-        np.testing.assert_array_equal(aot(fun, tmp_path, key="1", verify=False)(X), 2 * X)
+    with setting(name, SETTINGS[name]):
+        for _ in range(2):
+            np.testing.assert_array_equal(aot(fun, tmp_path, key="1", verify=False)(X), 2 * X)
     assert (fun.traces, len(list(tmp_path.iterdir()))) == (2, 2)
 
 
@@ -389,12 +400,24 @@ def test_settings_without_effect_are_not(tmp_path):
     assert fun.traces == 1
 
 
-def test_what_is_compiled_is_not_loaded_again(tmp_path, monkeypatch):
-    program = aot(double, tmp_path)
+@pytest.mark.parametrize("name", ["jax_default_device", "jax_compilation_cache_dir", "jax_log_compiles"])
+def test_where_things_are_and_what_is_said_makes_no_program_another(name, tmp_path):
+    fun = Counted(double)
+    aot(fun, tmp_path / "programs", key="1")(X)
+    values = {"jax_default_device": jax.devices()[0], "jax_compilation_cache_dir": str(tmp_path)}
+    with setting(name, values.get(name, True)):
+        np.testing.assert_array_equal(aot(fun, tmp_path / "programs", key="1", verify=False)(X), 2 * X)
+    assert fun.traces == 1
+
+
+@pytest.mark.parametrize("key", ["1", None])
+def test_what_is_compiled_is_not_loaded_again(key, tmp_path):
+    fun = Counted(double)
+    program = aot(fun, tmp_path, key=key)
     program(X)
-    monkeypatch.setattr(aot_program, "prepare", None)
     only_file(tmp_path).unlink()
     np.testing.assert_array_equal(program(X), 2 * X)
+    assert (fun.traces, list(tmp_path.iterdir())) == (1, [])
 
 
 def test_without_a_key_what_fun_closes_over_is_compared(tmp_path):
@@ -442,10 +465,11 @@ def test_donation_is_not_that_of_another_function(tmp_path):
 def test_two_kinds_of_machine_share_a_directory(tmp_path, monkeypatch):
     fun = Counted(double)
     for _ in range(2):
-        for machine in ({}, {"processor": "another"}, {"device": "another"}):
-            in_another_environment(monkeypatch, **machine)
-            np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
-            monkeypatch.undo()
+        for change in (None, another_device, another_backend):
+            with monkeypatch.context() as patch:
+                if change:
+                    change(patch)
+                np.testing.assert_array_equal(aot(fun, tmp_path, key="1", verify=False)(X), 2 * X)
     assert (fun.traces, len(list(tmp_path.iterdir()))) == (3, 3)
 
 
@@ -599,17 +623,22 @@ def damaged(content: bytes) -> list[bytes]:
 
 
 def test_damage_is_noticed_before_anything_is_loaded(tmp_path, monkeypatch):
-    aot(double, tmp_path, key="1")(X)
+    def fun(x: Any) -> Any:
+        if list(tmp_path.iterdir()):
+            raise ZeroDivisionError("it is compiled anew, which would take time")
+        return 2.0 * x
+
+    aot(fun, tmp_path, key="1")(X)
     path = only_file(tmp_path)
     content = path.read_bytes()
-    compiled = jax.jit(lambda x: [2.0 * x, []]).lower(X).compile()
-    once = types.SimpleNamespace(compile=lambda: compiled)
-    monkeypatch.setattr(aot_program, "loaded", lambda *_: pytest.fail("it was loaded"))
-    monkeypatch.setattr(aot_program.CallSignature, "lower", lambda _: Lowered(once, [], []))
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(pytest.fail.Exception, match="it was loaded"):
+        aot(fun, tmp_path, key="1")(X)
     for bad in damaged(content):
         path.write_bytes(bad)
-        with pytest.warns(UserWarning, match=r"aot: .*double-\w{32}\.aot is damaged.*compiled anew, and the file repl"):
-            np.testing.assert_array_equal(aot(double, tmp_path, key="1")(X), 2 * X)
+        match = r"aot: .*-\w{32}\.aot is damaged.*compiled anew, and the file replaced"
+        with pytest.warns(UserWarning, match=match), pytest.raises(ZeroDivisionError, match="it is compiled anew"):
+            aot(fun, tmp_path, key="1")(X)
 
 
 def test_what_was_damaged_is_replaced(tmp_path):
@@ -634,34 +663,93 @@ def test_the_warning_is_at_the_line_of_the_call(tmp_path):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-NAMES = ["plurax", "jax", "jaxlib", "flax", "optax", "numpy", "Python", "backend", "device", "XLA_FLAGS", "processor"]
+PACKAGES = ["plurax", "jax", "jaxlib", "flax", "optax", "numpy"]
 
 
-def test_all_that_has_to_be_the_same_is_looked_at():
-    found = environment.identity_of_environment(jax.devices()[0], environment.settings_of_jax())
-    assert list(found)[: len(NAMES)] == NAMES
-    assert found["jax"] == jax.__version__
-    assert "unknown" not in found.values()
-    # The first are set by context managers; the device is compared by its kind.
-    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
-    assert {*names, "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_optimization_level"} <= found.keys()
-    assert not {"jax_default_device", "jax_compilation_cache_dir", "jax_log_compiles"} & found.keys()
+def installed(patch: pytest.MonkeyPatch, directory: Path, package: str, version: str) -> None:
+    """Let a package have this version, as far as Python knows."""
+    info = directory / f"{package}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    patch.syspath_prepend(directory)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_another_installation_or_machine_compiles_a_file_of_its_own(name, tmp_path, monkeypatch):
+def another_python(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(platform, "python_version_tuple", lambda: ("3", "1", "0"))
+
+
+def another_backend(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(jax.devices()[0].client), "platform_version", "another")
+
+
+def another_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(jax.Device, "device_kind", "another")
+
+
+def other_flags(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+
+
+CHANGES = [another_python, another_backend, another_device, other_flags]
+
+
+def has_a_file_of_its_own(fun: Counted, directory: Path) -> None:
+    """Assert that here, where something differs from where the other file was written, a second file is made once."""
+    traces = fun.traces
+    for _ in range(2):
+        np.testing.assert_array_equal(aot(fun, directory, key="1", verify=False)(X), 2 * X)
+    assert (fun.traces, len(list(directory.iterdir()))) == (traces + 1, 2)
+
+
+def tells_them_apart(fun: Counted, directory: Path, ours: Path) -> None:
+    """Assert that here, where `ours` was written, it is loaded still, but not the other file under its name."""
+    traces = fun.traces
+    np.testing.assert_array_equal(aot(fun, directory, key="1", verify=False)(X), 2 * X)
+    assert fun.traces == traces
+    (theirs,) = (path for path in directory.iterdir() if path != ours)
+    theirs.replace(ours)
+    with pytest.warns(UserWarning, match="was made for another program, and renamed; the program is compiled anew"):
+        np.testing.assert_array_equal(aot(fun, directory, key="1")(X), 2 * X)
+    assert fun.traces == traces + 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_another_version_of_a_package_compiles_a_file_of_its_own(package, tmp_path, monkeypatch):
+    fun, programs = Counted(double), tmp_path / "programs"
+    aot(fun, programs, key="1")(X)
+    ours = only_file(programs)
+    with monkeypatch.context() as patch:
+        installed(patch, tmp_path / "same", package, importlib.metadata.version(package))
+        np.testing.assert_array_equal(aot(fun, programs, key="1", verify=False)(X), 2 * X)
+        assert fun.traces == 1
+        installed(patch, tmp_path / "another", package, "0.0.1")
+        has_a_file_of_its_own(fun, programs)
+    tells_them_apart(fun, programs, ours)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_installation_or_machine_compiles_a_file_of_its_own(change, tmp_path, monkeypatch):
     fun = Counted(double)
     aot(fun, tmp_path, key="1")(X)
     ours = only_file(tmp_path)
-    in_another_environment(monkeypatch, **{name: "another"})
-    for _ in range(2):
-        np.testing.assert_array_equal(aot(fun, tmp_path, key="1", verify=False)(X), 2 * X)
-    (theirs,) = (path for path in tmp_path.iterdir() if path != ours)
-    assert fun.traces == 2
-    ours.replace(theirs)
-    with pytest.warns(UserWarning, match="was made for another program, and renamed; the program is compiled anew"):
-        np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
-    assert fun.traces == 3
+    with monkeypatch.context() as patch:
+        change(patch)
+        has_a_file_of_its_own(fun, tmp_path)
+    tells_them_apart(fun, tmp_path, ours)
+
+
+def test_another_processor_compiles_a_file_of_its_own(tmp_path):
+    fun = Counted(double)
+    aot(fun, tmp_path, key="1")(X)
+    ours = only_file(tmp_path)
+    in_a_process("on another processor", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    tells_them_apart(fun, tmp_path, ours)
+
+
+def on_another_processor(directory: str) -> None:
+    platform.machine = lambda: "another"  # before it is asked for, which is done once
+    has_a_file_of_its_own(Counted(double), Path(directory))
 
 
 def test_other_flags_of_xla_have_a_file_of_their_own(tmp_path, monkeypatch):
@@ -682,14 +770,15 @@ def test_the_file_of_another_program_is_a_warning(tmp_path):
         np.testing.assert_array_equal(aot(double, tmp_path / "a", key="1")(X), 2 * X)
 
 
-def test_what_jax_cannot_load_is_a_warning(tmp_path, monkeypatch):
-    def refuse(*_: Any) -> Any:
-        raise RuntimeError("no")
-
+def test_what_jax_cannot_load_is_a_warning(tmp_path):
     aot(double, tmp_path, key="1")(X)
-    monkeypatch.setattr(aot_program, "loaded", refuse)
-    with pytest.warns(UserWarning, match=r"cannot be loaded \(RuntimeError: no\); the program is compiled anew"):
+    path = only_file(tmp_path)
+    line, _, _ = path.read_bytes()[32:].partition(b"\n")  # behind the checksum
+    rest = line + b"\nno program"
+    path.write_bytes(hashlib.sha256(rest).digest() + rest)
+    with pytest.warns(UserWarning, match=r"cannot be loaded \(UnpicklingError: .*\); the program is compiled anew"):
         np.testing.assert_array_equal(aot(double, tmp_path, key="1")(X), 2 * X)
+    assert path.stat().st_size > 1000
 
 
 def test_what_cannot_be_read_is_a_warning(tmp_path):
@@ -721,7 +810,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     path = only_file(tmp_path)
     content = path.read_bytes()
     monkeypatch.setattr(os, "replace", interrupt)
-    monkeypatch.setattr(environment, "_version", lambda _: "another")
+    other_flags(monkeypatch)
     program = aot(double, tmp_path, key="1")
     with pytest.raises(KeyboardInterrupt):
         program(X)
@@ -776,16 +865,12 @@ def test_several_processes_write_nothing(tmp_path, monkeypatch):
         np.testing.assert_array_equal(aot(double, tmp_path, key="1")(X), 2 * X)
 
 
-def test_a_program_that_calls_out_of_xla_is_lowered_first(tmp_path, monkeypatch):
-    fun = Counted(double)
-    monkeypatch.setattr(aot_program, "_line", with_calls(aot_program._line, ["somebody_elses"]))
+def test_a_program_that_calls_out_of_xla_is_lowered_first(tmp_path):
+    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is no operation of XLA, nor of LAPACK
+    fun = Counted(lambda x: eye @ x)
     for _ in range(2):
-        np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), 2 * X)
-    assert fun.traces == 2
-
-
-def with_calls(line: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    return lambda *args: line(*args) | {"calls": calls}
+        np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), X)
+    assert (fun.traces, len(list(tmp_path.iterdir()))) == (2, 1)
 
 
 def test_donated_arguments_that_are_not_used_are_warned_of_as_by_jit(tmp_path):
@@ -874,4 +959,4 @@ def test_a_variable_in_two_places_is_refused(tmp_path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    {"run all cases": run_all_cases, "on another processor": on_another_processor}[sys.argv[1]](sys.argv[2])
