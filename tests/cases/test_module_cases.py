@@ -1,6 +1,6 @@
 """MindSpore's guide to cells: names, a cell against its reference, initialization, freezing.
 
-Precision, what is frozen, and files are in `test_precision.py`, `test_parameters.py` and `test_files.py` of the modules.
+Precision, what is frozen, and files are in `test_precision.py`, `test_parameters.py` and `test_files.py` of modules.
 """
 
 import importlib.util

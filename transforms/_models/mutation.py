@@ -8,6 +8,7 @@ transforms of NNX break that, since they hand back every array as a new object; 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from .._core.compat import scan_counts
 from .._core.jaxpr import CALLS, IDENTITIES, aval, called, interpret
 from .split_model import (
     SplitModel,
-    dotted,
+    array_name,
     is_module,
     merge_tree,
     models_of,
@@ -77,8 +78,9 @@ def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]])
     """Return split models with the arrays in place that `call_purely` reports as changed."""
 
     def put(before: SplitModel, new: dict[str, Any]) -> SplitModel:
-        # `path[1:]`, since the first key of a path is the number of the half.
-        halves = jax.tree.map_with_path(lambda path, x: new.get(dotted(path[1:]), x), (before.trainable, before.rest))
+        # Each half has its own names: no path is in both.
+        put_half = partial(jax.tree.map_with_path, lambda path, x: new.get(array_name(path), x))
+        halves = put_half(before.trainable), put_half(before.rest)
         return SplitModel(before.structure, *halves)
 
     return [put(before, new) for before, new in zip(parts, changed, strict=True)]
@@ -136,7 +138,7 @@ def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
     from flax import errors, nnx
 
     for path, x in nnx.to_flat_state(nnx.state(model)):
-        name = dotted(path)
+        name = array_name(path)
         if not any(f"{changed}.".startswith(f"{name}.") for changed in paths):
             continue
         try:  # to assign what it holds already, which changes nothing but makes Flax check its trace

@@ -173,7 +173,7 @@ class SplitModel:
         return self.structure.merge(self.trainable, self.rest)
 
     def arrays(self) -> dict[str, Any]:
-        """Return all arrays by the names of their paths, in the order of the leaves."""
+        """Return all arrays by their names, in the order of the leaves."""
         return named_arrays(self.trainable) | named_arrays(self.rest)
 
     def changes(self, after: SplitModel) -> list[str]:
@@ -320,12 +320,14 @@ def dotted(path: Iterable[Any]) -> str:
     return keystr(tuple(path), simple=True, separator=".")
 
 
-def named_arrays(tree: Any) -> dict[str, Any]:
-    """Return the arrays of one part of a split model by the names of their paths."""
-    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """Return a dotted path, but with brackets where a key itself has a dot: `a.b` may be the entry `b` of `a`, too."""
+def array_name(path: Sequence[Any]) -> str:
+    """Return a dotted path in which keys that have a dot are in brackets: `a.b` may be the entry `b` of `a`, too."""
     name = dotted(path)
-    return name if name.count(".") < len(path) else keystr(path)
+    if name.count(".") < len(path):
+        return name
+    return ".".join(f"[{key!r}]" if "." in key else key for key in map(dotted, zip(path, strict=True)))
+
+
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """Return the arrays of one part of a split model by their names."""
+    return {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

@@ -17,7 +17,7 @@ from ..._core.prng import is_key
 from ..._grad import scalar_seed
 from ..._models.equinox import released
 from ..._models.mutation import call_with_models, changes, with_changes
-from ..._models.split_model import SplitModel, dotted, is_module, is_split, split, splits_of, with_splits
+from ..._models.split_model import SplitModel, array_name, is_module, is_split, split, splits_of, with_splits
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:
@@ -93,11 +93,11 @@ def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
 
     def draw(path: Any, x: Any) -> Any:
         """Return a new key for a key of the random state, and anything else as it is."""
-        if dotted(path) not in random or not is_key(x):
+        if array_name(path) not in random or not is_key(x):
             return x
         # By the order of paths, which is that of names: another number for each key, the same in every process.
         words = jax.eval_shape(jax.random.key_data, x)
-        number = sorted(random).index(dotted(path))
+        number = sorted(random).index(array_name(path))
         bits = jax.random.bits(jax.random.fold_in(key, number), words.shape, words.dtype)
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
 
@@ -106,7 +106,7 @@ def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
 
 def _kept_keys(parts: SplitModel) -> set[str]:
     """Return the paths of the keys that a model keeps, in variables of any kind."""
-    return {dotted(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
+    return {array_name(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
 
 
 def _random_state(model: Any) -> set[str]:
@@ -115,4 +115,4 @@ def _random_state(model: Any) -> set[str]:
         return set()
     from flax import nnx
 
-    return {dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngState))}
+    return {array_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.RngState))}
