@@ -226,10 +226,9 @@ class _Search:
                 assert self.error is not None
                 raise self.error
             least = min(over, key=lambda one: one.temporaries or 0)
-            raise ValueError(
-                f"Trainer: no execution fits into memory_budget={in_words(self.budget)}: the least found is "
-                f"{in_words(least.temporaries or 0)}, for {least.execution}; raise it, or make the batch smaller."
-            )
+            budget, need = in_words(self.budget), f"{in_words(least.temporaries or 0)}, for {least.execution}"
+            found = f"no execution fits into memory_budget={budget}: the least found is {need}"
+            raise ValueError(f"Trainer: {found}; raise it, or make the batch smaller.")
         limit = _EQUAL * min(map(self.time, self.times))
         # Of those that are as quick, the one that needs the least memory: it suffers least from what else the machine
         # does.

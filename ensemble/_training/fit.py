@@ -189,10 +189,9 @@ def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     # By name and numbers, all that JSON can hold; a ready optimiser is known by the structure of its state alone.
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
-            raise ValueError(
-                f"Trainer.fit: the checkpoint {checkpoint.path} has {name}={before.get(name)}, but the trainer has "
-                f"{name}={now.get(name)}; use another checkpoint_dir, or the same optimiser and hyperparameters."
-            )
+            found = f"has {name}={before.get(name)}, but the trainer has {name}={now.get(name)}"
+            remedy = "use another checkpoint_dir, or the same optimiser and hyperparameters"
+            raise ValueError(f"{checkpoint} {found}; {remedy}.")
 
 
 def loss_range(metrics: Mapping[str, Any]) -> str:

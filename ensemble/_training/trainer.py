@@ -131,9 +131,7 @@ class Trainer:
             raise ValueError(f"Trainer: tune_cache must be a directory, but {str(tune_cache)!r} is a file.")
         self._layout = None if mesh is None else Layout.of("Trainer", mesh)
         if self._layout is not None and self._layout.shards > 1 and grad_fn is not None:
-            raise ValueError(
-                'Trainer: grad_fn would see parts of the batch on a mesh with "data"; leave one of the two out.'
-            )
+            raise ValueError('Trainer: grad_fn sees parts of the batch on a mesh with "data"; leave one of them out.')
         # The loss takes its own hyperparameters first; the factory gets the others, and refuses those it does not know.
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)

@@ -294,7 +294,7 @@ def refusals() -> None:
         train(MLP, square, (ROWS, TARGETS), data)
     with pytest.raises(ValueError, match=r"the batch \(`0`\) has 7 examples, which do not split over the 2 devices"):
         train(linear, square, (ROWS[:7], TARGETS[:7]), data)
-    with pytest.raises(ValueError, match=r"splits every array of the batch along its first axis, but they have diff"):
+    with pytest.raises(ValueError, match="splits arrays of one length, but got"):
         train(linear, lambda m, x, y, w: square(m, x, w), (ROWS, TARGETS, np.ones(2, np.float32)), data)
     for value in (lambda x: (x > 0).sum(), lambda x: x.mean(1)):
         with pytest.raises(
@@ -332,7 +332,7 @@ def refusals() -> None:
     jax.jit(traced.step)(state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match="the loss reports `loss`"):  # in a trace there was nothing to compare
         traced.step(state, (ROWS, TARGETS))
-    with pytest.raises(ValueError, match='grad_fn would see parts of the batch on a mesh with "data"'):
+    with pytest.raises(ValueError, match='grad_fn sees parts of the batch on a mesh with "data"'):
         Trainer(square, optax.sgd(0.1), mesh=data, grad_fn=jax.value_and_grad)
     searching = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5))
     with pytest.raises(ValueError, match=r"the optimizer evaluates the loss again \(value_fn, as optax.lbfgs does\)"):
