@@ -136,9 +136,7 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
     """
     found = check_probabilities("disagreement", probabilities, "(members, batch, classes)", 3, bounded=False)
     if jnp.ndim(found) != 3:
-        raise ValueError(
-            f"disagreement: probabilities must have shape (members, batch, classes), but got {jnp.shape(found)}."
-        )
+        raise ValueError(f"disagreement: probabilities must be (members, batch, classes), but got {jnp.shape(found)}.")
     if np.isnan(np.asarray(found, np.float32)).any():
         raise ValueError("disagreement: some predictions are NaN; leave those members or examples out.")
     votes = np.asarray(found).argmax(axis=-1)

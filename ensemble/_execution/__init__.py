@@ -3,13 +3,12 @@
 What flows in is a state, a batch and its `in_axes`; what comes out is the new state, the metrics of all members, and
 the `Execution` (strategy, chunk size, products, devices) that computed them. In the order of a step:
 
-- `stepper.py`: `Stepper.advance`, all that `Trainer` and its loop know of this folder. It goes through the files below.
+- `stepper.py`: `Stepper.advance`, all that `Trainer` and its loop know of this folder. `choose` decides by what the
+  user asked for, by what an earlier step or a checkpoint used, by the memory budget (the largest chunk that fits),
+  or, for "auto", by measuring. Why "auto" chose "vmap", "map", "unroll" or "loop" is in the table that `autotune.py`
+  makes; where nothing can be measured, a rule decides (`in_turn` of `_members/strategy.py`).
 - `data_parallel.py`: only checks: where the mesh axis `data` splits the batch, it raises if the loss is not a mean over
   the examples, or would leave different state on different devices. The batch is split in `_members/sharding.py`.
-- `choose_strategy.py`: `StrategyChoice`, which decides by what the user asked for, by what an earlier step or a
-  checkpoint used, by the memory budget (the largest chunk that fits), or, for "auto", by measuring. Why "auto" chose
-  "vmap", "map", "unroll" or "loop" is in the table that `autotune.py` makes; where nothing can be measured, a rule
-  decides (`in_turn` of `_members/strategy.py`).
 - `autotune.py`: `tune`, the search over candidates: which are tried, how they are timed, which is taken; the table
   (`Tuning`) that `Trainer.explain` prints; and what is remembered, in the process and in `tune_cache`.
 - `executor.py`: `Executor`, which compiles and runs the step: as one program for all members, or as a Python loop over

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import jax
 from jax.extend.core import Jaxpr
+from tqdm import tqdm
 
 from ...transforms._core.machine import cores, processor
 from ...transforms._core.memory import in_words
@@ -102,7 +104,7 @@ def tune(
     seconds: float,
     budget: int | None,
     where: str,
-    tell: Callable[[str], None] = lambda _: None,
+    aloud: bool = False,
 ) -> Tuning | None:
     """Measure the candidates, and choose the quickest.
 
@@ -116,7 +118,7 @@ def tune(
       seconds: for all measuring; compiling is not counted.
       budget: bytes of temporaries, or None.
       where: the device and the members, for the table.
-      tell: called with what is about to be measured.
+      aloud: whether to print what is measured.
 
     Returns:
       The measurements; None where all fail when they run, such as for want of memory for a copy of the state.
@@ -124,7 +126,7 @@ def tune(
     Raises:
       ValueError: none of the candidates fits into the budget.
     """
-    search = _Search(temporaries, seconds_of, seconds, budget, tell)
+    search = _Search(temporaries, seconds_of, seconds, budget, aloud)
     # One member at a time tells how long a step takes to compile, and whether products pay, for all that follow.
     first = "loop" if looped else "map"
     plain = search.measure(Execution(first))
@@ -162,7 +164,7 @@ class _Search:
     seconds_of: Callable[[Execution, int], float]
     seconds: float
     budget: int | None
-    tell: Callable[[str], None]
+    aloud: bool
     spent: float = 0.0
     found: dict[Execution, CandidateExecution] = field(default_factory=dict)
     times: dict[Execution, list[float]] = field(default_factory=dict)
@@ -174,7 +176,8 @@ class _Search:
             return self.time(execution)
         if self.spent > self.seconds and self.times:
             return self.skip(execution, "no time was left")
-        self.tell(str(execution))
+        if self.aloud:
+            tqdm.write(f"Measuring, for once: {execution}", file=sys.stderr)
         start = time.perf_counter()
         try:
             temporaries = self.temporaries(execution)
@@ -223,10 +226,9 @@ class _Search:
                 assert self.error is not None
                 raise self.error
             least = min(over, key=lambda one: one.temporaries or 0)
-            raise ValueError(
-                f"Trainer: no execution fits into memory_budget={in_words(self.budget)}: the least found is "
-                f"{in_words(least.temporaries or 0)}, for {least.execution}; raise it, or make the batch smaller."
-            )
+            budget, need = in_words(self.budget), f"{in_words(least.temporaries or 0)}, for {least.execution}"
+            found = f"no execution fits into memory_budget={budget}: the least found is {need}"
+            raise ValueError(f"Trainer: {found}; raise it, or make the batch smaller.")
         limit = _EQUAL * min(map(self.time, self.times))
         # Of those that are as quick, the one that needs the least memory: it suffers least from what else the machine
         # does.

@@ -118,10 +118,8 @@ def _check_mean(step: MemberStep, layout: Layout, inputs: StepInputs, split: lis
         if not np.allclose(mean, whole, tolerance, 1e-9, equal_nan=True):
             name = dotted(path[1:])
             what = f"leaves `{name}` in the model" if path[0].idx == 0 else f"reports `{name}`"
-            raise ValueError(
-                f"Trainer.step: the loss {what}, {_shortly(whole)} of a whole batch, but {_shortly(mean)} as the mean "
-                f'over its {layout.shards} parts; with a mesh axis "{DATA}" it must give means over the examples.'
-            )
+            say = f"{_shortly(whole)} of a whole batch, but {_shortly(mean)} as the mean over its {layout.shards} parts"
+            raise ValueError(f"Trainer.step: the loss {what}, {say}; let it give means over the examples.")
 
 
 def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
+from ...transforms._calls.explicit_sharding import divided_alike
 from ...transforms._core.axes import axes_per_argument, broadcast_axes, mapped_size
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.mutation import call_with_models, refuse_changes
@@ -63,7 +64,10 @@ def call_members(
         return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
 
     if layout is None:
-        return call(ens, arrays)
+        # Explicit sharding is part of an array's type, and JAX maps arrays of one type of axis only.
+        leaves, treedef = jax.tree.flatten((ens, arrays))
+        leaves, _ = divided_alike(leaves, [0] * (len(leaves) - len(arrays)) + array_axes)
+        return call(*jax.tree.unflatten(treedef, leaves))
     # Each device calls its own: left to itself the compiler would gather the members of convolutions.
     specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in array_axes]
     return layout.on_each(call, P(ENSEMBLE), specs)(ens, arrays)

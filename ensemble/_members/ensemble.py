@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
 from .prediction import Prediction, classify, regress
+from .rows import member_index
 from .sharding import Layout, within
 
 
@@ -287,11 +287,7 @@ class Ensemble:
             if not range(size)[index]:
                 raise IndexError(f"Ensemble: {index} selects none of the {size} members; select at least one.")
             return jax.tree.map(lambda x: x[index], self)
-        if isinstance(index, bool) or not hasattr(type(index), "__index__"):
-            raise TypeError(f"Ensemble: an index must be an int or a slice, but got {describe(index)}.")
-        i = operator.index(index)
-        if not -size <= i < size:
-            raise IndexError(f"Ensemble: member {i} is out of range for an ensemble of {size}.")
+        i = member_index("Ensemble", index, size)
         return jax.tree.map(lambda x: x[i], self).__plurax_member__()
 
     def __repr__(self) -> str:
@@ -311,10 +307,8 @@ class Ensemble:
     def _check_intact(self) -> None:
         """Raise if axis 0 of the arrays is not the members."""
         if not self._is_intact():
-            raise ValueError(
-                "Ensemble: its arrays were sliced or stacked, as jax.vmap, lax.map and lax.scan do, so their axis 0 is "
-                "not the members; map over it with plurax.transforms.vmap, or pass all of it, with in_axes=None."
-            )
+            found = "its arrays were sliced or stacked, as by jax.vmap or lax.scan: their axis 0 is not the members"
+            raise ValueError(f"Ensemble: {found}; use plurax.transforms.vmap, or pass all of it, with in_axes=None.")
 
     def _evaluating(self) -> Ensemble:
         """Return the ensemble in evaluation mode; functions of variables are left as they are."""

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...transforms._core.arguments import describe
 from .._scoring.uncertainty import entropy_of, information_of
-from .._scoring.validation import at_least_float32, first
+from .._scoring.validation import at_least_float32, check_probabilities, check_variances
 
 
 class Prediction(NamedTuple):
@@ -49,17 +48,11 @@ class Prediction(NamedTuple):
 
 def classify(logits: Any) -> Prediction:
     """Return the prediction for logits (members, batch, classes); raise if they are not."""
-    expected = "Ensemble.predict: for classification each member must return logits of"
     if not isinstance(logits, jax.Array) or logits.ndim != 3:
-        found = f"all together returned {_say(logits)}"
-        raise ValueError(f"{expected} shape (batch, classes), but {found}; for values use kind='regression'.")
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        remedy = "cast them with .astype(float), or for values use kind='regression'"
-        raise TypeError(f"{expected} floating point, but all together returned {describe(logits)}; {remedy}.")
-    if logits.shape[-1] < 2:
-        remedy = "for the logit z of a sigmoid return jnp.concatenate([jnp.zeros_like(z), z], axis=-1)"
-        raise ValueError(f"{expected} at least 2 classes, but each returned shape {logits.shape[1:]}; {remedy}.")
-    return _of_logits(logits)
+        found = f"all together returned {_say(logits)}; for values use kind='regression'"
+        raise ValueError(f"Ensemble.predict: each member must return logits of shape (batch, classes), but {found}.")
+    expected = "(members, batch, classes)"
+    return _of_logits(check_probabilities("Ensemble.predict", logits, expected, 3, bounded=False, what="logits"))
 
 
 @jax.jit
@@ -85,12 +78,7 @@ def regress(outputs: Any) -> Prediction:
         raise ValueError(f"Ensemble.predict: the members' {shapes}; return one variance for each mean.")
     # Models that return log-variances are the usual cause. Without this their numbers would be added up as variances,
     # and those above 0 would look plausible.
-    if found := first(lambda x: x < 0, variances):
-        (member, *index), value = found
-        found_there = f"member {member} returned {value} at index {tuple(index)}"
-        raise ValueError(
-            f"Ensemble.predict: variances must not be negative, but {found_there}; of a logarithm return jnp.exp."
-        )
+    check_variances("Ensemble.predict", variances)
     return _of_values(members, variances)
 
 

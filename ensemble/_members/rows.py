@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...transforms._core.arguments import describe
 from .sharding import Layout, constrain, move
+
+
+def member_index(api: str, i: Any, size: int) -> int:
+    """Return the index of a member, which counts from the end where it is negative, from 0 on; raise if it is none."""
+    if isinstance(i, bool) or not hasattr(type(i), "__index__"):
+        raise TypeError(f"{api}: the index of a member must be an int, but got {describe(i)}.")
+    if not -size <= operator.index(i) < size:
+        raise IndexError(f"{api}: member {i} is out of range for an ensemble of {size}.")
+    return operator.index(i) % size
 
 
 def by_row(values: jax.Array, x: jax.Array) -> jax.Array:

@@ -135,15 +135,11 @@ class Layout:
         lengths = {dotted(path): x.shape[tuple(spec).index(DATA)] for (path, x), spec in leaves if DATA in spec}
         for where, length in lengths.items():
             if length % self.shards:
-                devices = f'the {self.shards} devices of the mesh axis "data"'
-                raise ValueError(
-                    f"{api}: the batch (`{where}`) has {length} examples, which do not split over {devices}; change it."
-                )
+                found = f'{length} examples, which do not split over the {self.shards} devices of the mesh axis "data"'
+                raise ValueError(f"{api}: the batch (`{where}`) has {found}; change it.")
         if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f'{api}: the mesh axis "data" splits every array of the batch along its first axis, but they have '
-                f"different lengths: {lengths}; let the loss close over what is not one per example."
-            )
+            remedy = "let the loss close over what is not one per example"
+            raise ValueError(f'{api}: the mesh axis "data" splits arrays of one length, but got {lengths}; {remedy}.')
 
     def on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
         """Return `fun` on each device, of the parts of its arguments that `specs` give."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.scipy.special import entr
 from jax.typing import ArrayLike
 
-from .validation import at_least_float32, check_numbers, check_probabilities, first, with_nans
+from .validation import at_least_float32, check_numbers, check_probabilities, check_variances, with_nans
 
 
 def entropy(probabilities: ArrayLike) -> jax.Array:
@@ -136,9 +136,7 @@ def aleatoric_variance(variances: ArrayLike) -> jax.Array:
       Array([2., 4.], dtype=float32)
     """
     variances = check_numbers("aleatoric_variance", "variances", variances, "(members, ...)")
-    if found := first(lambda x: x < 0, variances):
-        wrong = f"variances{list(found[0])} is {found[1]}"
-        raise ValueError(f"aleatoric_variance: variances must not be negative, but {wrong}.")
+    check_variances("aleatoric_variance", variances)
     wide = at_least_float32(variances)
     return jnp.where(wide < 0, jnp.nan, wide).mean(axis=0)
 

@@ -128,6 +128,13 @@ def check_shape(name: str, what: str, x: Any, expected: tuple[int, ...], other: 
         raise ValueError(f"{name}: {what} must have shape {expected} to match {other}, but got {jnp.shape(x)}.")
 
 
+def check_variances(name: str, variances: Any) -> None:
+    """Raise for a negative variance, as far as that is known."""
+    if found := first(lambda x: x < 0, variances):
+        wrong = f"variances{list(found[0])} is {found[1]}"
+        raise ValueError(f"{name}: variances must not be negative, but {wrong}; of logarithms give jnp.exp.")
+
+
 def check_numbers(name: str, what: str, x: Any, expected: str, *, positive: bool = False, flags: bool = False) -> Any:
     """Return real numbers as an array of floating point with at least one axis; raise if they are not.
 

@@ -3,12 +3,12 @@
 An `Ensemble` and batches flow in; trained members, a history and checkpoints come out.
 
 - `trainer.py`: `Trainer`, the public class: checks its arguments, puts together the step of one member (`_step`) and
-  what executes it (`_execution`), makes the first state, and prints what "auto" measured.
-- `fit.py`: `fit`, the loop behind `Trainer.fit`: resumes from the newest checkpoint, takes a step for each batch,
-  records the history, calls callbacks, saves, and warns of what failed. A resumed run equals an uninterrupted one to
-  the bit, because a checkpoint has every array and key of the state, the history, and the strategy that executed the
-  last step, and `fit` skips the batches that were used. The loop that it shares with `DPSGD` is
-  `transforms/_runs/loop.py`.
+  what executes it (`_execution`), makes the first state, goes over the batches in `fit`, and prints what "auto"
+  measured. The loop that it shares with `DPSGD` is `transforms/_runs/loop.py`.
+- `fit.py`: `resumed` finds the newest checkpoint, and `Run` takes the steps of `Trainer.fit`, records the history,
+  calls callbacks, saves, and warns of what failed. A resumed run equals an uninterrupted one to the bit, because a
+  checkpoint has every array and key of the state, the history, and the strategy that executed the last step, and
+  `Trainer.fit` skips the batches that were used.
 - `early_stopping.py`: `EarlyStopping` and `Restarts`, and `Watch`, which holds what a run knows of its members: who is
   still in it, the best arrays of each, the snapshots to which failed members are put back.
 - `checkpoint.py`: `save`, `load` and `load_member`: an ensemble or a training state on disk, alone or within a run.

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from ...transforms._models.split_model import is_model, split
 from ...transforms._runs.checkpoint import Checkpoint, outline, write
 from ...transforms._runs.processes import Group
 from .._members.ensemble import Ensemble
+from .._members.rows import member_index
 from .._step.state import TrainState
 
 
@@ -125,13 +125,9 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
         expected = outline(parts.trainable) + outline(parts.rest)
     else:
         raise TypeError(f"load_member: like must be an Ensemble, a TrainState or a model, but got {describe(like)}.")
-    size = checkpoint.manifest["size"]
-    if isinstance(i, bool) or not hasattr(type(i), "__index__"):
-        raise TypeError(f"load_member: i must be an int, but got {describe(i)}.")
-    if not -size <= i < size:
-        raise IndexError(f"load_member: member {i} is out of range; the checkpoint at {checkpoint.path} has {size}.")
+    i = member_index(f"{checkpoint}", i, checkpoint.manifest["size"])
     # The checkpoint has its arrays in the order of the model that was saved, `like` perhaps in another.
-    leaves = checkpoint.member(operator.index(i) % size, "ensemble", expected)
+    leaves = checkpoint.member(i, "ensemble", expected)
     return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves))
 
 

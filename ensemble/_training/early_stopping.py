@@ -6,13 +6,15 @@ taken out of it, so that its steps become quicker, and are put back in their pla
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from .._execution.forms import State, stacked
@@ -102,15 +104,18 @@ class Restarts:
         check_count("Restarts", "times", self.times)
 
 
-@dataclass
 class Watch:
     """The members of a run: which are still in it, their best evaluations, and their snapshots.
 
     "All members" are those of the ensemble; "active" ones are in the run, and only their arrays are passed to steps.
 
-    Attributes:
+    Args:
       early: when members stop; None for never.
       restarts: when members are put back; None for never.
+      state: the state that was passed to `fit`.
+      aloud: whether to print which members stop and restart.
+
+    Attributes:
       size: the number of all members.
       start: the step of the state that was passed to `fit`.
       active: the numbers of the members that are in the run, in order.
@@ -123,23 +128,18 @@ class Watch:
       finished: whether no member goes on.
     """
 
-    early: EarlyStopping | None
-    restarts: Restarts | None
-    size: int
-    start: int
-    active: np.ndarray = field(init=False)
-    full_state: TrainState | None = None
-    best: Any = None
-    snapshot: Any = None
-    stale: bool = False
-    values: np.ndarray = field(init=False)
-    waits: np.ndarray = field(init=False)
-    finished: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, early: EarlyStopping | None, restarts: Restarts | None, state: TrainState, aloud: bool = False
+    ) -> None:
+        self.early, self.restarts, self.aloud = early, restarts, aloud
+        self.size, self.start = state._size, int(state.step)
         self.active = np.arange(self.size)
+        self.full_state: TrainState | None = None
+        self.best: Any = None if early is None else state._arrays()[:2]
+        self.snapshot: Any = None if restarts is None else state._arrays()
         self.values = np.full(self.size, np.nan, np.float32)
         self.waits = np.zeros(self.size, np.int32)
+        self.stale, self.finished = True, False
 
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         """Return the state with which a run begins, from that of all members and from the parts of a checkpoint."""
@@ -169,28 +169,19 @@ class Watch:
             parts["snapshot"] = self._of_all(state._arrays(), match_sharding(self.snapshot, state._arrays()))
         return parts
 
-    def likes(self, state: TrainState) -> dict[str, Any]:
-        """Return trees like those of `parts`, for reading a checkpoint."""
-        flags, counts = np.zeros(self.size, bool), np.zeros(self.size, np.int32)
-        watched = {"values": counts.astype(np.float32), "waits": counts, "in_the_run": flags}
-        rows = state._arrays()
-        likes = {"watch": watched, "best": rows[:2]} if self.early is not None else {}
-        return likes | ({"snapshot": rows} if self.restarts is not None else {})
-
-    def after(self, step: int, state: State) -> tuple[State, dict[str, Any], list[str]]:
-        """Return the state with which the run goes on after a step, what was evaluated, and lines to print."""
-        lines: list[str] = []
+    def after(self, step: int, state: State) -> tuple[State, dict[str, Any]]:
+        """Return the state with which the run goes on after a step, and what was evaluated."""
         if all(x is None or step % x.every for x in (self.early, self.restarts)):
-            return state, {}, lines
+            return state, {}
         # Steps may have put the members on other devices.
         state = stacked(state)
         self.best, self.snapshot = match_sharding((self.best, self.snapshot), state._arrays())
         if self.restarts is not None and step % self.restarts.every == 0:
-            state = self._put_back(self.restarts, step, state, lines)
+            state = self._put_back(self.restarts, step, state)
         if self.early is None or step % self.early.every:
-            return state, {}, lines
+            return state, {}
         values = _checked(self.early.evaluate(state.ensemble), len(self.active))
-        return self._judge(self.early, step, state, values, lines), {"validation": values}, lines
+        return self._judge(self.early, step, state, values), {"validation": values}
 
     def notice(self, stopped: np.ndarray) -> None:
         """Note why active members have stopped, 0 for those that train: the run ends if all have."""
@@ -233,15 +224,14 @@ class Watch:
         ]
         return jax.tree.unflatten(treedef, taken)
 
-    def _put_back(self, restarts: Restarts, step: int, state: TrainState, lines: list[str]) -> TrainState:
+    def _put_back(self, restarts: Restarts, step: int, state: TrainState) -> TrainState:
         """Return the state after a check for members to restart, and take the next snapshot."""
         stopped, before = _known(state)
         back = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
         if back.any():
             arrays = _restarted(back, state._arrays(), self.snapshot, np.int32(step))
             state = TrainState._of_arrays(state._structure, arrays, state.step)
-            named = members_in_words(self.active[back])
-            lines.append(f"Step {step}: {named} put back to an earlier state, with new keys.")
+            self._say(step, back, "put back to an earlier state, with new keys")
         self.finished = not self._going(*_known(state)).any()
         # A member whose numbers are not finite keeps its earlier snapshot: put back to this one, it would stop again.
         finite = _still_finite(state._arrays()[:3], self.snapshot[:3])
@@ -249,9 +239,7 @@ class Watch:
         self.snapshot = where_rows(finite, state._arrays(), self.snapshot)
         return state
 
-    def _judge(
-        self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray, lines: list[str]
-    ) -> TrainState:
+    def _judge(self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray) -> TrainState:
         """Return the state after an evaluation, without the members that have stopped once these are a quarter."""
         stopped, restarts = _known(state)
         # Members that have stopped are evaluated with the others, since one program evaluates all; their values are
@@ -271,8 +259,7 @@ class Watch:
             back = stops & ~np.isnan(self.values[self.active]) & early.restore_best
             arrays = _ended(stops, back, state._arrays(), self.best)
             state = TrainState._of_arrays(state._structure, arrays, state.step)
-            named = members_in_words(self.active[stops])
-            lines.append(f"Step {step}: {named} stopped, not better for {early.patience} evaluations.")
+            self._say(step, stops, f"stopped, not better for {early.patience} evaluations")
         going = self._going(np.where(stops, Stop.EARLY, stopped), restarts)
         self.finished = not going.any()
         if 0 < going.sum() <= _FEW * len(going):
@@ -291,6 +278,10 @@ class Watch:
         self.full_state, self.active = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
         return TrainState._of_arrays(state._structure, take(state._arrays(), going), jnp.copy(state.step))
+
+    def _say(self, step: int, members: np.ndarray, what: str) -> None:
+        if self.aloud:
+            tqdm.write(f"Step {step}: {members_in_words(self.active[members])} {what}.", file=sys.stderr)
 
     def _of_all(self, full_state: Any, mine: Any) -> Any:
         """Return arrays of all members, in which the active ones have `mine`."""

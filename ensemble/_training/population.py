@@ -15,7 +15,7 @@ from ...transforms._core.arguments import check_callable, check_choice, check_co
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import check_key
 from .._members.ensemble import Ensemble
-from .._members.rows import by_row, take, where_rows
+from .._members.rows import by_row, member_index, take, where_rows
 from .._members.sharding import Layout
 from .._scoring.classification import nll
 from .._step.member_status import with_other_keys
@@ -46,19 +46,13 @@ def select(members: Members, indices: ArrayLike) -> Members:
       >>> select(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 5, seed=0), [3, 1])
       Ensemble of 2 × Linear, 15 parameters each
     """
-    if not isinstance(members, (Ensemble, TrainState)):
-        raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
-    ensemble = members if isinstance(members, Ensemble) else members.ensemble
-    rows = _checked_indices(indices, len(ensemble))
-    arrays = (ensemble.trainable, ensemble.rest) if isinstance(members, Ensemble) else members._arrays()
-    # A traced index is part of the user's own program, which decides where its results are.
-    selected: Any = jax.tree.map(lambda x: x[rows], arrays) if isinstance(rows, Tracer) else take(arrays, rows)
-    made: Any
+    if isinstance(members, TrainState):
+        arrays = _selected(members._arrays(), indices, len(members.ensemble))
+        state: Any = TrainState._of_arrays(members._structure, arrays, members.step)
+        return state
     if isinstance(members, Ensemble):
-        made = Ensemble(ensemble.structure, *selected)
-    else:
-        made = TrainState._of_arrays(ensemble.structure, selected, members.step)
-    return made
+        return Ensemble(members.structure, *_selected((members.trainable, members.rest), indices, len(members)))
+    raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
 
 
 def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
@@ -304,8 +298,8 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
     return jax.tree.map(mean, ensemble).__plurax_member__()
 
 
-def _checked_indices(indices: Any, size: int) -> Any:
-    """Return the indices, from 0 to size - 1 where they are known; raise if they are not those of members."""
+def _selected(arrays: Any, indices: Any, size: int) -> Any:
+    """Return the rows of some of `size` members; raise if the indices are not those of members."""
     indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not indices.size:
         raise ValueError("select: indices are none; an ensemble has at least one member.")
@@ -314,12 +308,10 @@ def _checked_indices(indices: Any, size: int) -> Any:
     if indices.ndim != 1:
         raise ValueError(f"select: indices must have shape (count,), but got {indices.shape}.")
     if isinstance(indices, Tracer):
-        return indices
-    known = np.asarray(indices)
-    wrong = [i for i in known.tolist() if not -size <= i < size]  # Python integers do not overflow
-    if wrong:
-        raise IndexError(f"select: member {wrong[0]} is out of range for an ensemble of {size}.")
-    return known.astype(int) % size
+        # A traced index is part of the user's own program, which decides where its results are.
+        return jax.tree.map(lambda x: x[indices], arrays)
+    # As Python integers, which do not overflow.
+    return take(arrays, np.array([member_index("select", i, size) for i in np.asarray(indices).tolist()]))
 
 
 def _check_real(api: str, name: str, x: Any) -> None:
@@ -347,9 +339,7 @@ def _checked_factors(name: str, factors: Any, values: Mapping[str, Any], schedul
         raise ValueError(f"exploit: the hyperparameter {name!r} is a schedule, which is not perturbed; leave it out.")
     if name not in values:
         known = f"has {', '.join(map(repr, values))}" if values else "has none"
-        raise ValueError(
-            f"exploit: members have no {name!r} of their own (each {known}); give the Trainer a list of it."
-        )
+        raise ValueError(f"exploit: members have no {name!r} of their own (each {known}); give the Trainer a list.")
     found = np.asarray(factors)
     if found.ndim != 1 or not found.size or found.dtype.kind not in "fiu":
         raise TypeError(f"exploit: perturb[{name!r}] must be a tuple of numbers, but got {factors!r}.")

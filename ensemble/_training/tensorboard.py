@@ -40,9 +40,8 @@ class TensorBoard:
         try:
             from tensorboardX import SummaryWriter
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "TensorBoard needs tensorboardX; install it with: pip install 'plurax[tensorboard]'"
-            ) from error
+            remedy = "install it with: pip install 'plurax[tensorboard]'"
+            raise ModuleNotFoundError(f"TensorBoard needs tensorboardX; {remedy}") from error
         self._make = SummaryWriter
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)

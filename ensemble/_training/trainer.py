@@ -15,21 +15,23 @@ import numpy as np
 from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._core.memory import check_budget
+from ...transforms._runs.history import History, Recorder
+from ...transforms._runs.loop import check_options, iterate, run, skip, total_steps
+from ...transforms._runs.processes import Group
+from ...transforms._runs.run_directory import RunDirectory
 from .._execution.autotune import Tuning
-from .._execution.choose_strategy import StrategyChoice
-from .._execution.executor import Executor
-from .._execution.forms import stacked
+from .._execution.forms import State, stacked
 from .._execution.stepper import Stepper
 from .._members.ensemble import Ensemble
 from .._members.sharding import Layout
-from .._members.strategy import STRATEGIES
+from .._members.strategy import STRATEGIES, Execution
 from .._step.loss import MemberLoss
 from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
 from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
-from .early_stopping import EarlyStopping, Restarts
-from .fit import Callback, History, fit
+from .early_stopping import EarlyStopping, Restarts, Watch
+from .fit import Callback, Run, check_watched, columns, loss_range, resumed
 
 
 class Trainer:
@@ -61,8 +63,8 @@ class Trainer:
         "data", over which every array of the batch is split along its first axis that is not the members'. No device
         sees the members of another. With "data" the loss must be a mean over the examples: the losses and gradients of
         the parts are averaged, and so are other scalars that the loss reports; what the first batch shows to be no
-        mean is refused. A mesh may span several processes; then each passes the same batches. "loop" is executed as
-        "unroll".
+        mean is refused, unless the loss draws random numbers. A mesh may span several processes; then each passes the
+        same batches. "loop" is executed as "unroll".
       tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and uses a rule: "loop" on
         a CPU where the step contains a convolution, else "vmap".
       tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
@@ -129,19 +131,15 @@ class Trainer:
             raise ValueError(f"Trainer: tune_cache must be a directory, but {str(tune_cache)!r} is a file.")
         self._layout = None if mesh is None else Layout.of("Trainer", mesh)
         if self._layout is not None and self._layout.shards > 1 and grad_fn is not None:
-            raise ValueError(
-                'Trainer: grad_fn would see parts of the batch on a mesh with "data"; leave one of the two out.'
-            )
+            raise ValueError('Trainer: grad_fn sees parts of the batch on a mesh with "data"; leave one of them out.')
         # The loss takes its own hyperparameters first; the factory gets the others, and refuses those it does not know.
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
         check_choice("Trainer", "nonfinite", nonfinite, ("freeze", "ignore"))
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
-        executor = Executor(self._step, self._layout)
         cache = None if tune_cache is None else Path(tune_cache).resolve()
-        chunk_size = None if chunk_size is None else int(chunk_size)  # checkpoints hold it as JSON
-        choice = StrategyChoice(executor, strategy, chunk_size, budget, tune_seconds, cache)
-        self._stepper = Stepper(self._step, executor, choice, in_axes)
+        asked = Execution(strategy, None if chunk_size is None else int(chunk_size))  # checkpoints hold it as JSON
+        self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
     def init(self, ensemble: Ensemble) -> TrainState:
         """Return the state before the first step; a copy, so the ensemble stays as it is.
@@ -254,20 +252,45 @@ class Trainer:
         Cost:
           The state is copied once, then each step takes over the memory of the one before.
         """
-        return fit(
-            self._stepper,
-            state,
-            batches,
-            steps=steps,
-            progress=progress,
-            checkpoint_dir=checkpoint_dir,
+        check_state("Trainer.fit", state)
+        check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
+        check_watched(self._stepper, early_stopping, restarts, callbacks)
+        source = iterate("Trainer.fit", batches)
+        start = int(state.step)
+        target = None if steps is None else start + steps
+        group, store = Group.of(state), None
+        if checkpoint_dir is not None:
+            store = RunDirectory.open("Trainer.fit", checkpoint_dir, checkpoint_keep, group)
+        watch = Watch(early_stopping, restarts, state, progress and group.is_first)
+        begin, recorded, execution, watched = resumed(store, state, self._stepper, watch)
+        step = int(begin.step)
+        if target is not None and step > target:
+            newest = f"the newest checkpoint in {checkpoint_dir} is at step {step}"
+            raise ValueError(f"Trainer.fit: {newest}, after step {target}; take more steps or use another directory.")
+        if step > start:
+            skip("Trainer.fit", source, step - start)
+        recorder = Recorder(history_every, recorded)
+        steps_of_run = Run(self._stepper, watch, recorder, store, callbacks, execution, step)
+        first: State = watch.begin(jax.tree.map(jnp.copy, begin), watched)
+        ended, _, interrupted = run(
+            first,
+            source,
+            steps_of_run.advance,
+            step=step,
+            target=target,
+            record=steps_of_run.record,
+            say=lambda _, reported: loss_range(reported[0]),
+            save=None if store is None else steps_of_run.save,
             checkpoint_every=checkpoint_every,
-            checkpoint_keep=checkpoint_keep,
-            history_every=history_every,
-            early_stopping=early_stopping,
-            restarts=restarts,
-            callbacks=callbacks,
+            # One bar for all processes; and Ctrl-C in one of several would leave the others waiting in a collective.
+            progress=watch.aloud,
+            interruptible=group.is_alone,
+            done=step - start,
+            total=total_steps(batches, steps),
+            finished=lambda: watch.finished,
         )
+        last = steps_of_run.finish(state, ended, target, interrupted)
+        return last, recorder.rows(columns(self._stepper, begin))
 
     def explain(self) -> Tuning | None:
         """Print what "auto" has measured last, and what it chose.
@@ -279,5 +302,5 @@ class Trainer:
             'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
             "is 0, the loss has side effects, or the mesh spans several processes."
         )
-        print(self._stepper.choice.tuning or nothing)  # noqa: T201 (to print is what it is for)
-        return self._stepper.choice.tuning
+        print(self._stepper.tuning or nothing)  # noqa: T201 (to print is what it is for)
+        return self._stepper.tuning

@@ -181,7 +181,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(tune(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr("plurax.ensemble._execution.choose_strategy.tune", measure)
+    monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", measure)
     return found
 
 
@@ -289,16 +289,14 @@ class Test_a_trainer:
     ) -> None:
         choice = Execution("map", products=True)
         chosen = autotune.Tuning(choice, (autotune.CandidateExecution(choice, 1.0, 1, 1.0),), "here", 0.1)
-        monkeypatch.setattr("plurax.ensemble._execution.choose_strategy.tune", lambda *_, **__: chosen)
+        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: chosen)
         batches, ens = make_batches(5, features=20), create(convolutional, 3)
         auto = lambda: Trainer(cross_entropy, optax.adam(0.01), tune_seconds=1.0)
         whole, _ = auto().fit(auto().init(ens), batches, progress=False)
         auto().fit(auto().init(ens), batches[:2], progress=False, checkpoint_dir=tmp_path)
         manifest = json.loads((tmp_path / "step_00000002" / "plurax.json").read_text())
         assert [manifest[name] for name in Execution._fields] == list(choice)
-        monkeypatch.setattr(
-            "plurax.ensemble._execution.choose_strategy.tune", lambda *_, **__: pytest.fail("measured anew")
-        )
+        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: pytest.fail("measured anew"))
         monkeypatch.setattr(autotune, "_remembered", {})
         resumed, _ = auto().fit(auto().init(ens), batches, progress=False, checkpoint_dir=tmp_path)
         assert_same(resumed, whole)

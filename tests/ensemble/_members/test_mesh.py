@@ -21,7 +21,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from plurax.ensemble import EarlyStopping, Ensemble, Restarts, Trainer, load, save
 from plurax.ensemble._execution.data_parallel import differs
@@ -151,7 +152,7 @@ def called(model: Any, x: jax.Array) -> jax.Array:
 def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]:
     """What devices exchange in the compiled step, and in which groups."""
     inputs = StepInputs(state, batch, (None,) * len(batch))
-    execution = trainer._stepper.choice.choose(inputs, None, False, print)
+    execution = trainer._stepper.choose(inputs, None, False, False)
     text = trainer._stepper.executor.lower(inputs, False, execution).compile().as_text()
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
@@ -272,6 +273,11 @@ def calls() -> None:
     inputs = np.sin(np.arange(24.0, dtype=np.float32)).reshape(2, 4, 3)
     assert_close(spread(inputs, in_axes=-2), whole(inputs, in_axes=1))
     assert_close(spread(jax.device_put(ROWS, jax.devices()[0])), whole(ROWS))
+    # Explicit axes of a mesh are part of the type of an array; the members on one device are divided like it.
+    explicit = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Explicit,))
+    divided = jax.device_put(inputs.swapaxes(0, 1), NamedSharding(explicit, P("rows")))
+    for ensemble in (whole, spread):
+        assert_close(ensemble(divided, in_axes=0), whole(inputs, in_axes=1))
 
 
 def a_data_axis_of_one() -> None:
@@ -288,7 +294,7 @@ def refusals() -> None:
         train(MLP, square, (ROWS, TARGETS), data)
     with pytest.raises(ValueError, match=r"the batch \(`0`\) has 7 examples, which do not split over the 2 devices"):
         train(linear, square, (ROWS[:7], TARGETS[:7]), data)
-    with pytest.raises(ValueError, match=r"splits every array of the batch along its first axis, but they have diff"):
+    with pytest.raises(ValueError, match="splits arrays of one length, but got"):
         train(linear, lambda m, x, y, w: square(m, x, w), (ROWS, TARGETS, np.ones(2, np.float32)), data)
     for value in (lambda x: (x > 0).sum(), lambda x: x.mean(1)):
         with pytest.raises(
@@ -326,7 +332,7 @@ def refusals() -> None:
     jax.jit(traced.step)(state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match="the loss reports `loss`"):  # in a trace there was nothing to compare
         traced.step(state, (ROWS, TARGETS))
-    with pytest.raises(ValueError, match='grad_fn does not go with a mesh axis "data" of more than one device'):
+    with pytest.raises(ValueError, match='grad_fn sees parts of the batch on a mesh with "data"'):
         Trainer(square, optax.sgd(0.1), mesh=data, grad_fn=jax.value_and_grad)
     searching = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5))
     with pytest.raises(ValueError, match=r"the optimizer evaluates the loss again \(value_fn, as optax.lbfgs does\)"):

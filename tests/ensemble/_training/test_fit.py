@@ -328,7 +328,7 @@ def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entr
         return Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=0.1)
 
     auto().fit(auto().init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
-    monkeypatch.setattr("plurax.ensemble._execution.choose_strategy.recall", lambda *_: pytest.fail("chosen anew"))
+    monkeypatch.setattr("plurax.ensemble._execution.stepper.recall", lambda *_: pytest.fail("chosen anew"))
     auto().fit(auto().init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
 
 
@@ -434,7 +434,7 @@ class Test_refusals:
 
     def test_a_checkpoint_later_than_asked_for(self, tmp_path, trainer, ens, make_batches):
         trainer.fit(trainer.init(ens), make_batches(4), progress=False, checkpoint_dir=tmp_path)
-        with pytest.raises(ValueError, match="is at step 4, after step 2; ask for more steps"):
+        with pytest.raises(ValueError, match="is at step 4, after step 2; take more steps"):
             trainer.fit(trainer.init(ens), make_batches(4), steps=2, progress=False, checkpoint_dir=tmp_path)
 
     def test_batches_too_few_to_skip(self, tmp_path, trainer, ens, make_batches):

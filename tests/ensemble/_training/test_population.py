@@ -201,7 +201,7 @@ class Test_greedy_selection:
             greedy_selection(4 * p, jnp.zeros(3, int), rounds=1)
         with pytest.raises(ValueError, match="no member has a finite score"):
             greedy_selection(p, jnp.zeros(3, int), rounds=1, score=lambda p, y: jnp.log(-p.sum()))
-        with pytest.raises(ValueError, match="must have the members along axis 0"):
+        with pytest.raises(ValueError, match=r"predictions must be \(members, ...\)"):
             greedy_selection(jnp.ones((0, 3, 2)), jnp.zeros(3, int), rounds=1)
 
 
