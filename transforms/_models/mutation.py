@@ -67,8 +67,8 @@ def check_structure(who: str, whose: str, before: SplitModel, after: SplitModel)
     """Raise if a call has added or removed variables of a model, or changed its configuration."""
     if after.structure != before.structure:
         path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-        cure = "do not add variables in it (such as by sow), nor change attributes"
-        raise ValueError(f"{who} changes the structure of {whose} (`{path}`), but only the values may change; {cure}.")
+        cure = "only the values of its variables may change; do not add any (such as by sow), nor change attributes"
+        raise ValueError(f"{who} changes the structure of {whose} (`{path}`), but {cure}.")
 
 
 def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]]) -> list[SplitModel]:
