@@ -50,7 +50,7 @@ class Dual:
     def __post_init__(self) -> None:
         call = Call("Dual", lambda primal: primal, (0,), False, (self.primal,), {})
         call.check_arrays()
-        call.tangents((self.tangent,))
+        call.form.tangents((self.tangent,))
 
 
 def _unchecked(primal: Any, tangent: Any) -> Dual:
@@ -125,7 +125,8 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
         held = [x for x in leaves if not _is_dual(x)]
         call = Call("dual", of_primals, range(len(pairs)), True, tuple(x.primal for x in pairs), {"held": held})
         # `Call` takes the primals of the pairs for arguments that are all differentiated, and checks the tangents.
-        values, slopes, rest = jax.jvp(call, call.primals, call.tangents([x.tangent for x in pairs]), has_aux=True)
+        tangents = call.form.tangents([x.tangent for x in pairs])
+        values, slopes, rest = jax.jvp(call, call.primals, tangents, has_aux=True)
         out_structure, others = call.finish(rest)
         both = (
             jax.tree.unflatten(out_structure, [x for _, x in sorted((arrays | others).items())])

@@ -153,7 +153,7 @@ def _value_and_grad(
             check_complex(api, out)
         values = vjp(seed(api, out, cotangent, holomorphic))
         aux = call.finish(rest)
-        gradients = tuple(call.gradient(i, value) for i, value in enumerate(values))
+        gradients = call.form.gradients(values)
         value = (out, aux) if has_aux else out
         return value, (gradients if isinstance(argnums, (tuple, list)) else gradients[0])
 

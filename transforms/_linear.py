@@ -50,7 +50,7 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
     """
     call = all_of("jvp", fun, primals, has_aux)
     call.check_arrays()  # integers pass, unlike in `grad`: their tangents are zeros of dtype float0, as in JAX
-    out, tangent, rest = jax.jvp(call, call.primals, call.tangents(tangents), has_aux=True)
+    out, tangent, rest = jax.jvp(call, call.primals, call.form.tangents(tangents), has_aux=True)
     aux = call.finish(rest)
     return (out, tangent, aux) if has_aux else (out, tangent)
 
@@ -153,7 +153,7 @@ class Pullback:
         if cotangent is None:
             raise TypeError("vjp: the cotangent is None; pass one of the structure of the output, or a Python number.")
         values = self.pull(seed("vjp", self.out.value, cotangent))
-        return tuple(self.primals.gradient(i, value) for i, value in enumerate(values))
+        return self.primals.gradients(values)
 
     def with_refs(self, *refs: Any) -> Pullback:
         """Return a function that puts gradients where `refs` tell, like that of `jax.vjp`.

@@ -13,8 +13,8 @@ from jax.experimental.jet import jet_rules
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
-from ._calls.primals import dtype_of
-from ._core.arguments import argument_name, check_callable, check_count, describe, leaf_name, wrap_like
+from ._calls.call import check_dtypes
+from ._core.arguments import argument_name, check_callable, check_count, wrap_like
 from ._core.compat import NeedsValues
 from ._core.jaxpr import aval, called, evaluate, interpret
 from ._models.mutation import call_with_models, refuse_changes
@@ -115,13 +115,9 @@ def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
 
 def _check_floating(name: str, tree: Any) -> None:
     """Raise if a leaf is not of floating point."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        dtype = dtype_of(leaf)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"derivative: `{leaf_name(name, path)}` is {describe(leaf)}, but only arrays of floating point have "
-                "derivatives; convert it, or leave it out: further arguments of fun are held constant."
-            )
+    cures = "convert it, or leave it out: further arguments of fun are held constant"
+    fact = f"only arrays of floating point have derivatives; {cures}"
+    check_dtypes("derivative", name, tree, jnp.inexact, fact)
 
 
 def _differentiate(fun: Callable[[Any], Any], order: int, x: Any) -> Any:

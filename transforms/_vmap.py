@@ -194,10 +194,9 @@ def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], 
         leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
             if is_members(leaf) and axis not in (0, None):
-                raise ValueError(
-                    f"{api}: in_axes is {axis} for the ensemble `{leaf_name(argument_name(fun, args, i), path)}`, "
-                    "whose members are its axis 0; pass 0 to map over them, or None to hand on the whole ensemble."
-                )
+                name = leaf_name(argument_name(fun, args, i), path)
+                cure = "whose members are its axis 0; pass 0 to map over them, or None to hand on all of it"
+                raise ValueError(f"{api}: in_axes is {axis} for the ensemble `{name}`, {cure}.")
 
 
 def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:

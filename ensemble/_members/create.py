@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ...transforms._core.arguments import check_count, describe, is_int
+from ...transforms._core.arguments import check_callable, check_count, describe, is_int
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import is_key
 from ...transforms._models.split_model import SplitModel, Structure, is_model, split
@@ -33,8 +33,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     """Return the same for the members of `Ensemble.create`, which describes the arguments."""
     from flax import nnx
 
-    if not callable(make):
-        raise TypeError(f"Ensemble.create: make must be a function of nnx.Rngs, but got {describe(make)}.")
+    check_callable("Ensemble.create", make, "make")
     check_count("Ensemble.create", "size", size)
     key = _key(seed, size)
     structures: list[Structure] = []

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from ...transforms._core.arguments import describe
+from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._models.hashable import HashablePytree
 from ...transforms._models.split_model import Structure, is_model, is_module, split
@@ -173,8 +173,7 @@ class Ensemble:
           Array([[0., 1., 2.],
                  [0., 0., 0.]], dtype=float32)
         """
-        if not callable(apply):
-            raise TypeError(f"Ensemble.from_apply: apply must be a function, but got {describe(apply)}.")
+        check_callable("Ensemble.from_apply", apply, "apply")
         if not isinstance(variables, (list, tuple)):
             got = type(variables).__name__
             raise TypeError(f"Ensemble.from_apply: variables must be a list, one pytree a member, but got a {got}.")
@@ -232,8 +231,7 @@ class Ensemble:
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
-        if kind not in ("classification", "regression"):
-            raise ValueError(f'Ensemble.predict: kind must be "classification" or "regression", but got {kind!r}.')
+        check_choice("Ensemble.predict", "kind", kind, ("classification", "regression"))
         outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
         return classify(outputs) if kind == "classification" else regress(outputs)
 
@@ -321,7 +319,7 @@ class Ensemble:
         evaluating = nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
         return self.__plurax_stack__(evaluating)
 
-    # The transforms know an ensemble by the protocols `Members` (the first two methods) and `Model` (the third) of
+    # The transforms know an ensemble by the methods of members (the first two) and of models (the third) of
     # `transforms._models.split_model`.
 
     def __plurax_member__(self) -> Any:

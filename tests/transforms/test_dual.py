@@ -356,7 +356,7 @@ def extend(model: Any, x: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("fun", "match"),
     [
-        (assign, r"^dual: fun assigns the parameter `gain` of a model it is differentiated with"),
+        (assign, r"^dual: fun assigns the parameter `gain` of a model; keep values"),
         (extend, r"^dual: fun changes the structure of Gain \(`seen`\)"),
     ],
 )

@@ -80,7 +80,7 @@ class Call:
         for name, (i, by) in zip(names, split_by.items(), strict=True):
             if by is not None and not any(map(is_module, models_of(args[i]))):
                 raise TypeError(
-                    f"{api}: argnums has an nnx.DiffState for `{name}`, which holds no NNX module; write {i} alone."
+                    f"{api}: argnums has an nnx.DiffState for `{name}`, not an NNX module; write {i} alone."
                 )
         self.form = Primals(api, names, tuple(parts[i] for i in self.selected), integers)
         self.primals = self.form.values
@@ -105,18 +105,15 @@ class Call:
             if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
                 cure = "give its real and imaginary parts, as arguments of their own"
                 cure += ", pass holomorphic=True if fun is holomorphic" if self.holomorphic is False else ""
-            raise TypeError(
-                f"{self._api}: argument `{place}` is {describe(leaf)}, but only arrays of {name} can be "
-                f"differentiated; {cure}, or leave it out of argnums."
-            )
+            fact = f"is {describe(leaf)}, but only arrays of {name} can be differentiated"
+            raise TypeError(f"{self._api}: argument `{place}` {fact}; {cure}, or leave it out of argnums.")
 
     def check_arrays(self) -> None:
         """Raise if a primal has a leaf that is not an array or a number."""
         for place, leaf in self._leaves():
             if dtype_of(leaf) is None:
-                raise TypeError(
-                    f"{self._api}: `{place}` is {describe(leaf)}, which has no derivative; let fun close over it."
-                )
+                fact = f"is {describe(leaf)}, which has no derivative"
+                raise TypeError(f"{self._api}: `{place}` {fact}; let fun close over it.")
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
         """Yield the leaves of the primals by name; all leaves of an argument in which nothing is differentiated."""
@@ -150,10 +147,8 @@ class Call:
             # Inner transforms of NNX make new objects of unchanged arrays too: then the program of the call decides.
             assigned = assigned and assigned - passing_through(self._function, before)[i]
             if assigned:
-                raise ValueError(
-                    f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model it is differentiated with; "
-                    "keep values that fun computes in another kind of variable, such as nnx.BatchStat."
-                )
+                cure = "keep values that fun computes in another kind of variable, such as nnx.BatchStat"
+                raise ValueError(f"{self._api}: fun assigns the parameter `{min(assigned)}` of a model; {cure}.")
             after.append(now.rest)
         return out, (Opaque.of(aux), after)
 
@@ -180,35 +175,27 @@ class Call:
         update(self._api, self._models, before, left, passing=lambda: passing_through(self._function, self._split))
         return aux.value
 
-    def gradient(self, i: int, values: Any) -> Any:
-        """Return `values` for the `i`-th of the primals in the form of its models: an `nnx.State` for a module."""
-        return self.form.gradient(i, values)
-
-    def tangents(self, values: Any) -> tuple[Any, ...]:
-        """Return `values`, one for each of the primals, as checked tangents; those of models as trainable arrays."""
-        return self.form.tangents(values)
-
 
 def check_output(api: str, out: Any, name: str = "output") -> None:
     """Raise if an output has no arrays, or a part that is not of floating point; errors call it `name`."""
     if not jax.tree.leaves(out):
         raise TypeError(f"{api}: fun must return a number or arrays to differentiate, but it returned {describe(out)}.")
-    for path, leaf in jax.tree.leaves_with_path(out):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise TypeError(
-                f"{api}: `{leaf_name(name, path)}` is {describe(leaf)}, but only floating point has derivatives; "
-                "convert it, or return it as auxiliary output with has_aux=True."
-            )
+    fact = "only floating point has derivatives; convert it, or return it as auxiliary output with has_aux=True"
+    check_dtypes(api, name, out, jnp.inexact, fact)
 
 
 def check_complex(api: str, out: Any) -> None:
     """Raise if a part of an output is not complex, as those of a holomorphic function are."""
-    for path, leaf in jax.tree.leaves_with_path(out):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-            raise TypeError(
-                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but holomorphic=True takes complex outputs "
-                "only; convert it, or leave holomorphic out."
-            )
+    fact = "holomorphic=True takes complex outputs only; convert it, or leave holomorphic out"
+    check_dtypes(api, "output", out, jnp.complexfloating, fact)
+
+
+def check_dtypes(api: str, name: str, tree: Any, kind: Any, fact: str) -> None:
+    """Raise if a leaf of what errors call `name` is not of this kind of dtype; `fact` says why, and what to do."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        dtype = dtype_of(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, kind):
+            raise TypeError(f"{api}: `{leaf_name(name, path)}` is {describe(leaf)}, but {fact}.")
 
 
 def pair_of(api: str, out: Any) -> tuple[Any, Any]:

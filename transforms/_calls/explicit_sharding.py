@@ -122,10 +122,8 @@ def with_automatic(
     except ValueError as error:
         if "should match the aval mesh" not in str(error):
             raise
-        raise ValueError(
-            f"{api}: fun closes over an array of a mesh with the explicit axes {', '.join(axes)}; pass it as an "
-            "argument, which all examples share, or make the axes automatic (jax.sharding.AxisType.Auto)."
-        ) from error
+        fact = f"fun closes over an array of a mesh with the explicit axes {', '.join(axes)}"
+        raise ValueError(f"{api}: {fact}; pass it as an argument, or make them automatic (AxisType.Auto).") from error
     if not found[1]:
         return found[0].value
     shardings = [NamedSharding(mesh, spec) for spec in found[1]]

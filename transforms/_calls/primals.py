@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,13 +46,13 @@ class Primals:
         """Return these primals with shapes in place of what is differentiated, to keep no array alive for its form."""
         return replace(self, trees=with_trainable(self.trees, jax.tree.map(jax.typeof, self.values)))
 
-    def gradient(self, i: int, values: Any) -> Any:
-        """Return `values` for the `i`-th primal in the form of its models: an `nnx.State` for a module."""
+    def gradients(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return `values`, one for each primal, in the form of its models: an `nnx.State` for a module."""
 
         def shape(x: Any, value: Any) -> Any:
             return x.structure.gradient(value, x.rest) if isinstance(x, SplitModel) else value
 
-        return jax.tree.map(shape, self.trees[i], values, is_leaf=is_split)
+        return jax.tree.map(shape, self.trees, tuple(values), is_leaf=is_split)
 
     def tangents(self, values: Any) -> tuple[Any, ...]:
         """Return `values`, one for each primal, as checked tangents; those of models as trainable arrays."""
@@ -72,10 +73,8 @@ class Primals:
         """
         if not isinstance(values, (tuple, list)) or len(values) != len(self.trees):
             got = f"{len(values)} of them" if isinstance(values, (tuple, list)) else describe(values)
-            raise TypeError(
-                f"{self.api}: {all_of_them} must be a tuple with one for each of the {len(self.trees)} primals, but "
-                f"got {got}."
-            )
+            wanted = f"a tuple with one for each of the {len(self.trees)} primals"
+            raise TypeError(f"{self.api}: {all_of_them} must be {wanted}, but got {got}.")
         return tuple(map(partial(self._matched, one), self.names, self.trees, self.values, values))
 
     def _matched(self, one: str, name: str, tree: Any, primal: Any, value: Any) -> Any:
@@ -87,10 +86,8 @@ class Primals:
         except (ValueError, TypeError, KeyError):
             same = False
         if not same:
-            raise ValueError(
-                f"{self.api}: {one} of `{name}` has the structure {jax.tree.structure(value)}, but the primal has "
-                f"{expected}; give one array for each of its arrays."
-            )
+            fact = f"has the structure {jax.tree.structure(value)}, but the primal has {expected}"
+            raise ValueError(f"{self.api}: {one} of `{name}` {fact}; give one array for each of its arrays.")
         return value
 
 
@@ -105,10 +102,8 @@ def _tangent(api: str, place: str, tangent: Any, leaf: Any) -> Any:
     if expected == jax.dtypes.float0 and found != expected:
         raise TypeError(f"{api}: `{place}` is {describe(leaf)}, which has no derivative; convert it to floating point.")
     if found is None or jnp.shape(tangent) != jnp.shape(leaf) or (found != expected and not weak):
-        raise ValueError(
-            f"{api}: the tangent of `{place}` is {describe(tangent)}, but the primal has shape {jnp.shape(leaf)} and "
-            f"dtype {dtype}; give an array of the same."
-        )
+        fact = f"is {describe(tangent)}, but the primal has shape {jnp.shape(leaf)} and dtype {dtype}"
+        raise ValueError(f"{api}: the tangent of `{place}` {fact}; give an array of the same.")
     return weak_like(jnp.asarray(tangent, dtype), leaf) if weak else tangent
 
 

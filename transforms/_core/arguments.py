@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -110,7 +110,7 @@ def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool],
     return number
 
 
-def check_choice(api: str, name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(api: str, name: str, value: Any, choices: Collection[str]) -> None:
     """Raise if `value` is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{api}: {name} must be one of {', '.join(map(repr, choices))}, but got {value!r}.")
@@ -123,10 +123,8 @@ def resolve_argnums(
     count = len(args)
     for position in positions:
         if not -count <= position < count:
-            raise ValueError(
-                f"{api}: {name} selects argument {position}, but the call has {count} positional argument(s); pass the "
-                "arguments that it selects by position, not by keyword."
-            )
+            fact = f"selects argument {position}, but the call has {count} positional argument(s)"
+            raise ValueError(f"{api}: {name} {fact}; pass those that it selects by position, not by keyword.")
     resolved = tuple(position % count for position in positions)
     # `check_argnums` refused equal positions, but 1 and -1 are one argument in a call with two.
     if len(set(resolved)) < len(resolved):
@@ -142,9 +140,8 @@ def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[
         for path, leaf in leaves_with_path(args[i]):
             name = leaf_name(argument_name(fun, args, i), path)
             if not getattr(leaf, "shape", ()):
-                raise ValueError(
-                    f"{api}: `{name}` is {describe(leaf)}, which has no axis of examples; pass it in another argument."
-                )
+                fact = f"is {describe(leaf)}, which has no axis of examples"
+                raise ValueError(f"{api}: `{name}` {fact}; pass it in another argument.")
             sizes[name] = leaf.shape[0]
     if not sizes:
         raise ValueError(f"{api}: the arguments of batch_argnums hold no array, so there are no examples; pass some.")
@@ -152,9 +149,7 @@ def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[
     first, size = next(iter(sizes.items()))
     for name, other in sizes.items():
         if other != size:
-            raise ValueError(
-                f"{api}: `{first}` has {size} examples along axis 0, but `{name}` has {other}; pass as many in each."
-            )
+            raise ValueError(f"{api}: `{first}` has {size} examples, but `{name}` has {other}; pass as many in each.")
     return size
 
 

@@ -11,10 +11,7 @@ import numpy as np
 from .arguments import argument_name, describe, is_int, leaf_name
 
 Axes = Any  # int, None, or a nested container of them: a prefix of what it describes
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+_ALIKE = "use the same containers and keys, or one int for all of it"
 
 
 def is_axis(x: Any) -> bool:
@@ -24,8 +21,8 @@ def is_axis(x: Any) -> bool:
 
 def check_axes(api: str, name: str, axes: Axes) -> Axes:
     """Return `axes` with plain ints; raise if it holds anything but ints and None."""
-    for leaf in jax.tree.leaves(axes, is_leaf=_is_none):
-        if not is_axis(leaf):
+    for leaf in jax.tree.leaves(axes):
+        if not is_int(leaf):
             raise TypeError(f"{api}: {name} must hold ints and None, but got {describe(leaf)}.")
     return jax.tree.map(int, axes)
 
@@ -33,10 +30,8 @@ def check_axes(api: str, name: str, axes: Axes) -> Axes:
 def check_in_axes(api: str, in_axes: Axes) -> Axes:
     """Return `in_axes` with plain ints; raise if it is not an int, None, or a tuple or list of entries."""
     if not is_axis(in_axes) and not isinstance(in_axes, (tuple, list)):
-        raise TypeError(
-            f"{api}: in_axes must be an int, None, or a tuple with one entry for each positional argument, but got "
-            f"{describe(in_axes)}; wrap the axes of one argument: in_axes=(axes,)."
-        )
+        wanted = "an int, None, or a tuple with one entry for each positional argument, such as (axes,)"
+        raise TypeError(f"{api}: in_axes must be {wanted}, but got {describe(in_axes)}.")
     return check_axes(api, "in_axes", in_axes)
 
 
@@ -45,10 +40,8 @@ def axes_per_argument(api: str, in_axes: Axes, args: Sequence[Any]) -> tuple[Axe
     if is_axis(in_axes):
         return (in_axes,) * len(args)
     if len(in_axes) != len(args):
-        raise ValueError(
-            f"{api}: in_axes has {len(in_axes)} entries, but the call has {len(args)} positional argument(s); "
-            "give one entry for each, None for one that is shared."
-        )
+        counts = f"{len(in_axes)} entries, but the call has {len(args)} positional argument(s)"
+        raise ValueError(f"{api}: in_axes has {counts}; give one entry for each, None for one that is shared.")
     return tuple(in_axes)
 
 
@@ -60,7 +53,7 @@ def broadcast_axes(axes: Axes, tree: Any, is_leaf: Callable[[Any], bool] | None 
     def collect(axis: Any, subtree: Any) -> None:
         found.extend([axis] * len(jax.tree.leaves(subtree, is_leaf=is_leaf)))
 
-    jax.tree.map(collect, axes, tree, is_leaf=_is_none)
+    jax.tree.map(collect, axes, tree, is_leaf=lambda x: x is None)
     return found
 
 
@@ -97,11 +90,8 @@ def mapped_size(
         try:
             leaf_axes = broadcast_axes(axes_of_value, value)
         except (ValueError, TypeError, KeyError):
-            raise ValueError(
-                f"{api}: in_axes for argument `{name(argument)}` is {axes_of_value!r}, which is not a prefix of that "
-                f"argument's structure {jax.tree.structure(value)}; use the same containers and keys, or one int for "
-                "all of it."
-            ) from None
+            fact = f"{axes_of_value!r}, which is not a prefix of its structure {jax.tree.structure(value)}"
+            raise ValueError(f"{api}: in_axes for argument `{name(argument)}` is {fact}; {_ALIKE}.") from None
         # Positional arguments come first, so that of two which differ the latter is by keyword if any is.
         or_shared = ", or pass None for an argument that is shared"
         if isinstance(argument, str):
@@ -111,10 +101,8 @@ def mapped_size(
                 continue
             shape = getattr(leaf, "shape", ())
             if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"{api}: argument `{name(argument, path)}` cannot be mapped over axis {axis}: it is "
-                    f"{describe(leaf)}; name an axis it has{or_shared}."
-                )
+                fact = f"cannot be mapped over axis {axis}: it is {describe(leaf)}"
+                raise ValueError(f"{api}: argument `{name(argument, path)}` {fact}; name an axis it has{or_shared}.")
             here = argument, path, axis, shape[axis]
             first = first or here
             if here[3] != (first[3] if axis_size is None else axis_size):
@@ -133,21 +121,16 @@ def check_out_axes(api: str, out_axes: Axes, out: Any, fixed: Callable[[Any], bo
     try:
         axes = broadcast_axes(out_axes, out, is_leaf=fixed)
     except (ValueError, TypeError, KeyError):
-        raise ValueError(
-            f"{api}: out_axes={out_axes!r} is not a prefix of the output's structure "
-            f"{jax.tree.structure(out, is_leaf=fixed)}; use the same containers and keys, or one int for all of it."
-        ) from None
+        fact = f"is not a prefix of the output's structure {jax.tree.structure(out, is_leaf=fixed)}"
+        raise ValueError(f"{api}: out_axes={out_axes!r} {fact}; {_ALIKE}.") from None
     for (path, leaf), axis in zip(jax.tree.leaves_with_path(out, is_leaf=fixed), axes, strict=True):
         if fixed(leaf):
             if axis != 0:
-                raise ValueError(
-                    f"{api}: out_axes is {axis} for {leaf_name('the model at output', path)}; models are stacked "
-                    "along axis 0, so pass 0 for it."
-                )
+                name = leaf_name("the model at output", path)
+                raise ValueError(f"{api}: out_axes is {axis} for {name}; models are stacked along axis 0, so pass 0.")
             continue
         rank = np.ndim(leaf) + 1  # with the mapped axis, on which `out_axes` counts
         if axis is not None and not -rank <= axis < rank:
-            raise ValueError(
-                f"{api}: out_axes is {axis} for {leaf_name('output', path)}, which has {rank} axes once it is mapped; "
-                f"name one from {-rank} to {rank - 1}."
-            )
+            name = leaf_name("output", path)
+            cure = f"name one from {-rank} to {rank - 1}"
+            raise ValueError(f"{api}: out_axes is {axis} for {name}, which has {rank} axes once it is mapped; {cure}.")

@@ -43,10 +43,9 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
     elif is_int(budget):
         size = budget
     else:
-        raise (ValueError if isinstance(budget, str) else TypeError)(
-            f'{api}: memory_budget must be a number of bytes or a string such as "512MiB" (1024**2 bytes '
-            f'each), "2GB" (1000**3) or "1e9", but got {describe(budget)}.'
-        )
+        wanted = 'a number of bytes or a string such as "512MiB" (1024**2 bytes each), "2GB" (1000**3) or "1e9"'
+        kind = ValueError if isinstance(budget, str) else TypeError
+        raise kind(f"{api}: memory_budget must be {wanted}, but got {describe(budget)}.")
     if not 1 <= size < math.inf:
         raise ValueError(f"{api}: memory_budget must be at least one byte, and finite, but got {budget!r}.")
     return int(size)
@@ -71,10 +70,8 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
             try:
                 alone = need_of(chunk)
             except NeedsValues as error:
-                raise ValueError(
-                    f"{api}: memory_budget needs a program that can be compiled, but fun asks for a value (it branches "
-                    "on one, or passes it to NumPy); use lax.cond or jnp.where, or leave the budget out."
-                ) from error
+                cure = "use lax.cond or jnp.where, or leave the budget out"
+                raise ValueError(f"{api}: memory_budget needs a program, but fun asks for a value; {cure}.") from error
             # Within the larger program, copies of small arrays and the counters of loops are added.
             needs[chunk] = alone + alone // 64 + 256
         return needs[chunk]
@@ -98,10 +95,8 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
         low = 1
     if not low:
         chunk = min(needs, key=needs.__getitem__)
-        raise ValueError(
-            f"{api}: no chunk fits into memory_budget={in_words(budget)}: the least found is {in_words(needs[chunk])}, "
-            f"for {chunk} of {size} at a time; raise the budget, or split the work of one."
-        )
+        least = f"the least found is {in_words(needs[chunk])}, for {chunk} of {size} at a time"
+        raise ValueError(f"{api}: no chunk fits into memory_budget={in_words(budget)}: {least}; raise the budget.")
     return low
 
 
@@ -121,7 +116,10 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
     found: dict[int, tuple[int, bool]] = {}
 
     def need(chunk: int) -> int:
-        found[chunk] = temporaries(partial(compute, chunk))
+        lowered, tracers = lower_apart(partial(compute, chunk))
+        analysis: Any = lowered.compile().memory_analysis()
+        # Only a transform that traces something `compute` closes over will map, repeat or differentiate it.
+        found[chunk] = analysis.temp_size_in_bytes, any(map(is_repeated, tracers))
         return found[chunk][0]
 
     chunk = largest_chunk(api, need, size, budget)
@@ -145,20 +143,7 @@ def _level_of_the_user() -> int:
     return level
 
 
-def temporaries(fun: Callable[[], Any]) -> tuple[int, bool]:
-    """Return the bytes that `fun` needs besides arguments and results, and whether a transform around repeats it."""
-    lowered, tracers = _lower_apart(fun)
-    analysis: Any = lowered.compile().memory_analysis()
-    # Only a transform that traces something `fun` closes over will map, repeat or differentiate it.
-    return analysis.temp_size_in_bytes, any(map(is_repeated, tracers))
-
-
-def lower_apart(fun: Callable[[], Any]) -> Any:
-    """Return `fun` lowered as a program of its own."""
-    return _lower_apart(fun)[0]
-
-
-def _lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
+def lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
     """Return `fun` lowered as a program of its own, and the tracers of outer traces that it closes over."""
     # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program. In such
     # a trace arrays with values become constants of the outer program, for which XLA chooses other layouts and copies.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._calls.call import Call
+from .._core.arguments import check_choice
 from .._grad import scalar_seed
 from .._linear import all_of
 
@@ -150,7 +151,7 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     primals, tangents, bare = _as_tuples(primals, tangents)
     call = all_of("gnvp", model, primals, False)
     call.check_floating()
-    tangents = call.tangents(tangents)
+    tangents = call.form.tangents(tangents)
     # Out of `call` itself, so that the model runs once for both directions.
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     call.finish(rest)
@@ -158,7 +159,7 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     pull = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
     (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (push(*tangents),), "auto", False)[2]
     (products,) = pull(curved)
-    found = tuple(call.gradient(i, value) for i, value in enumerate(products))
+    found = call.form.gradients(products)
     return found[0] if bare else found
 
 
@@ -166,14 +167,13 @@ def _value_grad_and_hvp(
     api: str, fun: Callable[..., Any], primals: Any, tangents: Any, mode: str, has_aux: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Return the value, the gradient, the product and the auxiliary output."""
-    if mode not in _MODES:
-        raise ValueError(f"{api}: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
+    check_choice(api, "mode", mode, _MODES)
     primals, tangents, bare = _as_tuples(primals, tangents)
     call = all_of(api, fun, primals, has_aux)
     call.check_floating()
-    value, gradients, products, rest = _MODES[mode](api, call, call.tangents(tangents))
+    value, gradients, products, rest = _MODES[mode](api, call, call.form.tangents(tangents))
     aux = call.finish(rest)
-    forms = [tuple(call.gradient(i, x) for i, x in enumerate(values)) for values in (gradients, products)]
+    forms = map(call.form.gradients, (gradients, products))
     gradients, products = (form[0] if bare else form for form in forms)
     return value, gradients, products, aux
 

@@ -16,6 +16,7 @@ from .._core.arguments import (
     argument_name,
     check_argnums,
     check_callable,
+    check_choice,
     check_count,
     describe,
     leaf_name,
@@ -92,8 +93,7 @@ def batch_jacobian(
     check_callable("batch_jacobian", fun)
     positions = check_argnums("batch_jacobian", argnums)
     in_axes = check_in_axes("batch_jacobian", in_axes)
-    if rows not in ("vmap", "independent"):
-        raise ValueError(f'batch_jacobian: rows must be "vmap" or "independent", but got {rows!r}.')
+    check_choice("batch_jacobian", "rows", rows, ("vmap", "independent"))
     if check and rows != "independent":
         raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
     check_count("batch_jacobian", "chunk_size", chunk_size, optional=True)

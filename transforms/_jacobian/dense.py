@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._calls.call import Call, check_complex, check_output
-from .._core.arguments import Argnums, describe, leaf_name
+from .._calls.call import Call, check_complex, check_dtypes, check_output
+from .._core.arguments import Argnums
 from .._core.compat import Tracer, inside_a_transform
 from .._core.weak_types import weak_like
 from .._vmap import vmap
@@ -81,7 +81,7 @@ DENSE = {"forward": by_columns, "reverse": by_rows}
 def in_form(argnums: Argnums, call: Call, arrays: list[Any]) -> Any:
     """Arrange one value for each array of the primals as a gradient: a tuple for several `argnums`."""
     trees = jax.tree.unflatten(jax.tree.structure(call.primals), arrays)
-    forms = tuple(call.gradient(i, tree) for i, tree in enumerate(trees))
+    forms = call.form.gradients(trees)
     return forms if isinstance(argnums, (tuple, list)) else forms[0]
 
 
@@ -161,13 +161,8 @@ def map_slices(
 
 def check_real(api: str, out: Any) -> None:
     """Raise if an output is not real, which reverse mode needs."""
-    for path, leaf in jax.tree.leaves_with_path(out):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but reverse mode takes real outputs only; "
-                "use jacfwd for real arguments, return its real and imaginary parts, or pass holomorphic=True if fun "
-                "is holomorphic."
-            )
+    fact = "reverse mode takes real outputs only; use jacfwd for real arguments, return its real and imaginary parts"
+    check_dtypes(api, "output", out, jnp.floating, f"{fact}, or pass holomorphic=True if fun is holomorphic")
 
 
 def sizes_of(tree: Any) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._core.arguments import Argnums
+from .._core.arguments import Argnums, check_choice
 from .jacobian import Jacobian, jacobian_of
 
 _MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
@@ -71,8 +71,7 @@ def hessian(
       >>> hessian(lambda a: (a**3).sum(), sparsity="auto")(jnp.array([1.0, 2.0]))
       BCOO(float32[2, 2], nse=2)
     """
-    if mode not in _MODES:
-        raise ValueError(f"hessian: mode must be one of {', '.join(_MODES)}, but got {mode!r}.")
+    check_choice("hessian", "mode", mode, _MODES)
     # Forward over reverse: one gradient is linearized once, and no residuals of a second reverse pass are kept.
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}

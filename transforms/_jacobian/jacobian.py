@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Protocol
 import jax
 
 from .._calls.call import Call
-from .._core.arguments import Argnums, check_argnums, check_callable, check_count, wrap_like
+from .._core.arguments import Argnums, check_argnums, check_callable, check_choice, check_count, wrap_like
 from .._core.memory import check_budget, chunk_within
 from ._sparse.compressed import sparse_evaluator
 from ._sparse.pattern import check_sparsity, has_symmetric_hessian
@@ -238,8 +238,7 @@ def jacobian_of(
     of the Jacobian in this mode. Where `fun` is a new wrapper in each call, `origin` is what it is made from, by which
     the chosen mode is remembered: the user's function and a hashable value.
     """
-    if mode not in ("auto", "forward", "reverse"):
-        raise ValueError(f'{api}: mode must be "auto", "forward" or "reverse", but got {mode!r}.')
+    check_choice(api, "mode", mode, ("auto", "forward", "reverse"))
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
     check_count(api, "chunk_size", chunk_size, optional=True)

@@ -142,7 +142,7 @@ def choose_mode(api: str, call: Call) -> ModeChoice:
     try:
         for mode, compute in DENSE.items():
             # Counted in the lowered program: nothing is compiled or run.
-            analysis = lower_apart(partial(compute, api, call, None)).cost_analysis() or {}
+            analysis = lower_apart(partial(compute, api, call, None))[0].cost_analysis() or {}
             flops[mode] = analysis.get("flops", 0.0)
     except NeedsValues:
         return choice(first, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")

@@ -56,9 +56,9 @@ def call_purely(
         check_structure(f"{api}: fun", type(model).__name__, before, after)
         assigned = set(paths) & set(named_arrays(after.trainable))
         if assigned and not (may_assign and is_module(model)):
+            cure = "keep values that fun computes in another kind of variable, such as nnx.BatchStat"
             raise ValueError(
-                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; update it outside "
-                "of fun, and keep values that fun computes in another kind of variable, such as nnx.BatchStat."
+                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; {cure}."
             )
         changed.append({path: array for path, array in after.arrays().items() if path in paths})
     return out, changed
@@ -68,10 +68,8 @@ def check_structure(who: str, whose: str, before: SplitModel, after: SplitModel)
     """Raise if a call has added or removed variables of a model, or changed its configuration."""
     if after.structure != before.structure:
         path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-        raise ValueError(
-            f"{who} changes the structure of {whose} (`{path}`), but only the values of its variables can be carried "
-            "along; do not add variables in it (such as by sow), nor change attributes."
-        )
+        cure = "only the values of its variables may change; do not add any (such as by sow), nor change attributes"
+        raise ValueError(f"{who} changes the structure of {whose} (`{path}`), but {cure}.")
 
 
 def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]]) -> list[SplitModel]:
@@ -115,10 +113,8 @@ def update(
         update(api, models, before, with_changes(before, new))
         return
     if lost:
-        raise ValueError(
-            f"{api}: the call changes {lost}, which is closed over by a function that JAX transforms, and would be "
-            "left with a tracer; pass the module as an argument of the outer transform, one of nnx or plurax."
-        )
+        cure = "pass it as an argument of the outer transform, one of nnx or plurax"
+        raise ValueError(f"{api}: the call changes {lost}, which is closed over by a function under JAX; {cure}.")
     for model, paths, now in zip(models, changed, after, strict=True):
         if not paths:
             continue
@@ -180,10 +176,9 @@ def refuse_changes(
     """
     for model, paths in zip(models, changes(function, arguments, models, returned), strict=True):
         if paths:
-            raise ValueError(
-                f"{who} changes the state of {type(model).__name__} (`{paths[0]}`), {why} its evaluation mode: "
-                f"nnx.view(model, use_running_average=True) for BatchNorm, deterministic=True for dropout{more}."
-            )
+            modes = "nnx.view(model, use_running_average=True) for BatchNorm, deterministic=True for dropout"
+            state = f"the state of {type(model).__name__} (`{paths[0]}`)"
+            raise ValueError(f"{who} changes {state}, {why} its evaluation mode: {modes}{more}.")
 
 
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:

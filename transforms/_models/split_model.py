@@ -1,8 +1,18 @@
 """Models, split into arrays and a static structure, and merged from them.
 
-A model is a Flax NNX module, or an object that follows the small protocol `Model`. JAX sees a model as `SplitModel`: a
-static structure, the trainable arrays and the other arrays. Several models of one structure along axis 0 follow
-`Members`; `vmap` passes a function one of them as an ordinary model.
+JAX sees a model as `SplitModel`: a static structure, the trainable arrays and the other arrays. A model is a Flax NNX
+module, or an object with two methods:
+
+- `__plurax_split__()` returns the structure, the trainable arrays and the other arrays: pytrees that have no path in
+  common;
+- `__plurax_update__(rest)` replaces the other arrays by those that a call has left.
+
+Several models of one structure, whose axis 0 of every array is the members, have three methods; `vmap` passes a
+function one of them as an ordinary model:
+
+- `__len__()` returns how many there are, or raises a ValueError if axis 0 is not the members;
+- `__plurax_member__()` returns the one model that is left when axis 0 has been mapped away;
+- `__plurax_stack__(model)` is its inverse: it returns `model` as members without axis 0, which `vmap` adds.
 
 Flax is never imported here before somebody else has: without `flax.nnx` there is no NNX module to meet.
 """
@@ -18,7 +28,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
-from jax.tree_util import GetAttrKey, keystr, register_pytree_with_keys
+from jax.tree_util import keystr, register_dataclass
 
 from .._core.arguments import argument_name, transform_of
 
@@ -34,29 +44,6 @@ class Structure(Protocol):
 
     def gradient(self, trainable: Any, rest: Any) -> Any:
         """Return a gradient of the trainable arrays in the form that the user expects."""
-
-
-class Model(Protocol):
-    """An object with trainable parameters that is not an NNX module."""
-
-    def __plurax_split__(self) -> tuple[Structure, Any, Any]:
-        """Return the structure, the trainable arrays and the other arrays: pytrees that have no path in common."""
-
-    def __plurax_update__(self, rest: Any) -> None:
-        """Replace the other arrays by these, which a call has left."""
-
-
-class Members(Protocol):
-    """Several models of one structure, stored with axis 0 of every array as the members."""
-
-    def __len__(self) -> int:
-        """Return how many there are; raise a ValueError if axis 0 is not the members."""
-
-    def __plurax_member__(self) -> Any:
-        """Return the one model that is left when axis 0 has been mapped away."""
-
-    def __plurax_stack__(self, model: Any) -> Any:
-        """Return `model` as a `Members` without its axis 0, for `vmap` to add: the inverse of `__plurax_member__`."""
 
 
 def is_module(x: Any) -> bool:
@@ -160,6 +147,7 @@ class ModuleStructure:
         return replace(self.graphdef, attributes=attributes)
 
 
+@partial(register_dataclass, data_fields=["trainable", "rest"], meta_fields=["structure"])
 @dataclass(eq=False, repr=False, slots=True)
 class SplitModel:
     """A model as a pytree of its arrays, with a static structure."""
@@ -183,18 +171,6 @@ class SplitModel:
         paths = [path for path in now if path not in then or now[path] is not then[path]]
         paths += [path for path in then if path not in now]
         return paths or ([] if self.structure == after.structure else ["configuration"])
-
-
-# With keys, so that an error of JAX about a leaf names its path in the model.
-register_pytree_with_keys(
-    SplitModel,
-    lambda parts: (
-        ((GetAttrKey("trainable"), parts.trainable), (GetAttrKey("rest"), parts.rest)),
-        parts.structure,
-    ),
-    lambda structure, children: SplitModel(structure, *children),
-    lambda parts: ((parts.trainable, parts.rest), parts.structure),
-)
 
 
 def split(model: Any, trains: Any = None) -> SplitModel:
@@ -292,10 +268,8 @@ def refuse_shared_state(
     shared = shared_variable([model for _, model in named])
     if shared:
         (i, _), (j, path) = shared
-        raise ValueError(
-            f"{api}: `{named[i][0]}` and `{named[j][0]}` share the variable `{path}`; put them into one module, such "
-            "as nnx.Dict, and pass that."
-        )
+        both = f"`{named[i][0]}` and `{named[j][0]}` share the variable `{path}`"
+        raise ValueError(f"{api}: {both}; put them into one module, such as nnx.Dict, and pass that.")
 
 
 def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, str]] | None:

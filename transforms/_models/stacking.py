@@ -33,11 +33,9 @@ def stack_models(api: str, noun: str, remedy: tuple[str, str], models: Sequence[
     shared = shared_variable(models)
     if shared:
         (i, path), (j, other_path) = shared
-        raise ValueError(
-            f"{api}: {noun}s {i} and {j} share a variable, `{path}` of the one and `{other_path}` of the other, which "
-            "would be two once they are stacked; build each with an nnx.Rngs of its own, or pass "
-            f"nnx.clone({noun}) where equal copies are meant."
-        )
+        which = f"`{path}` of the one and `{other_path}` of the other"
+        cure = f"build each with an nnx.Rngs of its own, or pass nnx.clone({noun}) where equal copies are meant"
+        raise ValueError(f"{api}: {noun}s {i} and {j} share a variable, {which}; {cure}.")
     # All of them before any is compared: an error names the first difference, in the order of the models.
     parts = [split(model) for model in models]
     for i, part in enumerate(parts):
@@ -46,18 +44,14 @@ def stack_models(api: str, noun: str, remedy: tuple[str, str], models: Sequence[
     for i, (model, part) in enumerate(zip(models, parts, strict=True)):
         whose = f"{api}: {noun} {i}"
         if type(model) is not type(models[0]):
-            raise TypeError(
-                f"{whose} is a {type(model).__name__}, but {noun} 0 is a {type(models[0]).__name__}; stack models of "
-                "one class."
-            )
+            first = f"{noun} 0 is a {type(models[0]).__name__}"
+            raise TypeError(f"{whose} is a {type(model).__name__}, but {first}; stack models of one class.")
         # Arrays before configuration: one that is missing changes the configuration too, but its path is more helpful.
         found = _outlines(part)
         for path in [*expected, *found]:
             if expected.get(path) != found.get(path):
-                raise ValueError(
-                    f"{whose} differs from {noun} 0 at `{path}`: it has {_say(found.get(path))}, but {noun} 0 has "
-                    f"{_say(expected.get(path))}; {remedy[0]}."
-                )
+                fact = f"it has {_say(found.get(path))}, but {noun} 0 has {_say(expected.get(path))}"
+                raise ValueError(f"{whose} differs from {noun} 0 at `{path}`: {fact}; {remedy[0]}.")
         structures: list[Any] = [jax.tree.structure(x) for x in (part, parts[0])]  # a `PyTreeDef` has no typed `==`
         if structures[0] != structures[1]:
             difference, same = _difference(models[0], model)
@@ -69,10 +63,8 @@ def check_leaves(api: str, whose: str, parts: SplitModel) -> None:
     """Raise if a variable of a model holds something that is not an array or a number."""
     for path, leaf in parts.arrays().items():
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
-            raise TypeError(
-                f"{api}: `{path}` of {whose} holds {describe(leaf)}, but only arrays can be stacked; make it a plain "
-                "attribute instead of a variable."
-            )
+            fact = f"holds {describe(leaf)}, but only arrays can be stacked"
+            raise TypeError(f"{api}: `{path}` of {whose} {fact}; make it a plain attribute instead of a variable.")
 
 
 def stack(trees: Sequence[Any]) -> Any:

@@ -128,7 +128,5 @@ def _check_computed(name: str, parameter: Any, module: Any, kept: Mapping[type, 
     if isinstance(module, WEIGHT_NORMS) or (_takes_dtype(module) and not is_complex):
         return
     kind = type(module).__name__
-    raise ValueError(
-        f"with_precision: `{name}` is complex, or its {kind} has no attribute `dtype` that sets how it computes; add "
-        f"one, or pass keep={{{kind}: None}} if the {kind} converts by itself."
-    )
+    cure = f"add one, or pass keep={{{kind}: None}} if the {kind} converts by itself"
+    raise ValueError(f"with_precision: `{name}` is complex, or its {kind} has no attribute `dtype`; {cure}.")

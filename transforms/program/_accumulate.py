@@ -16,6 +16,7 @@ from .._core.arguments import (
     argument_name,
     check_argnums,
     check_callable,
+    check_choice,
     check_count,
     count_examples,
     describe,
@@ -93,8 +94,7 @@ def accumulate(
     check_callable("accumulate", fun)
     check_count("accumulate", "micro_batches", micro_batches)
     positions = check_argnums("accumulate", batch_argnums, "batch_argnums")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'accumulate: reduction must be "mean" or "sum", but got {reduction!r}.')
+    check_choice("accumulate", "reduction", reduction, ("mean", "sum"))
     owner, function = bound_model(fun)
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:

@@ -122,7 +122,11 @@ def test_the_arguments_of_a_call_are_checked_once(ens, monkeypatch):
     checks = []
     for name in ("axes_per_argument", "mapped_size"):
         check = getattr(axes, name)
-        counted = lambda *args, name=name, check=check: (checks.append(name), check(*args))[1]
+
+        def counted(*args, name=name, check=check):
+            checks.append(name)
+            return check(*args)
+
         for module in (call, _vmap):
             monkeypatch.setattr(module, name, counted, raising=False)
     ens(EACH[:, :1], in_axes=0)  # of a shape that is not compiled yet
@@ -487,7 +491,7 @@ class Test_refusals:
         with pytest.raises(
             ValueError,
             match=r"members 0 and 1 share a variable, `rngs.default.count` of the one and `rngs.default.count` of the "
-            r"other, .* an nnx.Rngs of its own, or pass nnx.clone\(member\)",
+            r"other; .* an nnx.Rngs of its own, or pass nnx.clone\(member\)",
         ):
             Ensemble.stack([Noisy(rngs) for _ in range(3)])
         assert len(Ensemble.stack([Noisy(nnx.Rngs(i)) for i in range(3)])) == 3

@@ -102,7 +102,7 @@ def test_it_works_under_jit(logits):
 
 
 def test_it_refuses_an_unknown_kind(logits):
-    with pytest.raises(ValueError, match='kind must be "classification" or "regression", but got \'ranking\''):
+    with pytest.raises(ValueError, match="kind must be one of 'classification', 'regression', but got 'ranking'"):
         constant(logits).predict(0, kind="ranking")
 
 

@@ -126,7 +126,11 @@ def test_the_axes_of_a_batch_are_checked_once(plain, create, cross_entropy, make
     checks = []
     for name in ("axes_per_argument", "mapped_size"):
         check = getattr(axes, name)
-        counted = lambda *args, name=name, check=check: (checks.append(name), check(*args))[1]
+
+        def counted(*args, name=name, check=check):
+            checks.append(name)
+            return check(*args)
+
         for module in (stepper, _vmap):
             monkeypatch.setattr(module, name, counted, raising=False)
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")

@@ -195,7 +195,9 @@ def test_products_without_a_meaning_are_refused(
 
 
 def test_refusals_of_modes_and_losses() -> None:
-    with pytest.raises(ValueError, match=r"^hvp: mode must be one of auto, fwd_rev, rev_rev, rev_fwd, but got 'fwd'"):
+    with pytest.raises(
+        ValueError, match=r"^hvp: mode must be one of 'auto', 'fwd_rev', 'rev_rev', 'rev_fwd', but got 'fwd'"
+    ):
         hvp(jnp.sum, X, V, mode="fwd")
     with pytest.raises(TypeError, match=r"^gnvp: fun must return one real scalar, but it returned an array of shape"):
         gnvp(jnp.sin, jnp.sin, X, V)

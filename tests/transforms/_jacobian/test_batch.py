@@ -118,9 +118,9 @@ def test_parameters_of_a_module_by_sample() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"rows": "sum"}, ValueError, r'rows must be "vmap" or "independent", but got \'sum\''),
+        ({"rows": "sum"}, ValueError, r"rows must be one of 'vmap', 'independent', but got 'sum'"),
         ({"check": True}, ValueError, r'check=True is for rows="independent"'),
-        ({"mode": "fwd"}, ValueError, r'mode must be "auto", "forward" or "reverse", but got \'fwd\''),
+        ({"mode": "fwd"}, ValueError, r"mode must be one of 'auto', 'forward', 'reverse', but got 'fwd'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size must be at least 1"),
         ({"chunk_size": 1, "memory_budget": 1}, ValueError, r"chunk_size and memory_budget both set the chunk"),
         ({"argnums": ()}, ValueError, r"argnums is empty"),

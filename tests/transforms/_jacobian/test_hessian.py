@@ -84,7 +84,7 @@ def test_modules_are_carried_once(mode: str) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: hessian(jnp.sum, mode="fwd"), ValueError, r"mode must be one of auto, fwd_rev, .* but got 'fwd'"),
+        (lambda: hessian(jnp.sum, mode="fwd"), ValueError, r"mode must be one of 'auto', 'fwd_rev', .* but got 'fwd'"),
         (
             lambda: hessian(jnp.sum, sparsity=1),
             TypeError,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._core.arguments import check_number, describe
+from ..._core.arguments import check_choice, check_number, describe
 from .accounting import ACCOUNTANTS, calibrate
 
 
@@ -43,8 +43,7 @@ def checked_noise(
     noise_multiplier: Any, target_epsilon: Any, probability: float, rounds: int, delta: float, accountant: Any
 ) -> float:
     """Return the noise multiplier, as given or such that `rounds` sampled sums spend `target_epsilon`."""
-    if accountant not in ACCOUNTANTS:
-        raise ValueError(f"DPSGD: accountant must be one of {', '.join(ACCOUNTANTS)}, but got {accountant!r}.")
+    check_choice("DPSGD", "accountant", accountant, ACCOUNTANTS)
     if (noise_multiplier is None) == (target_epsilon is None):
         given = "none of them" if noise_multiplier is None else "both"
         raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")

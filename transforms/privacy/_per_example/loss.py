@@ -83,7 +83,7 @@ def on_any_mesh(
         if argnums is not None:
             plain, filters = separate_filters(argnums if isinstance(argnums, (tuple, list)) else (argnums,))
             call = Call(api, fun, plain, False, args, {}, integers=True, filters=filters)
-            parameters = [call.gradient(i, primal) for i, primal in enumerate(call.primals)]
+            parameters = call.form.gradients(call.primals)
 
         def place(out: Any) -> list[PartitionSpec]:
             """Divide the sum as the parameters are divided, and all else along its examples."""
@@ -204,7 +204,7 @@ class PerExample:
     def gradients(self, leaves: Sequence[Any], bare: bool) -> Any:
         """Return gradients of the parameters with the structure of the arguments; of one argument alone if `bare`."""
         values = jax.tree.unflatten(self._treedef, list(leaves))
-        forms = tuple(self._call.gradient(i, value) for i, value in enumerate(values))
+        forms = self._call.form.gradients(values)
         return forms[0] if bare else forms
 
 

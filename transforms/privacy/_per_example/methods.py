@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
+from ..._core.arguments import check_choice
 from ..._core.jaxpr import aval, bodies
 from ..._core.prng import is_key
 from .gradient_forms import Dense
@@ -36,8 +37,7 @@ _PROMOTES = partial(jax.numpy_dtype_promotion, "standard")
 
 def check_method(api: str, method: Any) -> None:
     """Raise if `method` is not the name of a method."""
-    if method not in _METHODS:
-        raise ValueError(f"{api}: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
+    check_choice(api, "method", method, _METHODS)
 
 
 class MethodChoice(NamedTuple):

@@ -27,7 +27,7 @@ def described(tree: PyTreeDef) -> str:
 
     Two structures may have one text: it is for names of files, whose contents are compared otherwise.
     """
-    static = [data[1] for data in (part.node_data() for part in nodes(tree)) if data]
+    static = jax.tree.leaves([data[1] for data in (part.node_data() for part in nodes(tree)) if data])
     # The `repr` of the structure of a module does not show its graph definition.
     return without_addresses(f"{tree} {[x.graphdef for x in static if isinstance(x, ModuleStructure)]}")
 

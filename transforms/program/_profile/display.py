@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..._core.arguments import describe
@@ -72,9 +72,3 @@ def check_groups(api: str, by: Any, names: Sequence[str]) -> tuple[str, ...]:
     if not groups or set(groups) - set(names):
         raise ValueError(f"{api}: by must be one or some of {', '.join(names)}, but got {describe(by)}.")
     return groups
-
-
-def check_choice(api: str, name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise if a value is not one of some strings."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{api}: {name} must be one of {', '.join(choices)}, but got {describe(value)}.")

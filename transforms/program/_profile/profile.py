@@ -14,10 +14,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ..._core.arguments import check_count
+from ..._core.arguments import check_choice, check_count
 from .._ir.cost import memory
 from .._ir.traced_program import Compiled, TracedProgram
-from .display import bars, check_choice, check_groups, count, seconds, table
+from .display import bars, check_groups, count, seconds, table
 from .eager import Costs, evaluate_timed
 from .timeline import timelines
 

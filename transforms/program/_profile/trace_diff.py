@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from ..._core.arguments import check_callable, check_count
+from ..._core.arguments import check_callable, check_choice, check_count
 from .._ir.traced_program import TracedProgram
 from .capture import Capture, captures, read_capture
-from .display import bars, check_choice, check_groups, seconds, table
+from .display import bars, check_groups, seconds, table
 
 _GROUPS = ("op", "scope")
 _MICRO = 1e6

@@ -704,8 +704,12 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
             "expected_batch_size must be positive, and at most num_examples=40, but got 41.",
         ),
         ({"expected_batch_size": 0}, ValueError, "expected_batch_size must be positive, and at most num_examples=40"),
-        ({"method": "fast"}, ValueError, "method must be one of auto, vmap, ghost, book_keeping, but got 'fast'."),
-        ({"accountant": "gdp"}, ValueError, "accountant must be one of pld, rdp, but got 'gdp'."),
+        (
+            {"method": "fast"},
+            ValueError,
+            "method must be one of 'auto', 'vmap', 'ghost', 'book_keeping', but got 'fast'.",
+        ),
+        ({"accountant": "gdp"}, ValueError, "accountant must be one of 'pld', 'rdp', but got 'gdp'."),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be"),
         ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, TypeError, "optimizer must be an optax GradientTransf"),
         (

@@ -290,7 +290,11 @@ class Counting(nnx.Module):
         ({"normalize_by": None}, TypeError, r"normalize_by must be a number, but got None"),
         ({"dtype": jnp.int32}, TypeError, r"dtype must be of floating point, such as jnp\.float32, but got .*int32"),
         ({"prng_argnum": (2,)}, TypeError, r"prng_argnum must be an int or None, but got \(2,\) of type tuple"),
-        ({"method": "hooks"}, ValueError, r"method must be one of auto, vmap, ghost, book_keeping, but got 'hooks'"),
+        (
+            {"method": "hooks"},
+            ValueError,
+            r"method must be one of 'auto', 'vmap', 'ghost', 'book_keeping', but got 'hooks'",
+        ),
         ({"microbatch_size": 0}, ValueError, r"microbatch_size must be at least 1, but got 0"),
         (
             {"method": "ghost", "pre_clipping_transform": len},
@@ -307,7 +311,7 @@ def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any,
 def test_calls_without_a_meaning_are_refused() -> None:
     refused = lambda error, match: pytest.raises(error, match=f"^clipped_grad: {match}")
     of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
-    with refused(ValueError, r"`x` has 6 examples along axis 0, but `y` has 5; pass as many in each"):
+    with refused(ValueError, r"`x` has 6 examples, but `y` has 5; pass as many in each"):
         of(PARAMS, X, Y[:5])
     with refused(ValueError, r"batch_argnums selects argument 2, but the call has 2 positional"):
         of(PARAMS, X)

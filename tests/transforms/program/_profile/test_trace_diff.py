@@ -311,7 +311,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     found = by_duration([1.0], [1.0])
     with pytest.raises(ValueError, match="by must be one or some of op, scope, but got None"):
         found.table(by=None)
-    with pytest.raises(ValueError, match="sort must be one of change, duration, count, op, scope, but got 'size'"):
+    with pytest.raises(
+        ValueError, match="sort must be one of 'change', 'duration', 'count', 'op', 'scope', but got 'size'"
+    ):
         found.table(sort="size")
     with pytest.raises(ValueError, match="by must be one or some of op, scope, but got 'line'"):
         found.table(by="line")
