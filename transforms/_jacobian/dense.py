@@ -163,11 +163,9 @@ def check_real(api: str, out: Any) -> None:
     """Raise if an output is not real, which reverse mode needs."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"{api}: `{leaf_name('output', path)}` is {describe(leaf)}, but reverse mode takes real outputs only; "
-                "use jacfwd for real arguments, return its real and imaginary parts, or pass holomorphic=True if fun "
-                "is holomorphic."
-            )
+            what = f"`{leaf_name('output', path)}` is {describe(leaf)}"
+            remedy = "use jacfwd, or holomorphic=True where fun is holomorphic"
+            raise TypeError(f"{api}: {what}, but reverse mode takes real outputs only; {remedy}.")
 
 
 def sizes_of(tree: Any) -> list[int]:
