@@ -1,7 +1,8 @@
 """The imports from JAX whose place changes between versions, and what it raises where, in one file."""
 
 import functools
-from collections.abc import Iterable, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -118,3 +119,11 @@ def forget_cache() -> None:
     from jax.experimental.compilation_cache import compilation_cache
 
     compilation_cache.reset_cache()
+
+
+def sparse_product(name: str) -> Callable[..., Any] | None:
+    """Return the function that JAX lowers a product with a `BCOO` or `BCSR` to, by the name of the primitive."""
+    kind = name.removesuffix("_dot_general")
+    if kind not in ("bcoo", "bcsr"):
+        return None
+    return getattr(importlib.import_module(f"jax.experimental.sparse.{kind}"), f"_{name}_impl", None)

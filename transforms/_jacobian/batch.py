@@ -120,14 +120,9 @@ def batch_jacobian(
         call.check_floating(complex_too=False)
         for i in call.selected:
             if None in broadcast_axes(axes[i], args[i]):
-                raise ValueError(
-                    f"batch_jacobian: argument `{argument_name(fun, args, i)}` is shared by all samples "
-                    '(in_axes is None), so its derivatives cannot be summed over them; use rows="vmap".'
-                )
+                raise ValueError(f'batch_jacobian: all samples share `{argument_name(fun, args, i)}`; use rows="vmap".')
         if check and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
-            raise ValueError(
-                "batch_jacobian: check=True needs values, but the arguments are traced; check outside jit."
-            )
+            raise ValueError("batch_jacobian: check=True needs values, not traced arguments; check outside jit.")
         batch, bare = (owner, args, kwargs), not isinstance(argnums, (tuple, list))
         return _summed(function, call.selected, bare, has_aux, axes, mode, check, batch, {**limits, **kinds})
 
@@ -158,11 +153,8 @@ def _check_batch(name: str, out: Any, size: int) -> None:
     """Raise if an output, with this name in the error, does not have the samples along axis 0."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if jnp.shape(leaf)[:1] != (size,):
-            raise ValueError(
-                f"batch_jacobian: for a batch of {size}, `{leaf_name(name, path)}` is {describe(leaf)}, but the "
-                f"samples must be its axis 0, of size {size}; do not reduce over them in fun, nor return what they "
-                "share."
-            )
+            what = f"`{leaf_name(name, path)}` is {describe(leaf)}"
+            raise ValueError(f"batch_jacobian: {what}, but axis 0 must be the {size} samples; do not reduce them.")
 
 
 def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
@@ -249,7 +241,4 @@ def _check_independent(call: Call, size: int) -> None:
     if len(pairs):
         named = ", ".join(f"{j} on {i}" for i, j in pairs[:5].tolist())
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
-        raise ValueError(
-            f"batch_jacobian: samples depend on others ({named}{more}), so their derivatives cannot be summed; use "
-            'rows="vmap".'
-        )
+        raise ValueError(f'batch_jacobian: samples depend on others ({named}{more}); use rows="vmap".')

@@ -245,10 +245,7 @@ def jacobian_of(
     budget = check_budget(api, memory_budget, chunk_size)
     check_sparsity(api, sparsity, check)
     if sparsity is not None and (holomorphic or allow_int):
-        raise ValueError(
-            f"{api}: sparsity takes real arguments only, without holomorphic and allow_int; leave it out for a dense "
-            "array."
-        )
+        raise ValueError(f"{api}: sparsity is for real arguments; leave out holomorphic and allow_int, or sparsity.")
     if allow_int and mode == "forward":
         raise ValueError(f'{api}: allow_int=True needs reverse mode; take mode="reverse" or "auto".')
     # Complex arguments of real outputs have reverse mode only, with the convention of `jax.jacrev`.

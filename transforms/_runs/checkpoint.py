@@ -138,11 +138,9 @@ class Checkpoint:
         wanted = {array["key"]: array for array in expected}
         for key in [*wanted, *written]:
             if written.get(key) != wanted.get(key):
-                path = (wanted.get(key) or written[key])["path"]
-                raise ValueError(
-                    f"{self} has {_say(written.get(key))} at `{path}` of a member's {part}, but like has "
-                    f"{_say(wanted.get(key))}; pass one of the architecture and optimiser that was saved."
-                )
+                has = f"{_say(written.get(key))} at `{(wanted.get(key) or written[key])['path']}` of a member's {part}"
+                lacks = f"like has {_say(wanted.get(key))}"
+                raise ValueError(f"{self} has {has}, but {lacks}; pass one of the model and optimiser that was saved.")
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]
 
@@ -334,9 +332,7 @@ def _check_replaceable(api: str, path: Path) -> None:
     files = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
     others = sorted(files - {_MANIFEST, *manifest.get("files", {})})
     if others:
-        raise FileExistsError(
-            f"{api}: the checkpoint at {path} also holds {others[0]!r}, which would be lost; move it."
-        )
+        raise FileExistsError(f"{api}: {path} also holds {others[0]!r}, which would be lost; move it.")
 
 
 def _replace(new: Path, path: Path) -> None:

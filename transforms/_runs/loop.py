@@ -141,9 +141,7 @@ def skip(api: str, source: Iterator[Any], count: int) -> None:
     # A source with a `skip` of its own need not make the batches that it skips.
     skipped = source.skip(count) if hasattr(source, "skip") else sum(1 for _ in islice(source, count))
     if skipped < count:
-        raise ValueError(
-            f"{api}: the checkpoint has used {count} batches, but there are only {skipped}; pass the same again."
-        )
+        raise ValueError(f"{api}: the checkpoint has used {count} batches, not {skipped}; pass the same again.")
 
 
 def total_steps(batches: Any, steps: int | None) -> int | None:

@@ -153,9 +153,7 @@ def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) 
     selected = resolve_argnums("accumulate", fun, positions, args, "batch_argnums")
     for i in selected:
         if models_of(args[i]):
-            raise TypeError(
-                f"accumulate: `{argument_name(fun, args, i)}` is a model, not a batch; name others in batch_argnums."
-            )
+            raise TypeError(f"accumulate: `{argument_name(fun, args, i)}` is a model; name others in batch_argnums.")
     size = count_examples("accumulate", fun, selected, args)
     if size % parts:
         raise ValueError(f"accumulate: micro_batches={parts} does not divide the {size} examples; leave some out.")
@@ -169,10 +167,8 @@ def _checked(out: Any, reduction: str) -> Any:
     for path, leaf in jax.tree.leaves_with_path(out, is_leaf=is_model):
         number = hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
         if is_model(leaf) or not number or not jnp.issubdtype(jnp.result_type(leaf), kind):
-            raise TypeError(
-                f"accumulate: `{leaf_name('output', path)}` is {describe(leaf)}, which has no {reduction} over the "
-                'parts; return floats for a mean, and floats or ints for reduction="sum".'
-            )
+            what = f"`{leaf_name('output', path)}` is {describe(leaf)}, which has no {reduction} over the parts"
+            raise TypeError(f'accumulate: {what}; return floats, or for reduction="sum" floats or ints.')
     return jax.tree.map(jnp.asarray, out)
 
 

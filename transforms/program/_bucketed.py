@@ -125,9 +125,7 @@ class Bucketed:
         if not self._sizes:  # the next power of two, and 1 for an empty array
             return 1 << max(length - 1, 0).bit_length()
         if length > self._sizes[-1]:
-            raise ValueError(
-                f"bucketed: the arrays have length {length}, above the largest of sizes={self._sizes}; add one."
-            )
+            raise ValueError(f"bucketed: length {length} is above the largest of sizes={self._sizes}; add one.")
         return next(size for size in self._sizes if size >= length)
 
     def _cut(self, out: Any, length: int, size: int) -> Any:
@@ -137,10 +135,8 @@ class Bucketed:
         for (path, x), axis in zip(leaves, _of_leaves("out_axes", self._out_axes, out), strict=True):
             if axis is not None:
                 if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
-                    raise ValueError(
-                        f"bucketed: out_axes is {axis} for `{leaf_name('output', path)}`, but it is {describe(x)}, "
-                        f"without the size {size} of the filled arguments there; name the axis that has it, or None."
-                    )
+                    what = f"`{leaf_name('output', path)}` is {describe(x)}, without the filled size {size}"
+                    raise ValueError(f"bucketed: {what} along out_axes={axis}; name the axis that has it, or None.")
                 # By NumPy, as JAX would compile a program for each length.
                 x = x if isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
                 x = x[(slice(None),) * (axis % x.ndim) + (slice(length),)]
@@ -153,10 +149,9 @@ def _of_leaves(name: str, axes: Axes, tree: Any) -> list[int | None]:
     try:
         return broadcast_axes(axes, tree, is_leaf=is_model)
     except (ValueError, TypeError, KeyError):
-        raise ValueError(
-            f"bucketed: {name}={axes!r} is not a prefix of {jax.tree.structure(tree, is_leaf=is_model)}; use the same "
-            "containers and keys with one entry for each argument, or one int for all."
-        ) from None
+        structure = jax.tree.structure(tree, is_leaf=is_model)
+        remedy = "use the same containers and keys, or one int for all"
+        raise ValueError(f"bucketed: {name}={axes!r} is not a prefix of {structure}; {remedy}.") from None
 
 
 def _filled(x: Any, axis: int | None, size: int) -> Any:

@@ -70,6 +70,5 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
             )
             wasted.append(f"`{name}`, an array of shape {info.shape} and dtype {info.dtype} ({why})")
     if wasted:
-        raise AssertionError(
-            f"assert_donated: fun does not reuse the memory of {', '.join(wasted)}; return such arrays, or donate less."
-        )
+        which = ", ".join(wasted)
+        raise AssertionError(f"assert_donated: fun does not reuse {which}; return such arrays, or donate less.")

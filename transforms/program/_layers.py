@@ -144,9 +144,7 @@ def scan_layers(
         raise TypeError(f"scan_layers: stack must be what stack_layers(layers) gives, but got {describe(stack)}.")
     check_count("scan_layers", "unroll", unroll)
     if not isinstance(remat, bool) and not callable(remat):
-        raise TypeError(
-            f"scan_layers: remat must be a bool or one of jax.checkpoint_policies, but got {describe(remat)}."
-        )
+        raise TypeError(f"scan_layers: remat must be a bool or a checkpoint policy, but got {describe(remat)}.")
     _check_arrays("carry", carry)
     _check_arrays("xs", xs, len(stack))
     parts = stack.parts()
@@ -180,15 +178,11 @@ def _check_arrays(name: str, tree: Any, size: int | None = None) -> None:
     """Raise if `carry` or `xs` holds a model, or an array whose axis 0 is not the `size` layers."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         if is_model(leaf):
-            raise TypeError(
-                f"scan_layers: `{leaf_name(name, path)}` is a {type(leaf).__name__}, but carry and xs hold arrays; "
-                "pass a model before xs, or build each layer with its own."
-            )
+            what = f"`{leaf_name(name, path)}` is a {type(leaf).__name__}"
+            raise TypeError(f"scan_layers: {what}, but carry and xs hold arrays; pass a model before xs.")
         if size is not None and (not hasattr(leaf, "shape") or leaf.shape[:1] != (size,)):
-            raise ValueError(
-                f"scan_layers: axis 0 of `{leaf_name(name, path)}` must be the {size} layers of the stack, but got "
-                f"{describe(leaf)}; give one slice for each layer, or pass what they share before xs."
-            )
+            what = f"`{leaf_name(name, path)}` is {describe(leaf)}, but axis 0 must be the {size} layers"
+            raise ValueError(f"scan_layers: {what}; pass what all layers share before xs.")
 
 
 def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
@@ -198,16 +192,12 @@ def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
     y = None
     if structure != jax.tree.structure(out):
         if type(out) not in (tuple, list) or len(out) != 2 or structure != jax.tree.structure(out[0]):
-            raise TypeError(
-                f"scan_layers: {name} must return what the next layer takes, {structure}, or a pair of that and a y, "
-                f"but it returned {jax.tree.structure(out)}."
-            )
+            wanted = f"what the next layer takes, {structure}, or a pair of that and a y"
+            raise TypeError(f"scan_layers: {name} must return {wanted}, but it returned {jax.tree.structure(out)}.")
         out, y = out
     for (path, before), after in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(out), strict=True):
         weak = jax.typeof(before).weak_type  # a scan gives a weakly typed carry the dtype of what comes back
         if jnp.shape(before) != jnp.shape(after) or (not weak and before.dtype != jnp.result_type(after)):
-            raise ValueError(
-                f"scan_layers: {name} takes `{leaf_name('carry', path)}`, {describe(before)}, but returns "
-                f"{describe(after)}; layers that follow one another must return what they take."
-            )
+            takes = f"takes `{leaf_name('carry', path)}`, {describe(before)}, but returns {describe(after)}"
+            raise ValueError(f"scan_layers: {name} {takes}; each layer must return what the next one takes.")
     return out, y

@@ -50,8 +50,6 @@ class Stack(nnx.Module):
         parts = split(self.layer)
         for path, leaf in parts.arrays().items():
             if getattr(leaf, "shape", ())[:1] != (self._size,):
-                raise ValueError(
-                    f"Stack: `layer.{path}` has shape {getattr(leaf, 'shape', ())}, but axis 0 must "
-                    f"be its {self._size} layers; assign what belongs to all of them, or stack the layers again."
-                )
+                what = f"`layer.{path}` has shape {getattr(leaf, 'shape', ())}"
+                raise ValueError(f"Stack: {what}, but axis 0 must be its {self._size} layers; stack the layers again.")
         return parts

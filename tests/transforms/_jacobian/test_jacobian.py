@@ -148,9 +148,7 @@ def test_complex_outputs_are_for_forward_mode() -> None:
     assert jacobian(fun).explain(X[0]).mode == "forward"
     with pytest.raises(TypeError, match=r"^jacrev: `output` is an array of .* complex64, but reverse mode takes real"):
         jacrev(fun)(X[0])
-    with pytest.raises(
-        TypeError, match=r"^jacobian: `output\['z'\]` is .* use jacfwd for real arguments, return its real and imag"
-    ):
+    with pytest.raises(TypeError, match=r"^jacobian: `output\['z'\]` is .* use jacfwd, or holomorphic=True"):
         jacobian(lambda x: {"z": fun(x)}, mode="reverse")(X[0])
 
 
@@ -271,7 +269,7 @@ def assign(model: Any, x: Any) -> Any:
     [
         (jnp.sin, (3,), {}, TypeError, r"argument `x` is 3 of type int, but only arrays of (real )?floating point"),
         (tree, (X, Point(np.arange(2), 1.0)), {"argnums": 1}, TypeError, r"argument `point\.x` is an array .* int64"),
-        (lambda z: z, (1j,), {}, TypeError, r".*1j.* of type .*omplex, .* pass holomorphic=True if fun is"),
+        (lambda z: z, (1j,), {}, TypeError, r".*1j.* of type .*omplex, .* holomorphic=True (if|where) fun is"),
         (
             lambda z: z,
             (1.0,),
@@ -397,7 +395,7 @@ def test_arrays_cut_over_explicit_axes_need_no_mesh_around() -> None:
 
 def test_what_takes_no_complex_numbers_or_integers_says_so() -> None:
     for option in ("holomorphic", "allow_int"):
-        with pytest.raises(ValueError, match=r"^jacobian: sparsity takes real arguments only, without holomorphic and"):
+        with pytest.raises(ValueError, match=r"^jacobian: sparsity is for real arguments; leave out holomorphic and"):
             jacobian(jnp.sin, sparsity="auto", **{option: True})
     with pytest.raises(ValueError, match=r"^jacobian: allow_int=True needs reverse mode; take mode=\"reverse\" or"):
         jacobian(jnp.sin, mode="forward", allow_int=True)

@@ -419,7 +419,7 @@ def test_a_layer_that_was_changed_after_it_was_made_is_named() -> None:
 def test_a_stack_that_was_changed_after_it_was_made_is_named() -> None:
     stack = stack_layers([Block(4, nnx.Rngs(i)) for i in range(3)])
     stack.layer.dense.kernel = nnx.Param(jnp.ones((4, 4)))
-    message = r"^Stack: `layer.dense.kernel` has shape \(4, 4\), but axis 0 must be its 3 layers; assign what"
+    message = r"^Stack: `layer.dense.kernel` has shape \(4, 4\), but axis 0 must be its 3 layers; stack the layers"
     with pytest.raises(ValueError, match=message):
         scan_layers(stack, jnp.ones((2, 4)))
     with pytest.raises(ValueError, match=message):
@@ -471,7 +471,7 @@ def remember(module: Any, x: Any) -> Any:
         ),
         (lambda m, x: None, TypeError, "Any_ must return what the next layer takes"),
         (lambda m, x: x[:2], ValueError, r"Any_ takes `carry`, .* \(3,\) and dtype float32, but returns .* \(2,\)"),
-        (lambda m, x: x.astype(jnp.bfloat16), ValueError, "returns .* bfloat16; layers that follow one another must"),
+        (lambda m, x: x.astype(jnp.bfloat16), ValueError, "returns .* bfloat16; each layer must return what the next"),
         (remember, ValueError, r"fun changes the structure of Any_ \(`seen"),
     ],
 )
@@ -500,7 +500,7 @@ def test_streams_cannot_be_shared_but_keys_are_handed_over() -> None:
 
 def test_models_are_neither_carried_nor_sliced() -> None:
     stack, x = stack_layers([nnx.LayerNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)]), jnp.ones(3)
-    with pytest.raises(TypeError, match=r"^scan_layers: `carry\[1\]` is a Rngs, but .* before xs, or build each layer"):
+    with pytest.raises(TypeError, match=r"^scan_layers: `carry\[1\]` is a Rngs, but .* pass a model before xs"):
         scan_layers(stack, (x, nnx.Rngs(0)))
     with pytest.raises(TypeError, match=r"^scan_layers: `xs\['a'\]` is a Linear, but carry and xs hold arrays"):
         scan_layers(stack, x, xs={"a": nnx.Linear(2, 3, rngs=nnx.Rngs(0))})
@@ -520,11 +520,11 @@ def test_wrong_arguments_are_refused() -> None:
     x = jnp.ones((5, 3))
     with pytest.raises(TypeError, match="^scan_layers: stack must be what stack_layers.* gives, but got"):
         scan_layers([stack], x)
-    with pytest.raises(ValueError, match=r"axis 0 of `xs\['a'\]` must be the 2 layers of the stack, but got .* \(3,\)"):
+    with pytest.raises(ValueError, match=r"`xs\['a'\]` is .* \(3,\) .*, but axis 0 must be the 2 layers; pass"):
         scan_layers(stack, x, xs={"a": jnp.ones(3)})
-    with pytest.raises(ValueError, match="axis 0 of `xs` must be the 2 layers of the stack, but got 1.0"):
+    with pytest.raises(ValueError, match="`xs` is 1.0 .*, but axis 0 must be the 2 layers"):
         scan_layers(stack, x, xs=1.0)
-    with pytest.raises(TypeError, match="remat must be a bool or one of jax.checkpoint_policies, but got 3"):
+    with pytest.raises(TypeError, match="remat must be a bool or a checkpoint policy, but got 3"):
         scan_layers(stack, x, remat=3)
     with pytest.raises(ValueError, match="unroll must be at least 1, but got 0"):
         scan_layers(stack, x, unroll=0)

@@ -103,20 +103,12 @@ def _check_pattern(api: str, given: Any) -> None:
     """Raise if one matrix of a pattern is of another type, has dense axes, or is traced."""
     if _is_bcoo(given):
         if given.n_batch or given.n_dense:
-            raise ValueError(
-                f"{api}: the sparsity pattern has {given.n_batch} batch and {given.n_dense} dense axes, but it must "
-                "have sparse ones only; give that of one Jacobian."
-            )
+            raise ValueError(f"{api}: the sparsity pattern has batch or dense axes; give one with sparse axes only.")
     elif not _is_scipy(given) and getattr(given, "dtype", None) != np.bool_:
-        raise TypeError(
-            f"{api}: a sparsity pattern must be a BCOO, a SciPy sparse array or an array of booleans, but got "
-            f"{describe(given)}."
-        )
+        got = describe(given)
+        raise TypeError(f"{api}: a sparsity pattern must be a BCOO, SciPy sparse or boolean array, but got {got}.")
     if isinstance(given.indices if _is_bcoo(given) else given, Tracer):
-        raise TypeError(
-            f"{api}: the sparsity pattern is traced, but it must be known while the program is built; make it outside "
-            "of jit, or with NumPy, and let the function close over it."
-        )
+        raise TypeError(f"{api}: the sparsity pattern is traced; make it outside of jit, or with NumPy.")
 
 
 # By name, so that neither library is imported for a pattern of another type.
@@ -133,10 +125,8 @@ def asdex(api: str) -> Any:
     try:
         import asdex
     except ImportError as error:  # also of private names of JAX, which come and go
-        raise type(error)(
-            f"{api}: sparsity needs asdex in a version that fits jax {jax.__version__} ({error}); install it with "
-            "pip install 'plurax[sparse]'."
-        ) from error
+        needed = f"asdex in a version that fits jax {jax.__version__} ({error})"
+        raise type(error)(f"{api}: sparsity needs {needed}; install it with pip install 'plurax[sparse]'.") from error
     return asdex
 
 
@@ -158,10 +148,8 @@ def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs
     try:
         blocks = iter(nest.flatten_up_to(sparsity))
     except ValueError as error:
-        raise TypeError(
-            f"{api}: sparsity must be one pattern of shape {shape}, or patterns nested as the result, {nest}, but got "
-            f"{describe(sparsity)}."
-        ) from error
+        wanted = f"one pattern of shape {shape}, or patterns nested as the result, {nest}"
+        raise TypeError(f"{api}: sparsity must be {wanted}, but got {describe(sparsity)}.") from error
     rows, cols = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for output, row in zip(outputs, starts[0], strict=False):
         for x, col in zip(inputs, starts[1], strict=False):

@@ -46,17 +46,14 @@ def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries:
     ]
 
     def raise_if(*off: Any) -> None:
-        """Raise with the name of the first number of the product that is wrong, and how many others are."""
+        """Raise with the name of the first number of the product that is wrong, and how many there are."""
         wrong = [(name, shape, np.flatnonzero(x)) for (name, shape), x in zip(names, off, strict=True) if np.any(x)]
         if wrong:
             name, shape, places = wrong[0]
             index = f"[{', '.join(map(str, np.unravel_index(places[0], shape)))}]" if shape else ""
-            others = sum(len(places) for *_, places in wrong) - 1
-            raise ValueError(
-                f"{api}: the sparsity pattern lacks entries: {'row' if forward else 'column'} `{name}{index}` of the "
-                f"result{f', and {others} others, do' if others else ' does'} not give the product with a random "
-                "vector that the function gives; add every entry that can differ from zero, or leave sparsity out."
-            )
+            count, kind = sum(len(places) for *_, places in wrong), "row" if forward else "column"
+            lacks = f"the sparsity pattern lacks entries of {kind} `{name}{index}` of the result, {count} in all"
+            raise ValueError(f"{api}: {lacks}; add every entry that can differ from zero, or leave sparsity out.")
 
     if any(isinstance(x, Tracer) for x in off):  # inside `jit` or `vmap` the values are there when it runs
         jax.debug.callback(raise_if, *off)

@@ -86,9 +86,7 @@ def calibrate(target_epsilon: float, sampling_probability: float, rounds: int, d
         # Little noise takes long to account for, so the search begins above the root: by "rdp" it takes more noise.
         high = calibrate(target_epsilon, sampling_probability, rounds, delta, "rdp")
         if spent(1e3 * high) == math.inf:
-            raise ValueError(
-                f"DPSGD: by pld ε is infinite whatever the noise for target_delta={delta}; take a larger one, or rdp."
-            )
+            raise ValueError(f"DPSGD: by pld ε is infinite for target_delta={delta}; take a larger one, or rdp.")
     while spent(high) > target_epsilon:
         high *= 1.5
     low = 0.9 * high

@@ -226,10 +226,8 @@ class DPSGD:
         # A batch that is used twice, or left out, is not what the accountant counts with. A tracer has no number yet.
         known = batch.step is not None and not isinstance(batch.step, Tracer) and not isinstance(state.step, Tracer)
         if known and int(batch.step) != int(state.step):
-            raise ValueError(
-                f"DPSGD.step: the batch was drawn for a state after {int(batch.step)} steps, but this one has taken "
-                f"{int(state.step)}; take the batches of dp.batches(data, state) one after another, each once."
-            )
+            steps = f"for a state after {int(batch.step)} steps, but this one has taken {int(state.step)}"
+            raise ValueError(f"DPSGD.step: the batch was drawn {steps}; take those of dp.batches in order, each once.")
         return self._compiled_step(state, batch)
 
     def fit(

@@ -76,11 +76,9 @@ def _call(
         arrays, allowed = parts.arrays(), _random_state(model) | _kept_keys(parts)
         other = [path for path in paths if path not in allowed]
         if other:
-            raise ValueError(
-                f"DPSGD: the loss changes the state of {type(model).__name__} (`{other[0]}`), which the noise does not "
-                "cover; assign nothing, use nnx.GroupNorm or nnx.LayerNorm in place of BatchNorm, or its trained "
-                "statistics, by nnx.view(model, use_running_average=True)."
-            )
+            what = f"the loss changes `{other[0]}` of {type(model).__name__}, which the noise does not cover"
+            remedy = "assign nothing, use nnx.GroupNorm, or nnx.view(model, use_running_average=True)"
+            raise ValueError(f"DPSGD: {what}; {remedy}.")
         found.append({path: arrays[path] for path in paths})
     value = pair_of("DPSGD", out)[0] if has_aux else out
     scalar_seed("DPSGD: the loss", value, "return the mean over its batch, which has one example")

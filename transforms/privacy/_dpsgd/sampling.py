@@ -143,13 +143,9 @@ def _check_data(data: Any, num_examples: int) -> None:
         name = leaf_name("data", path)
         numbers = isinstance(leaf, (jax.Array, np.ndarray)) and not is_key(leaf) and leaf.dtype.kind not in "OSUMm"
         if not numbers or not leaf.ndim:
-            raise TypeError(
-                f"DPSGD.batches: `{name}` is {describe(leaf)}, but examples are axis 0 of NumPy or JAX arrays."
-            )
+            raise TypeError(f"DPSGD.batches: `{name}` is {describe(leaf)}, not a NumPy or JAX array of examples.")
         if len(leaf) != num_examples:
-            raise ValueError(
-                f"DPSGD.batches: `{name}` has {len(leaf)} examples, but {num_examples=}; make both the same."
-            )
+            raise ValueError(f"DPSGD.batches: `{name}` has {len(leaf)} examples, but {num_examples=}; make both equal.")
 
 
 def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
@@ -165,17 +161,11 @@ def _checked(sizes: Sequence[int], multiple: int) -> tuple[int, ...]:
 def check_batch(api: str, batch: Any, sampling: tuple[float, int]) -> None:
     """Raise if a batch was not sampled as ε is counted for: with this probability and number of bands."""
     if not isinstance(batch, Batch):
-        raise TypeError(
-            f"{api}: a batch must come from DPSGD.batches, or be a Batch of your own, but got {describe(batch)}."
-        )
+        raise TypeError(f"{api}: a batch must be a Batch, such as from DPSGD.batches, but got {describe(batch)}.")
     padding = batch.is_padding_example
     if getattr(padding, "dtype", None) != np.dtype(bool) or padding.ndim != 1 or not padding.size:
-        raise ValueError(
-            f"{api}: is_padding_example must be booleans, shape (size,), but got {describe(padding)}; a batch without "
-            "examples is all padding."
-        )
+        got = f"but got {describe(padding)}; a batch without examples is all padding"
+        raise ValueError(f"{api}: is_padding_example must be booleans, shape (size,), {got}.")
     if batch.sampling not in (None, sampling):
-        raise ValueError(
-            f"{api}: the batch was drawn with (probability, bands) = {batch.sampling}, but ε is counted for "
-            f"{sampling}; take batches of this DPSGD."
-        )
+        drawn = f"with (probability, bands) = {batch.sampling}, but ε is counted for {sampling}"
+        raise ValueError(f"{api}: the batch was drawn {drawn}; take batches of this DPSGD.")

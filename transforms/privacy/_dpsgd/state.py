@@ -78,11 +78,9 @@ def _check_ledger(what: str, found: Ledger, mine: Ledger) -> None:
     """Raise if a state or a checkpoint was made with settings that spend something else."""
     for name in vars(mine):
         if getattr(found, name) != getattr(mine, name):
-            raise ValueError(
-                f"{what} was made with {name}={getattr(found, name)}, but this DPSGD has {getattr(mine, name)}, and a "
-                "ledger counts steps of one kind; make one with the settings of the run, or init a new state from "
-                "state.model, with another key, and add up what both spend: DPSGD.event."
-            )
+            made = f"{what} was made with {name}={getattr(found, name)}, but this DPSGD has {getattr(mine, name)}"
+            remedy = "take the same settings, or init(state.model, key=another) and add up what both spend: DPSGD.event"
+            raise ValueError(f"{made}; {remedy}.")
 
 
 def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
@@ -95,14 +93,10 @@ def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
     train = jax.tree.leaves_with_path(trainable) or leaves
     wrong = [(path, x) for path, x in train if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating)]
     for path, x in [*wrong, *((path, x) for path, x in leaves if not is_array(x))]:
-        raise TypeError(
-            f"DPSGD.init: `{leaf_name('params', path)}` is {describe(x)}, but parameters are arrays, of which those of "
-            "real floating point train; let the loss close over anything else."
-        )
+        what = f"`{leaf_name('params', path)}` is {describe(x)}, but parameters are arrays, and real floats train"
+        raise TypeError(f"DPSGD.init: {what}; let the loss close over anything else.")
     if shared := shared_variable(list(models)):
-        raise ValueError(
-            f"DPSGD.init: two modules share the variable `{shared[0][1]}`; put them into one, such as nnx.Dict."
-        )
+        raise ValueError(f"DPSGD.init: two modules share `{shared[0][1]}`; put them into one, such as nnx.Dict.")
 
 
 def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.ndarray] | None = None) -> None:

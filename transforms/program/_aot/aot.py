@@ -91,8 +91,8 @@ def aot(
       steps and 1/7 for the gradient of a small CNN, of which the run itself is a third; without `key` 2/5 and 1/5. With
       `key` the second call, or the end of the process, traces and lowers, which is the rest of those 2/5 and 1/5. A
       later call costs some 24 to 39 µs more than under `jax.jit`, for 1 and 20 arrays, and with a module milliseconds,
-      as under `nnx.jit`: where that matters, pass what `nnx.split` gives. A program that calls out of XLA, other than
-      LAPACK, is traced at once even with `key`, since JAX prepares such functions while it lowers.
+      as under `nnx.jit`: where that matters, pass what `nnx.split` gives. A program that calls out of XLA (LAPACK
+      on a CPU too) is traced at once even with `key`, since JAX prepares such functions while it lowers.
 
     Source:
       `jax.experimental.serialize_executable`; MindSpore's compile cache.
@@ -177,7 +177,5 @@ def _check_leaves(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     for name, value in [*((argument_name(fun, args, i), x) for i, x in enumerate(args)), *kwargs.items()]:
         for path, leaf in jax.tree.leaves_with_path(value):
             if not isinstance(leaf, _ARRAYS):
-                raise TypeError(
-                    f"aot: argument `{leaf_name(name, path)}` is a {type(leaf).__name__}, not an array, a number or a "
-                    "module; bind it with functools.partial."
-                )
+                what = f"`{leaf_name(name, path)}` is a {type(leaf).__name__}, not an array, a number or a module"
+                raise TypeError(f"aot: {what}; bind it with functools.partial.")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -73,8 +72,7 @@ class AotProgram:
                 f"aot: the program of `{self.call.name}` for key {self.call.key!r} was stale: {self.path} was compiled "
                 f"from other code than fun is, or with other values that it closes over. It {file.remove(self.path)}. "
                 "Discard what it has returned and changed of modules so far, call it again, and give new code a new "
-                "key. (If the code is the same, fun does not trace to the same program each time, as with a loop over "
-                "a set of strings; then verify=False.)"
+                "key. (The same code may trace to another program each time, as a loop over a set; then verify=False.)"
             )
         self.line = None
 
@@ -175,13 +173,8 @@ def _line(call: CallSignature, lowered: Lowered, compiled: Any) -> dict[str, Any
 
 def _load(call: CallSignature, lower: Callable[[], Lowered], line: dict[str, Any], payload: bytes) -> Any:
     """Load a program, after what it calls outside of XLA is registered; raise `Unfit` if that fails."""
-    calls = line["calls"]
-    if any(not name.startswith("lapack_") for name in calls):
+    if line["calls"]:  # JAX looks such functions up when it lowers them; a call before that would crash
         lower()
-    elif calls:
-        # JAX looks up LAPACK when it lowers one of its functions; a call before that would crash.
-        with jax.default_device(call.device):
-            jax.jit(jnp.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
     try:
         out_tree = lower().program.out_tree if call.key is None else read(line["out"], nodes(call.structure))
         devices = {device.id: device for device in jax.devices(call.device.platform)}

@@ -77,10 +77,8 @@ def fold_bn(
     """
     check_callable("fold_bn", fun)
     if is_model(fun):
-        raise TypeError(
-            f"fold_bn: fun must take the parameters first, but got {describe(fun)}, which holds its own; pass "
-            "fold_bn(lambda model, *args: model(*args), model, *example)."
-        )
+        remedy = "pass fold_bn(lambda model, *args: model(*args), model, *example)"
+        raise TypeError(f"fold_bn: fun must take the parameters first, but got {describe(fun)}; {remedy}.")
     names = _names(params)
     # With their paths, since the report names the scopes in which `fun` calls modules.
     _, (params, *rest) = with_paths(fun, None, (params, *example))
@@ -88,9 +86,7 @@ def fold_bn(
     arguments, argument_structure = _split(tuple(rest))
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
-            raise TypeError(
-                f"fold_bn: the value of `params.{name}` is not known here; call fold_bn outside of jax.jit."
-            )
+            raise TypeError(f"fold_bn: `params.{name}` has no value here; call fold_bn outside of jax.jit.")
     # Only types of the old parameters are kept for later traces, so that their memory can be freed.
     leaf_types = jax.eval_shape(lambda *x: list(x), *leaves)
     flat, _ = _trace(fun, leaf_types, structure, arguments, argument_structure)
@@ -175,7 +171,5 @@ def _check(params: Any, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -
     found = {name: (np.shape(x), getattr(x, "dtype", None)) for name, x in params.items()}
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) != expected.get(name):
-            raise ValueError(
-                f"fold_bn: params has {found.get(name, 'nothing')} for `{name}`, but fold_bn returned "
-                f"{expected.get(name, 'nothing')}; pass arrays of these shapes and dtypes."
-            )
+            has, wanted = (x.get(name, "nothing") for x in (found, expected))
+            raise ValueError(f"fold_bn: `{name}` of params is {has}, but fold_bn returned {wanted}; pass such arrays.")

@@ -507,8 +507,8 @@ WRONG = np.eye(5, 6, dtype=bool)
 def test_a_probe_catches_a_wrong_pattern() -> None:
     sparse = jacobian(bands, sparsity=WRONG, check=True)
     message = (
-        r"jacobian: the sparsity pattern lacks entries: row `output\[\d\]` of the result, and \d others, do not "
-        r"give the product with a random vector that the function gives; add every entry"
+        r"jacobian: the sparsity pattern lacks entries of row `output\[\d\]` of the result, \d in all; add every "
+        r"entry that can differ from zero"
     )
     with pytest.raises(ValueError, match=f"^{message}"):
         sparse(X)
@@ -528,21 +528,21 @@ def test_one_entry_that_is_missing_is_caught(lost: int) -> None:
     keep = np.arange(46) != lost
     lacking = BCOO((pattern.data[keep], pattern.indices[keep]), shape=pattern.shape)
     for mode in ("auto", "forward", "reverse"):
-        with pytest.raises(ValueError, match=r"^jacobian: the sparsity pattern lacks entries: "):
+        with pytest.raises(ValueError, match=r"^jacobian: the sparsity pattern lacks entries of "):
             jacobian(arrow, mode=mode, sparsity=lacking, check=True)(LONG)
 
 
 def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
     wrong = jax.tree.map(lambda x: np.asarray(x) != 0, jax.jacfwd(tree)(POINT, 3.0))
     wrong["b"]["y"] = np.zeros_like(wrong["b"]["y"])
-    with pytest.raises(ValueError, match=r"row `output\['b'\]\[0, 1\]` of the result, and 3 others"):
+    with pytest.raises(ValueError, match=r"row `output\['b'\]\[0, 1\]` of the result, 4 in all"):
         jacobian(tree, sparsity=wrong, check=True)(POINT, 3.0)
-    with pytest.raises(ValueError, match=r"row `output\[4\]` of the result does not give the product"):
+    with pytest.raises(ValueError, match=r"row `output\[4\]` of the result, 1 in all; add"):
         jacobian(lambda x: x[:5] ** 2, sparsity=np.arange(6) == np.array([[0], [1], [2], [3], [0]]), check=True)(X)
-    with pytest.raises(ValueError, match=r"column `x\[0\]` of the result, and 5 others"):
+    with pytest.raises(ValueError, match=r"column `x\[0\]` of the result, 6 in all"):
         jacobian(lambda x: rounded_back(x), sparsity=np.eye(6, k=1, dtype=bool), check=True)(X)
     hilly = hessian(rosenbrock, sparsity=np.eye(6, dtype=bool), check=True)
-    with pytest.raises(ValueError, match=r"^hessian: the sparsity pattern lacks entries: row `output\[0\]`"):
+    with pytest.raises(ValueError, match=r"^hessian: the sparsity pattern lacks entries of row `output\[0\]`"):
         hilly(X)
 
 
@@ -551,7 +551,7 @@ def test_the_probe_lets_infinities_and_rounding_pass() -> None:
     assert not np.isfinite(jacobian(jnp.sqrt, sparsity="auto", check=True)(steep).data[0])
     assert np.isnan(jacobian(lambda x: x * jnp.sqrt(x), sparsity="auto", check=True)(steep).data[0])
     mixed = lambda x: jnp.sqrt(x) + jnp.roll(x, 1) * 100
-    with pytest.raises(ValueError, match=r"row `output\[1\]` of the result, and 1 others"):
+    with pytest.raises(ValueError, match=r"row `output\[1\]` of the result, 2 in all"):
         jacobian(mixed, sparsity=np.eye(3, dtype=bool), check=True)(steep)
     for seed in range(2):
         random = np.random.default_rng(seed)
@@ -601,12 +601,12 @@ def test_the_probe_lets_infinities_and_rounding_pass() -> None:
         (
             lambda: jacobian(bands, sparsity=jax.vmap(jacobian(bands, sparsity="auto"))(XS)),
             ValueError,
-            r"the sparsity pattern has 1 batch and 0 dense axes, but it must have sparse ones only",
+            r"the sparsity pattern has batch or dense axes; give one with sparse axes only",
         ),
         (
             lambda: jax.jit(lambda mask: jacobian(bands, sparsity=mask)(X))(np.ones((5, 6), bool)),
             TypeError,
-            r"the sparsity pattern is traced, but it must be known while the program is built; make it outside of jit",
+            r"the sparsity pattern is traced; make it outside of jit, or with NumPy",
         ),
         (
             lambda: jax.jit(lambda old: jacobian(bands, sparsity=old)(X))(jacobian(bands, sparsity="auto")(X)),

@@ -526,9 +526,8 @@ def test_group_norm_trains_where_batch_norm_is_refused(wrap: Any) -> None:
     dp = make(lambda model, x, y: wrap(model_loss)(model, x, y))
     run(dp, Network(nnx.Rngs(0), norm=group_norm), steps=1)
     message = (
-        r"DPSGD: the loss changes the state of Network \(`norm.(mean|var)`\), which the noise does not cover; "
-        r"assign nothing, use nnx.GroupNorm or nnx.LayerNorm in place of BatchNorm, or its trained statistics, by "
-        r"nnx.view\(model, use_running_average=True\)."
+        r"DPSGD: the loss changes `norm.(mean|var)` of Network, which the noise does not cover; "
+        r"assign nothing, use nnx.GroupNorm, or nnx.view\(model, use_running_average=True\)."
     )
     training = Network(nnx.Rngs(0), norm=nnx.BatchNorm)
     with pytest.raises(ValueError, match=message):
@@ -715,7 +714,7 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
         (
             {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "accountant": "pld"},
             ValueError,
-            "by pld ε is infinite whatever the noise for target_delta=1e-18; take a larger one, or rdp.",
+            "by pld ε is infinite for target_delta=1e-18; take a larger one, or rdp.",
         ),
         ({"optimizer": optax.adam}, TypeError, "optimizer must be an optax GradientTransformation, such as"),
         ({"loss": None}, TypeError, "loss must be a function, a bound method or a module, but got None."),
@@ -784,7 +783,7 @@ def test_parameters_that_cannot_train_are_refused() -> None:
     one = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     other = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
     other.kernel = one.kernel
-    with pytest.raises(ValueError, match=r"^DPSGD.init: two modules share the variable `kernel`; put them into one"):
+    with pytest.raises(ValueError, match=r"^DPSGD.init: two modules share `kernel`; put them into one"):
         make().init([one, other], key=key)
 
 
@@ -799,9 +798,7 @@ def test_batches_are_taken_one_after_another_each_once() -> None:
     state = dp.init(PARAMS, key=jax.random.key(0))
     first, second = (next(batches) for batches in [dp.batches((X, Y), state, sizes=SIZES)] for _ in range(2))
     after, _ = dp.step(state, first)
-    message = (
-        r"^DPSGD.step: the batch was drawn for a state after {} steps, but this one has taken {}; take the batches of"
-    )
+    message = r"^DPSGD.step: the batch was drawn for a state after {} steps, but this one has taken {}; take those"
     for wrong, given, numbers in [(first, after, (0, 1)), (second, state, (1, 0))]:
         with pytest.raises(ValueError, match=message.format(*numbers)):
             dp.step(given, wrong)
@@ -833,7 +830,7 @@ def test_padding_that_says_nothing_is_refused(padding: Any) -> None:
 @pytest.mark.parametrize("batch", [(X, Y), X, None])
 def test_batches_of_another_sampling_are_refused(batch: Any) -> None:
     dp = make()
-    message = r"^DPSGD.step: a batch must come from DPSGD.batches, or be a Batch of your own, but got "
+    message = r"^DPSGD.step: a batch must be a Batch, such as from DPSGD.batches, but got "
     with pytest.raises(TypeError, match=message):
         dp.step(dp.init(PARAMS, key=jax.random.key(0)), batch)
 
@@ -849,7 +846,7 @@ def test_batches_of_another_sampling_are_refused(batch: Any) -> None:
 def test_a_state_of_other_settings_is_refused(other: Any, message: str) -> None:
     dp = make(**other)
     state = make().init(PARAMS, key=jax.random.key(0))
-    message += ", and a ledger counts steps of one kind; make one with the settings of the run, or init a new state"
+    message += "; take the same settings, or init(state.model, key=another) and add up what both spend: DPSGD.event"
     for api, call in [
         ("step", lambda: dp.step(state, a_batch([1], 2))),
         ("batches", lambda: dp.batches((X, Y), state)),

@@ -208,9 +208,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, sta
     fit(dp, state, steps=2, checkpoint_dir=tmp_path)
     other = make(noise_multiplier=2.0)
     like = other.init(network(nnx.Rngs(0)), key=jax.random.key(1))
-    message = (
-        r"the checkpoint at .* was made with noise_multiplier=1.3, but this DPSGD has 2.0, .*; make one with the set"
-    )
+    message = r"the checkpoint at .* was made with noise_multiplier=1.3, but this DPSGD has 2.0; take the same set"
     with pytest.raises(ValueError, match=f"^DPSGD.fit: {message}"):
         fit(other, like, checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match=f"^DPSGD.load: {message}"):
@@ -220,7 +218,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, sta
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     dp.save(tmp_path / "a", state)
     like = dp.init(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"^DPSGD.load: the checkpoint at .* but like has .*; pass one of the arch"):
+    with pytest.raises(ValueError, match=r"^DPSGD.load: the checkpoint at .* but like has .*; pass one of the model"):
         dp.load(tmp_path / "a", like)
 
 

@@ -126,14 +126,14 @@ def test_a_batch_without_examples_is_all_padding():
     ("data", "error", "message"),
     [
         ((), ValueError, "data holds no arrays, so there are no examples"),
-        ((jax.random.split(jax.random.key(0), N),), TypeError, r"`data\[0\]` is an array of .* key<fry>, but ex"),
-        (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, but examples are axis 0 of NumPy or JAX"),
-        ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, but examples"),
-        (np.array(["a"] * N), TypeError, r"`data\[0\]` is an array of shape \(30,\) and dtype <U1, but examples"),
+        ((jax.random.split(jax.random.key(0), N),), TypeError, r"`data\[0\]` is an array of .* key<fry>, not a NumPy"),
+        (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, not a NumPy or JAX array of examples"),
+        ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, not a NumPy"),
+        (np.array(["a"] * N), TypeError, r"`data\[0\]` is an array of shape \(30,\) and dtype <U1, not a NumPy"),
         (
             {"x": np.ones((29, 2))},
             ValueError,
-            r"`data\[0\]\['x'\]` has 29 examples, but num_examples=30; make both the same",
+            r"`data\[0\]\['x'\]` has 29 examples, but num_examples=30; make both equal",
         ),
     ],
 )

@@ -214,9 +214,8 @@ def run(name: str, directory: str, key: str | None) -> dict[str, Any]:
     left = {k: v for k, v in kwargs.items() if not (isinstance(v, jax.Array) and v.is_deleted())}
     owner = getattr(fun, "__self__", fun)
     found = in_bits((out, left, owner if isinstance(owner, nnx.Module) else None))
-    # To look up LAPACK's functions JAX has to trace one.
-    traced = events.count(TRACED) if name != "calls_lapack" else 0
-    return {"bits": found, "deleted": len(kwargs) - len(left), "traced": traced, "compiled": events.count(COMPILED)}
+    counts = {"traced": events.count(TRACED), "compiled": events.count(COMPILED)}
+    return {"bits": found, "deleted": len(kwargs) - len(left), **counts}
 
 
 def run_all_cases(directory: str) -> None:
@@ -249,8 +248,9 @@ def test_the_second_process_has_the_same_to_the_bit_and_compiles_nothing(name, k
     assert second["bits"] == first["bits"]
     assert second["deleted"] == first["deleted"] == (name == "donates")
     assert second["compiled"] == 0
-    assert second["traced"] == 0 or key is None
-    assert (first["compiled"], min(1, first["traced"])) == (1, int(name != "calls_lapack"))
+    # JAX looks up LAPACK's functions when it lowers them, so such a program is traced with a key as well.
+    assert (second["traced"] > 0) == (key is None or name == "calls_lapack")
+    assert (first["compiled"], min(1, first["traced"])) == (1, 1)
 
 
 @pytest.mark.xdist_group("aot in two processes")
@@ -907,13 +907,13 @@ def test_what_cannot_be_a_path_or_key_is_refused(tmp_path):
 
 def test_what_cannot_be_an_argument_is_refused(tmp_path):
     program = aot(lambda x, options, y=1.0: x, tmp_path, key="1")
-    with pytest.raises(TypeError, match=r"aot: argument `options\['mode'\]` is a str, not an array, .*bind it"):
+    with pytest.raises(TypeError, match=r"aot: `options\['mode'\]` is a str, not an array, .*bind it"):
         program(X, {"mode": "sum"})
-    with pytest.raises(TypeError, match="aot: argument `y` is a str, not an array, a number or a module"):
+    with pytest.raises(TypeError, match="aot: `y` is a str, not an array, a number or a module"):
         program(X, X, y="a")
-    with pytest.raises(TypeError, match="aot: argument `x` is a ShapeDtypeStruct, not an array"):
+    with pytest.raises(TypeError, match="aot: `x` is a ShapeDtypeStruct, not an array"):
         program(jax.ShapeDtypeStruct((3,), jnp.float32), X)
-    with pytest.raises(TypeError, match=r"aot: argument `x` is a \w*Ref\w*, not an array"):
+    with pytest.raises(TypeError, match=r"aot: `x` is a \w*Ref\w*, not an array"):
         program(jax.new_ref(jnp.ones(3)), X)
     assert list(tmp_path.iterdir()) == []
 

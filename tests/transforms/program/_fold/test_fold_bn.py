@@ -797,13 +797,11 @@ def test_wrong_arguments_are_refused() -> None:
     fun = lambda p, x: bn(p["bn"], x @ p["v"])
     with pytest.raises(TypeError, match="fold_bn: fun must be a function"):
         fold_bn(3, PARAMS, IMAGE)
-    with pytest.raises(
-        TypeError, match="fold_bn: fun must take the parameters first, but got Linear.* which holds its own"
-    ):
+    with pytest.raises(TypeError, match="fold_bn: fun must take the parameters first, but got .*Linear.*; pass"):
         fold_bn(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), IMAGE)
-    with pytest.raises(TypeError, match=r"value of `params\.b` is not known here; call fold_bn outside of jax\.jit"):
+    with pytest.raises(TypeError, match=r"`params\.b` has no value here; call fold_bn outside of jax\.jit"):
         jax.jit(lambda p: fold_bn(fun, p, IMAGE)[1])(PARAMS)
-    with pytest.raises(TypeError, match=r"the value of `params\.b` is not known here"):
+    with pytest.raises(TypeError, match=r"`params\.b` has no value here"):
         fold_bn(fun, jax.eval_shape(lambda: PARAMS), IMAGE)
 
 
@@ -817,13 +815,13 @@ def test_other_parameters_are_refused() -> None:
     new, params, _ = fold_bn(lambda p, x: bn(p["bn"], x @ p["v"]), PARAMS, IMAGE)
     with pytest.raises(TypeError, match="params must be the dict that fold_bn returned, but got"):
         new([1], IMAGE)
-    with pytest.raises(ValueError, match=r"params has nothing for `shift`, but fold_bn returned \(\(4,\), .*float32"):
+    with pytest.raises(ValueError, match=r"`shift` of params is nothing, but fold_bn returned \(\(4,\), .*float32"):
         new({"v": params["v"]}, IMAGE)
-    with pytest.raises(ValueError, match="params has .* for `bn`, but fold_bn returned nothing; pass arrays of"):
+    with pytest.raises(ValueError, match="`bn` of params is .*, but fold_bn returned nothing; pass such"):
         new({**params, "bn": 1}, IMAGE)
-    with pytest.raises(ValueError, match=r"params has \(\(4, 3\), .* for `v`, but fold_bn returned \(\(4, 4\), "):
+    with pytest.raises(ValueError, match=r"`v` of params is \(\(4, 3\), .*, but fold_bn returned \(\(4, 4\), "):
         new({**params, "v": params["v"][:, :3]}, IMAGE)
-    with pytest.raises(ValueError, match=r"params has .*bfloat16.* for `v`, but fold_bn returned .*float32"):
+    with pytest.raises(ValueError, match=r"`v` of params is .*bfloat16.*, but fold_bn returned .*float32"):
         new({**params, "v": params["v"].astype(jnp.bfloat16)}, IMAGE)
 
 
