@@ -5,10 +5,11 @@ the `Execution` (strategy, chunk size, products, devices) that computed them. In
 
 - `stepper.py`: `Stepper.advance`, all that `Trainer` and its loop know of this folder. `choose` decides by what the
   user asked for, by what an earlier step or a checkpoint used, by the memory budget (the largest chunk that fits),
-  or, for "auto", by measuring. Why "auto" chose "vmap", "map", "unroll" or "loop" is in the table that `autotune.py`
-  makes; where nothing can be measured, a rule decides (`in_turn` of `_members/strategy.py`).
-- `data_parallel.py`: only checks: where the mesh axis `data` splits the batch, it raises if the loss is not a mean over
-  the examples, or would leave different state on different devices. The batch is split in `_members/sharding.py`.
+  or, for "auto", by measuring. The table that `autotune.py` makes shows why "auto" chose what it chose. If nothing can
+  be measured, `in_turn` of `_members/strategy.py` chooses "loop" or "vmap". On a mesh or in a trace a "loop" is not
+  possible: `Stepper._possible` replaces it by "unroll", or by "map" if there are many members.
+- `data_parallel.py` only checks. If the mesh axis `data` splits the batch, it raises unless the loss is a mean over the
+  examples and leaves the same state on every device. The batch itself is split in `_members/sharding.py`.
 - `autotune.py`: `tune`, the search over candidates: which are tried, how they are timed, which is taken; the table
   (`Tuning`) that `Trainer.explain` prints; and what is remembered, in the process and in `tune_cache`.
 - `executor.py`: `Executor`, which compiles and runs the step: as one program for all members, or as a Python loop over

@@ -10,7 +10,9 @@ function, trace it, and return a function of the same arguments whose program ha
 - `in_scans.py` rewrites a function that is yet to be differentiated inside a loop (`with_scannable_gradients`):
   forward convolutions stay where XLA is good at them, and only their derivatives are products.
 
-`convolved` in `as_products.py` is the one place where a convolution becomes a product: by patches of the input, by
-parts of the result, or by places of the result, whichever holds fewer numbers. What has no such form stays. How the
-gradient of each example is formed is not here, but in `privacy/_per_example/rules.py`.
+`convolved` in `as_products.py` is the one place where a convolution becomes a product, in one of three ways: of the
+weights with the patches of the input; of the weights with the whole input, added up shifted for each position of the
+window; or one for each place of a small result. It takes the one that holds the fewest numbers. A convolution that
+cannot be written as a product stays as it is. How the gradient of each example is formed is in
+`privacy/_per_example/rules.py`.
 """

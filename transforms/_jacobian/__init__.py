@@ -6,8 +6,9 @@ of an output array and an input array, nested as in `jax.jacobian`. In this orde
 - `jacobian.py`: the public `jacfwd`, `jacrev` and `jacobian`; `jacobian_of`, which they share with all others here,
   checks the options, asks for a mode, fits the chunk into a memory budget and nests the blocks.
 - `hessian.py`: `hessian`, the Jacobian of a Jacobian: which mode is the outer one and which the inner one.
-- `mode.py`: what decides forward or reverse mode: dtypes, the numbers of inputs and outputs, the operations that XLA
-  counts; the choice is remembered, and explained by a `ModeChoice`.
+- `mode.py`: `choose_mode` decides between forward and reverse mode: first by which of them the function and its dtypes
+  allow, then by the numbers of inputs and outputs, then by the operations that XLA counts. The choice is remembered; a
+  `ModeChoice` explains it.
 - `dense.py`: the computation by columns (`jax.linearize`) or by rows (`jax.vjp`), mapped over unit vectors, in chunks;
   shardings over explicit axes of a mesh.
 - `_sparse/`: with `sparsity=`, patterns and the few products that give all entries, as `BCOO`.

@@ -2,9 +2,9 @@
 
 A module (or an ensemble of them) comes in, a new one with variables of its own goes out; the given one never changes.
 
-- `_places.py`: every module and variable by its path, shared ones by each of their paths; copies of a module in which
-  some variables are replaced; which rule of a dict by kinds of modules holds for a module, and which module holds a
-  variable. All others use it.
+- `_places.py` lists every module and variable by its path, shared ones by each of their paths, and copies a module
+  with some variables replaced. It also finds which rule applies to a module (rules are a dict from kind of module to
+  rule), and which module owns a variable. All other files here use it.
 - `_parameters.py`: `named_parameters`; `freeze` and `unfreeze`, parameters taken out of training as variables of kind
   `Frozen` and put back; which variables a filter of Flax, a name or a kind selects.
 - `_precision.py`: `with_precision`, the dtype in which layers compute.

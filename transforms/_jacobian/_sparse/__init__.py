@@ -5,13 +5,13 @@ A call and `sparsity=` come in; out comes an `Evaluator` that computes the entri
 - `pattern.py`: the pattern as rows and columns, given by the caller (and checked) or found: the derivative is traced,
   and dependence is followed through its program.
 - `detect.py`: that walk, operation by operation, and constants. Each array becomes index sets: for each of its
-  numbers, the inputs it depends on. It asks the following for the sets of an operation's results.
+  numbers, the inputs it depends on. For each operation it tries, in this order: control flow, a rule, a fallback
+  program. If none applies (a callback, `shard_map`), every result depends on every operand, with a warning.
 - `index_sets.py`: the sets, rows of a sparse matrix of booleans, their unions and selections; values that are known.
-- `primitive_rules.py`: the operations that a pattern can follow, with one rule for each kind: elementwise operations,
-  rearrangements, sums, matrix products, linear solves. `windows.py` has the rules for convolutions and pooling,
+- `primitive_rules.py`: `_RULES`, the table of the operations that a pattern can follow, and most of the rules:
+  elementwise operations, rearrangements, sums, matrix products, linear solves. `windows.py` has those for convolutions,
   `indexing.py` those for gathers, scatters, slices and updates, whose indices may be known, partly known or unknown.
-- `fallback_rules.py`: operations without a rule, for which a program of others does the same. Where there is none (a
-  callback, `shard_map`), every result depends on every operand, with a warning.
+- `fallback_rules.py`: for operations without a rule, a program of other operations that does the same.
 - `control_flow.py`: branches; short loops iteration by iteration, longer ones by the sets of their bodies.
 - `coloring.py`: from the pattern to products in forward and reverse mode that sum many columns, or rows, each.
 - `compressed.py`: the products, the entries read from them, and whether a dense Jacobian would be cheaper.

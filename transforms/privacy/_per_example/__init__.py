@@ -3,13 +3,15 @@
 The arguments of a call flow in, and come out as each example's gradient or norm, or as the clipped sum over examples:
 
 1. `clipped.py` and `per_sample.py` hold the public functions, which check their options.
-2. `loss.py` splits the arguments into parameters and examples, on any mesh, and traces the loss of one example once.
+2. `loss.py` splits the arguments into parameters and examples, and traces the loss of one example once; it also takes a
+   batch that is divided over a mesh (`_calls/explicit_sharding.py`).
    `parameter_uses.py` finds the operations in which parameters meet data, also inside of calls and loops, and which
    operands are only rearrangements (a layout) of the parameters.
-3. `methods.py` decides what "auto" takes, and how many examples at a time, by counting bytes and operations. It runs a
-   method, falls back to one example at a time, and holds each gradient for "vmap".
-4. `norms.py` takes steps 5 and 6 for a batch, adds up the norms over all uses of each parameter, rounds them up to clip
-   by, and pulls the weighted sum back to the parameters.
+3. `methods.py` decides what "auto" takes, and how many examples at a time, by counting bytes and operations. It also
+   runs the method; "vmap" forms every example's gradient in memory. If the program of a batch cannot be traced, it
+   falls back to one example at a time.
+4. `norms.py` runs steps 5 and 6 on a batch and adds up the norms over all uses of each parameter. For clipping it
+   rounds them up. It then pulls the weighted sum of the gradients back to the parameters.
 5. `perturbations.py` runs the program with a zero added at each use: one backward pass gives the cotangents there, and
    the forward pass records the activations. It also computes the operands again, as a function of the parameters.
 6. `rules.py` turns activations and cotangents into gradient forms: products, convolutions, lookups, biases and scales,

@@ -6,8 +6,8 @@ A call of the wrapped function goes in; a compiled program comes out, from memor
 For a new kind of call, `signature.py` describes it: `CallSignature` lowers the function and computes the identity that
 names the file, from the program's text without a key, from the key and the arguments' structure with one.
 `environment.py` lists what else is a part of the identity: versions, flags, processor, settings of JAX.
-`program.py` reads or compiles (`prepare`). It keeps the programs that ran because of their key alone, and compares each
-with its function (`AotProgram.compare`) before the second call, or at the end of the process.
+`program.py` reads or compiles (`prepare`). A program found by its key alone runs unchecked the first time. Before the
+second call, or when the process ends, `AotProgram.compare` checks that it still matches its function.
 `program_file.py` reads and writes the file: ownership, checksum, then a line of JSON with the identity.
 `call_structure.py` writes the pytree structures of arguments and results as text, and reads them in another process.
 """
