@@ -213,6 +213,7 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
     logits, labels, valid = prepared(logits, labels, False)
 
     def of_one(logits: jax.Array) -> jax.Array:
+        """Return the temperature of one model, or of all members pooled."""
         # A softmax does not change with a constant in all logits, so the largest becomes 0 and nothing overflows. In
         # units of their mean distance from it, 1 is a good first guess of the temperature.
         below = logits - logits.max(axis=-1, keepdims=True)

@@ -106,6 +106,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
     owner, function = bound_model(fun)
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
+        """Return the output of `fun` with a `Dual` for each array that has a tangent."""
         leaves, structure = jax.tree.flatten((owner, args, kwargs), is_leaf=lambda x: _is_dual(x) or is_model(x))
         pairs = [x for x in leaves if _is_dual(x)]
         if not pairs:
@@ -114,6 +115,7 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
 
         # What is not a `Dual` is one keyword argument, so that `Call` splits its models but does not differentiate it.
         def of_primals(*duals: Any, held: list[Any]) -> Any:
+            """Return the arrays of the output by position, and everything else as the auxiliary output."""
             primals, others = iter(duals), iter(held)
             filled = [next(primals if _is_dual(x) else others) for x in leaves]
             owner, args, kwargs = jax.tree.unflatten(structure, filled)

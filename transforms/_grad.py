@@ -145,6 +145,7 @@ def _value_and_grad(
     positions = check_argnums(api, plain)
 
     def both(*args: Any, **kwargs: Any) -> Any:
+        """Return the value and the gradients; with `has_aux`, the value comes with the auxiliary output."""
         call = Call(api, fun, positions, has_aux, args, kwargs, holomorphic=holomorphic, filters=filters)
         call.check_floating(allow_int=allow_int)
         # `rest` carries the auxiliary output and the state of models through JAX; `finish` writes the state back.

@@ -94,6 +94,7 @@ def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
     owner, function = bound_model(fun)
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
+        """Return the derivative in the first argument."""
         if not args:
             raise ValueError("derivative: the call has no positional argument; pass the first argument by position.")
         x, *rest = args

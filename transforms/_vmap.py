@@ -136,6 +136,7 @@ def vmap_of(
     names = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        """Map `fun` over the slices of these arguments."""
         argument_axes = axes_per_argument(api, in_axes, args)
         for ensemble in filter(is_members, models_of((args, kwargs))):
             len(ensemble)  # raises if its axis 0 is not its members

@@ -131,6 +131,7 @@ def differs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """
 
     def visit(eqn: JaxprEqn, does: list[bool]) -> list[bool]:
+        """Return for each result of an operation whether it may differ."""
         if eqn.primitive.name in _AGREED and DATA in _names(eqn) and eqn.params.get("axis_index_groups") is None:
             return [False] * len(eqn.outvars)
         if eqn.primitive.name in CALLS:

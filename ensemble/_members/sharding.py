@@ -117,6 +117,7 @@ class Layout:
         """Return the partition of each array of the batch, as a tree like it."""
 
         def spec(x: Any, axis: int | None) -> P:
+            """Return how one array is divided: by members, and by examples along the first other axis."""
             names: list[str | None] = [None] * jnp.ndim(x)
             if axis is not None:
                 names[axis % jnp.ndim(x)] = ENSEMBLE
@@ -187,6 +188,7 @@ def move(tree: Any, sharding: Any) -> Any:
     """Return `tree` with its arrays in another sharding, which may span several processes."""
 
     def of_leaf(x: Any) -> jax.Array:
+        """Return one array with the sharding, moved as far as needed."""
         if isinstance(x, Tracer):
             return jax.device_put(x, sharding)
         if isinstance(x, jax.Array) and x.sharding == sharding:

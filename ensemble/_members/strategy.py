@@ -98,6 +98,8 @@ def _in_place(
     count = -(-size // chunk)
 
     def replaced(carried: Any, *others: Any) -> Any:
+        """Return the first argument with all members replaced, and the other outputs."""
+
         def slice_members(start: Any, carried: Any) -> Any:
             """Return the arguments of the `chunk` members from `start` on."""
             take: Any = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk)

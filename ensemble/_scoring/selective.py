@@ -106,6 +106,7 @@ def _auroc(scores_in: jax.Array, scores_out: jax.Array) -> jax.Array:
     # The area is P(in < out) + P(in = out) / 2 (the Mann-Whitney statistic). For each score out of the distribution,
     # two binary searches count the scores in it that are below, and those that are not above.
     def of_one(inner: jax.Array, outer: jax.Array) -> jax.Array:
+        """Return the area for scores without leading axes."""
         ordered = jnp.sort(inner)
         below = jnp.searchsorted(ordered, outer, side="left")
         not_above = jnp.searchsorted(ordered, outer, side="right")

@@ -287,6 +287,7 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
     shares = weights / weights.sum()
 
     def mean(x: jax.Array) -> jax.Array:
+        """Return the weighted mean of one array over the members."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
         # The `where`, since a member without weight may not be finite, and 0 * inf is NaN. The sum is in float32 or

@@ -99,7 +99,7 @@ def test_a_donated_state_is_shared_with_the_result(static_graph):
     assert found["bytes"]["kept"][1] == 0
     assert found["bytes"]["donated"][1] == 4 * 64 * 7
     assert found["deleted"]
-    assert "`state`, an array of shape (64, 7) and dtype float32, is donated" in found["refused"]
+    assert "fun does not reuse `state`, an array of shape (64, 7) and dtype float32" in found["refused"]
 
 
 def test_a_weight_assigned_in_each_turn_has_a_gradient_of_three(static_graph):
@@ -317,8 +317,8 @@ def test_half_precision_but_for_norms_and_the_loss(cells):
 
 def test_files_say_what_does_not_fit(cells):
     found = list(cells.files_of_parameters().values())
-    assert "lacks `extra.bias`, `extra.kernel`, `head.bias`, `head.kernel`; the module has no `out.bias`" in found[1]
-    assert "lacks `extra.bias`, `extra.kernel`; pass rename=" in found[2]
+    assert "lacks `extra.bias`, `extra.kernel`, `head.bias`, `head.kernel`, and has in addition `out.bias`" in found[1]
+    assert "lacks `extra.bias`, `extra.kernel`; rename= is for other names" in found[2]
     assert "is damaged" in found[3]
 
 

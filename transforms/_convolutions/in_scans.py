@@ -64,6 +64,7 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
 
     @partial(convolve.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
+        """Return the convolution and its derivative, by the product rule."""
         (lhs, rhs), (lhs_tangent, rhs_tangent) = primals, tangents
         # The product rule, d(x * w) = dx * w + x * dw. An operand that is not differentiated costs nothing: its tangent
         # is a symbolic zero.

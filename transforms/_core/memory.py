@@ -66,6 +66,7 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
     needs: dict[int, int] = {}
 
     def need(chunk: int) -> int:
+        """Return the bytes for a chunk size, each of which is compiled once."""
         if chunk not in needs:
             try:
                 alone = need_of(chunk)

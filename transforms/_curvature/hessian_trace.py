@@ -148,6 +148,7 @@ def hutchinson_trace(
     check_count("hutchinson_trace", "chunk_size", chunk_size, optional=True)
 
     def estimate(key: Any, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the mean of the samples and its standard error."""
         check_key("hutchinson_trace", key, "the first argument")
         call = Call("hutchinson_trace", fun, positions, False, args, kwargs)
         call.check_floating(complex_too=False)
@@ -197,6 +198,7 @@ def of_scalar(
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
+        """Return the transform of `fun` at these arguments, after it was evaluated once for its state."""
         call = Call(api, fun, positions, has_aux, args, kwargs)
         call.check_floating(complex_too=False)
         # Evaluated once by itself for the auxiliary output and the state that `fun` leaves: second derivatives drop

@@ -204,6 +204,8 @@ def _reverse_over_reverse(api: str, call: Call, tangents: tuple[Any, ...]) -> An
 
 
 def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> Any:
+    """Return the value, the gradient, the product with the Hessian, and the rest of the call."""
+
     def derivative(*primals: Any) -> Any:
         value, tangent, rest = jax.jvp(call, primals, tangents, has_aux=True)
         return (value, tangent), rest

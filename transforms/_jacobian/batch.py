@@ -108,6 +108,7 @@ def batch_jacobian(
     by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, origin=origin, **kinds)
 
     def of_batch(*args: Any, **kwargs: Any) -> Any:
+        """Return the Jacobian of each example of these arguments."""
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         mapped_size("batch_jacobian", fun, args, kwargs, axes, None, None, "the batch")
         if rows == "vmap":
@@ -137,6 +138,7 @@ def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Calla
     """Return `function` of one sample, which is given to it as a batch of one."""
 
     def of_one(*args: Any, owner: Any, kwargs: Any) -> Any:
+        """Return the output of `fun` for a batch of one example, without its axis."""
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         out = function(owner, *_expand(args, axes), **kwargs)
         out, aux = pair_of("batch_jacobian", out) if has_aux else (out, None)

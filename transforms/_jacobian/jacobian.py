@@ -285,6 +285,7 @@ def jacobian_of(
         return evaluator.compute(api, call, chunk)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
+        """Return the Jacobian at these arguments, in the mode that was chosen or asked for."""
         call = prepare(args, kwargs)
 
         def dense(mode: str) -> Any:
@@ -310,6 +311,7 @@ def jacobian_of(
     if api in ("jacobian", "hessian"):
 
         def explain(*args: Any, **kwargs: Any) -> ModeChoice:
+            """Return the mode for these arguments, and why."""
             call = prepare(args, kwargs)
             with mesh_of((args, kwargs)):
                 if sparsity is not None:

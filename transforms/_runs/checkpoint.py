@@ -310,6 +310,7 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
     """Return path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
+        """Return the entry of one array in the manifest."""
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
         # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
         named = {"key": jax.tree_util.keystr(path), "path": dotted(path)}

@@ -72,6 +72,7 @@ def run(
         # JAX returns before a step is computed. Waiting for the oldest of several, not for the newest, keeps the device
         # busy while the host records and prepares the next batch.
         def settle(leave: int) -> None:
+            """Wait for the oldest steps until only `leave` are on the way, and record them."""
             while len(waiting) > leave:
                 settled, metrics = waiting.popleft()
                 jax.block_until_ready(metrics)

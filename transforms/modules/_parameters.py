@@ -136,6 +136,7 @@ def freeze(model: Any, filter: Any) -> Any:
     matches = _matching(filter)
 
     def change(module: Any) -> Any:
+        """Return a copy of a module with the chosen parameters frozen."""
         nodes = places(module)
         parameters = {path: x for path, x in nodes.items() if is_parameter(x)}
         # A function among the filters sees a frozen parameter as it was before.

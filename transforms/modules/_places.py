@@ -58,6 +58,7 @@ def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of a module with some other values, on the devices on which the present ones are kept."""
 
     def new(path: Path, x: Any) -> Any:
+        """Return the entry of a module at a path with the given values in it."""
         leaves = _leaves(path, x)
         if not any(name in values for name, _ in leaves):
             return x

@@ -61,6 +61,7 @@ def with_precision(
     kept = {kind: None if value is None else _checked(value, f"keep[{kind.__name__}]") for kind, value in keep.items()}
 
     def change(module: Any) -> Any:
+        """Return a copy of a module whose parameters and layers have the dtype."""
         copy = replaced(module, lambda _, x: x)
         nodes = places(copy)
         for path, x in nodes.items():

@@ -223,6 +223,7 @@ def clipped_grad(
         return jax.tree.map(finished, total, sums), each
 
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
+        """Return the sum of the clipped gradients, and what else was asked for."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
         # By the first route that can be traced: whether one can, no table of operations tells for certain.
@@ -239,6 +240,7 @@ def clipped_grad(
         )
 
     def explain(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Report:
+        """Return the method, and the rule for each use of a parameter, for these arguments."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
         program = of.program  # traced here, where it may be used again, and not inside of `eval_shape`

@@ -66,6 +66,7 @@ def per_sample_grad(
     check_budget("per_sample_grad", memory_budget, chunk_size)
 
     def gradients(*args: Any, **kwargs: Any) -> Any:
+        """Return the gradient of each example of these arguments."""
         of = of_call(has_aux, keep_batch_dim, None, args, kwargs)
         in_chunks = chunk_size is not None or memory_budget is not None
 
@@ -135,6 +136,7 @@ def per_sample_norm(
     check_method("per_sample_norm", method)
 
     def norms(*args: Any, **kwargs: Any) -> jax.Array:
+        """Return the norm of the gradient of each example of these arguments."""
         of = of_call(False, keep_batch_dim, None, args, kwargs)
 
         def squares(route: MethodChoice) -> jax.Array:

@@ -150,6 +150,7 @@ def _trace(
     """Return the program of `fun`, and the structure of its output."""
 
     def function(leaves: Sequence[Any], arguments: Sequence[Any]) -> Any:
+        """Return the output of `fun`; raise if it changes a module."""
         split: Any = _merge(leaves, structure), _merge(arguments, argument_structure), {}
         out, models = call_with_models(fun, split)
         for paths in changes(fun, split, models):

@@ -50,6 +50,7 @@ def module_scopes() -> Iterator[dict[int, tuple[str, Any]]]:
     active: list[tuple[FrameType, str, Any]] = []
 
     def path_of(module: Any, outer: str) -> str:
+        """Return the path of a module; one that is not known becomes a root below `outer`."""
         if hasattr(module, _PATH):
             return str(getattr(module, _PATH))
         if id(module) not in found:
@@ -58,6 +59,7 @@ def module_scopes() -> Iterator[dict[int, tuple[str, Any]]]:
         return found[id(module)][0]
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
+        """Enter a scope where a module is called, and leave it where the call returns."""
         code = frame.f_code
         if event == "call" and code.co_name == "__call__" and code.co_argcount:
             module, outer = frame.f_locals[code.co_varnames[0]], active[-1][1] if active else ""
