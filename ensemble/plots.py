@@ -188,7 +188,7 @@ def learning_curves(
         known = sorted({name for row in history for name in row} - {"step", "member"})
         raise ValueError(f"learning_curves: the history has no {metric!r}; it has {', '.join(known) or 'nothing'}.")
     if by is not None and any(by not in row for row in rows):
-        raise ValueError(f"learning_curves: not all rows of the history have {by!r}.")
+        raise ValueError(f"learning_curves: not all rows of the history have {by!r}; name a column that all have.")
     ax = _axes(ax)
     groups = list(dict.fromkeys(row[by] for row in rows)) if by is not None else [None]
     import matplotlib as mpl

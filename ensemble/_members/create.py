@@ -83,7 +83,7 @@ def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
 
 def _check_any_arrays(api: str, parts: SplitModel) -> None:
     if not jax.tree.leaves(parts):
-        raise ValueError(f"{api}: the models hold no arrays, so there is nothing to stack.")
+        raise ValueError(f"{api}: the models hold no arrays to stack; pass models with parameters.")
 
 
 def _key(seed: Any, size: int) -> jax.Array:

@@ -26,8 +26,8 @@ from .sharding import Layout, within
 class _Ndims:
     """The number of axes of each array of an ensemble, and -1 for each leaf that is not an array.
 
-    An ensemble that holds axes or shardings instead of arrays is a prefix of others, as `in_axes` and `in_shardings`
-    take it. JAX compares the static parts of a prefix and of what it is for with `==`, so a prefix is equal to all.
+    An ensemble may hold ints or shardings instead of arrays, as a prefix for `in_axes` or `in_shardings`. JAX compares
+    the static parts of a prefix and of an ensemble with `==`, so such a prefix must be equal to every ensemble.
     """
 
     of: tuple[int, ...]
@@ -38,7 +38,7 @@ class _Ndims:
         return self.of == other.of or not all(ndims and -1 not in ndims for ndims in (self.of, other.of))
 
     def __hash__(self) -> int:
-        return 0  # equal objects have equal hashes, and a prefix is equal to all
+        return 0  # equal objects need equal hashes, and a prefix is equal to every ensemble
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,8 +46,8 @@ class Ensemble:
     """Models of one architecture, with axis 0 of every array as the members.
 
     Made by `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble never changes: every method
-    returns something new. It is a pytree of its stacked arrays, so it passes through `jax.jit` and `jax.tree.map`, and
-    `plurax.transforms.vmap` maps over its members, as a function or as an argument.
+    returns something new. It is a pytree of its stacked arrays, so it passes through `jax.jit` and `jax.tree.map`.
+    `plurax.transforms.vmap` accepts an ensemble as the function or as an argument, and maps over its members.
 
     Attributes:
       structure: the static part that all members share.
@@ -69,7 +69,7 @@ class Ensemble:
     structure: Structure
     trainable: Any
     rest: Any
-    # Static, so that they survive a flattening: where the arrays have other numbers of axes then, they were sliced.
+    # Static, so that it survives flattening: if the arrays later have another number of axes, they were sliced.
     _ndims: _Ndims = field(init=False)
 
     def __post_init__(self) -> None:
@@ -319,10 +319,11 @@ class Ensemble:
         evaluating = nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
         return self.__plurax_stack__(evaluating)
 
-    # The transforms know an ensemble by the methods of members (the first two) and of models (the third) of
-    # `transforms._models.split_model`.
+    # The hooks by which plurax.transforms recognises an ensemble (`transforms._models.split_model`): the first two when
+    # it maps over members, the third when it differentiates.
 
     def __plurax_member__(self) -> Any:
+        """Return the model with the arrays that are here: one member where axis 0 was mapped, else all in one model."""
         return self.structure.merge(self.trainable, self.rest)
 
     def __plurax_stack__(self, model: Any) -> Ensemble:

@@ -77,14 +77,16 @@ class Batches:
         check_choice("Batches", "draw", draw, ("all", "bootstrap", "subset"))
         fraction = check_number("Batches", "fraction", fraction, lambda x: 0 < x < math.inf, "finite and above 0")
         if fraction > 1 and draw == "subset":
-            raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}.")
+            raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}; pass at most 1.")
         if draw == "all" and fraction != 1:
             raise ValueError(f'Batches: fraction={fraction} needs draw="bootstrap" or "subset".')
         if draw != "all" and members is None:
             raise ValueError(f"Batches: draw={draw!r} is for each member; say how many there are with members=.")
         each = count if draw == "all" else round(fraction * count)
         if batch_size > each:
-            raise ValueError(f"Batches: batch_size is {batch_size}, but there are only {each} examples to draw from.")
+            raise ValueError(
+                f"Batches: batch_size is {batch_size}, but there are only {each} examples; make it smaller."
+            )
         # NumPy arrays may be changed by the caller, and are copied; JAX arrays cannot.
         self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
@@ -107,7 +109,7 @@ class Batches:
           TypeError: there is no end.
         """
         if self._epochs is None:
-            raise TypeError("Batches: without epochs= there is no end.")
+            raise TypeError("Batches: without epochs= there is no end; pass it for a length.")
         return self._epochs * self.per_epoch
 
     def __iter__(self) -> BatchIterator:

@@ -38,6 +38,6 @@ def grid(*, repeats: int = 1, **values: Iterable[Any]) -> dict[str, list[Any]]:
             raise TypeError(f"grid: {name} must be a list of values, but got {describe(tried)}.")
         lists[name] = list(tried)  # an iterator gives its values once
         if not lists[name]:
-            raise ValueError(f"grid: {name} has no values.")
+            raise ValueError(f"grid: {name} has no values; give it at least one.")
     members = [combination for combination in product(*lists.values()) for _ in range(repeats)]
     return {name: [member[i] for member in members] for i, name in enumerate(lists)}

@@ -35,7 +35,10 @@ from .fit import Callback, Run, check_watched, columns, loss_range, resumed
 
 
 class Trainer:
-    """Train every member of an ensemble, on its own or on shared batches.
+    """Train all members of an ensemble, on batches of their own or on the same ones.
+
+    `init` makes a `TrainState`, `step` takes one step and `fit` many. `state.ensemble` is the trained ensemble,
+    `state.standing.stopped` shows which members have stopped.
 
     Args:
       loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member,

@@ -62,7 +62,9 @@ class Checkpoint:
             raise Damaged(f"{api}: {path} is not a checkpoint of this library, or is damaged: it has no {_MANIFEST}.")
         checkpoint = cls(api, path, manifest)
         if (version := manifest.get("version")) != _VERSION:
-            raise ValueError(f"{checkpoint} has version {version}, but this library reads {_VERSION}.")
+            raise ValueError(
+                f"{checkpoint} has version {version}, but this library reads {_VERSION}; use the one that wrote it."
+            )
         if manifest.pop("checksum", None) != _checksum(manifest):
             raise checkpoint.damaged(f"{_MANIFEST} has changed since it was written")
         for name, size in manifest["files"].items():

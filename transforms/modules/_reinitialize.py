@@ -110,7 +110,9 @@ def _checked_rules(rules: Any) -> dict[type, Mapping[str, Initializer]]:
 def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -> int:
     """Return how many leading axes of a parameter count layers: those of the stacks around it, or of an `nnx.vmap`."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"reinitialize: `{path}` holds {describe(value)}, but only one array can be drawn.")
+        raise TypeError(
+            f"reinitialize: `{path}` holds {describe(value)}, but only one array can be drawn; leave it out."
+        )
     expected = _shape_of_weights(layer) if name in _WEIGHTS else None
     if expected is None or len(value.shape) <= len(expected) + stacks:
         return stacks

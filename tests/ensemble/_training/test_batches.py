@@ -112,7 +112,7 @@ def test_members_train_on_their_own_and_go_on(tmp_path, assert_same):
     [
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, but got 0"),
         ({"batch_size": 2.0}, TypeError, "batch_size must be an int, but got"),
-        ({"batch_size": 24}, ValueError, "batch_size is 24, but there are only 23 examples to draw from"),
+        ({"batch_size": 24}, ValueError, "batch_size is 24, but there are only 23 examples; make it smaller"),
         ({"members": 0}, ValueError, "members must be at least 1, but got 0"),
         ({"epochs": -1}, ValueError, "epochs must be at least 1, but got -1"),
         ({"key": 0}, TypeError, r"key must be one key, such as jax.random.key\(0\), but got"),

@@ -370,7 +370,7 @@ class TestRefusals:
                 self.kernel = nnx.Param({"a": jnp.ones(2)})
 
         with pytest.raises(
-            TypeError, match="reinitialize: `kernel` holds .* of type dict, but only one array can be drawn"
+            TypeError, match="reinitialize: `kernel` holds .* of type dict, but only one array can be drawn; leave"
         ):
             reinitialize(Tree(), {Tree: init.ones}, KEY)
 

@@ -33,7 +33,9 @@ from .step import SAMPLING, PrivateStep
 
 
 class DPSGD:
-    """Differentially private training: per-sample clipping, noise, Poisson sampling and accounting in one.
+    """Train with differential privacy: this class does the clipping, noise, Poisson sampling and privacy accounting.
+
+    `init` makes a state, `batches` samples, `step` takes one step and `fit` many; `state.model` is the trained model.
 
     Args:
       loss: `loss(model, *batch)` returns a real scalar. `model` is what `init` gets; the batch is one example, as a
@@ -48,14 +50,16 @@ class DPSGD:
       expected_batch_size: the mean size of a batch: each example takes part in a step with probability
         `expected_batch_size / num_examples`. The noisy sum is divided by it, never by the size that was drawn.
       num_steps: how many steps the run has.
-      method: as for `clipped_grad`.
+      method: as for `clipped_grad`: "auto", "vmap", "ghost" or "book_keeping"; they differ in time and memory only.
       accountant: "pld" (privacy loss distributions, tight) or "rdp" (Rényi divergences, quick).
       noise_strategy: None for noise that is independent in each step, or the coefficients of a banded Toeplitz
         strategy matrix, shape (bands,), such as `jax_privacy.matrix_factorization.toeplitz.optimize_banded_toeplitz`
-        finds: the noise of `bands` steps then cancels in part, and an example may take part in every `bands`-th step.
-      keep_batch_dim: as for `clipped_grad`. False is also for data of users, with their examples in an axis of their
-        own: read "user" for "example" here.
-      microbatch_size: as for `clipped_grad`; batches are padded to multiples of it.
+        finds. The noise of `bands` steps in a row then cancels in part; in return the examples are divided into `bands`
+        groups, of which each step samples from the next one.
+      keep_batch_dim: whether the loss gets an example as a batch of one; with False, without that axis. Use False if
+        axis 0 of the data indexes users, each with an axis of examples: then "example" means "user" here.
+      microbatch_size: how many examples are computed at a time, to save memory; None for as many as "auto" finds quick.
+        Batches are padded to multiples of it.
       has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then have the means of `aux`. Neither the
         clipping nor the noise covers them.
 
@@ -125,7 +129,7 @@ class DPSGD:
         clip = check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
         delta, strategy = settings.checked_delta(target_delta, num_examples), settings.checked_strategy(noise_strategy)
         size, probability = settings.checked_sampling(num_examples, expected_batch_size, len(strategy))
-        # The steps of one cycle through the groups together are one Poisson-sampled sum: see `Ledger.event`.
+        # One pass through all groups is accounted for as a single Poisson-sampled step: see `Ledger.event`.
         rounds = math.ceil(num_steps / len(strategy))
         sigma = settings.checked_noise(noise_multiplier, target_epsilon, probability, rounds, delta, accountant)
         self.ledger = Ledger(sigma, probability, clip, size, strategy)

@@ -138,12 +138,14 @@ def _check_data(data: Any, num_examples: int) -> None:
     """Raise if the data are not arrays of numbers with `num_examples` examples along axis 0."""
     leaves = jax.tree.leaves_with_path(data)
     if not leaves:
-        raise ValueError("DPSGD.batches: data holds no arrays, so there are no examples.")
+        raise ValueError("DPSGD.batches: data holds no arrays, so there are no examples; pass some.")
     for path, leaf in leaves:
         name = leaf_name("data", path)
         numbers = isinstance(leaf, (jax.Array, np.ndarray)) and not is_key(leaf) and leaf.dtype.kind not in "OSUMm"
         if not numbers or not leaf.ndim:
-            raise TypeError(f"DPSGD.batches: `{name}` is {describe(leaf)}, not a NumPy or JAX array of examples.")
+            raise TypeError(
+                f"DPSGD.batches: `{name}` is {describe(leaf)}, not a NumPy or JAX array of examples; convert it."
+            )
         if len(leaf) != num_examples:
             raise ValueError(f"DPSGD.batches: `{name}` has {len(leaf)} examples, but {num_examples=}; make both equal.")
 

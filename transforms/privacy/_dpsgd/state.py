@@ -87,7 +87,7 @@ def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
     """Raise if there are no parameters, or if some are not arrays, cannot train, or are shared by modules."""
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
-        raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train.")
+        raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train; pass some.")
     # Where nothing trains, the parameters are meant to be what there is. Complex ones too are refused: noise would have
     # half of its variance in each part.
     train = jax.tree.leaves_with_path(trainable) or leaves
