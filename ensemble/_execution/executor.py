@@ -21,8 +21,8 @@ from ...transforms._models.stacking import stack
 from .._members.sharding import ENSEMBLE, Layout, within
 from .._members.strategy import Execution, over_members, take_member
 from .._step.member_step import MemberStep
-from .._step.state import Arrays
-from .forms import Padded, State, Unstacked, padded, stacked, unstacked, without_padding
+from .._step.state import Arrays, TrainState
+from .forms import Padded, State, Unstacked, padded, put, stacked, take, unstacked, without_padding
 
 
 class StepInputs(NamedTuple):
@@ -82,6 +82,8 @@ class Executor:
         # It always takes over the memory of the member: unstacked arrays are copies, or what the last step has made,
         # and nobody else has either.
         self._member_program = jax.jit(self._step_of_member, static_argnums=0, donate_argnums=1)
+        # For a step that leaves its state usable: from stacked arrays into new ones, so that no member is copied.
+        self._row_program = jax.jit(self._step_of_row, static_argnums=0, donate_argnums=2)
 
     def execute(self, execution: Execution, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array]]:
         """Take a step that is executed in a given way; return the new state and the metrics.
@@ -94,7 +96,7 @@ class Executor:
             with within(self._layout_of(execution)):
                 arrays, step, metrics = self._programs[donate](*self._arguments(execution, inputs))
             after, metrics = Padded(structure, size, arrays, step), without_padding(metrics, size)
-        else:
+        elif donate:
             before, arguments = unstacked(inputs.state), _on_device(inputs.arguments)
             static = self._static(execution, inputs)
             # An array as the index, so that one program serves all members.
@@ -104,6 +106,14 @@ class Executor:
             members, of_members = zip(*results, strict=True)
             step, metrics = _next_step_and_stacked(before.step, of_members)
             after = Unstacked(structure, members, step)
+        else:
+            arrays, arguments = stacked(inputs.state)._arrays(), _on_device(inputs.arguments)
+            static, new, of_members = self._static(execution, inputs), _room_for(arrays), []
+            for i in range(size):
+                new, metrics = self._row_program(static, arrays, new, np.uint32(i), arguments)
+                of_members.append(metrics)
+            step, metrics = _next_step_and_stacked(inputs.state.step, of_members)
+            after = TrainState._of_arrays(structure, new, step)
         return after if donate else stacked(after), metrics
 
     def temporaries(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
@@ -115,7 +125,11 @@ class Executor:
         """Return the lowered program of a step; of one member, for a loop."""
         if execution.strategy == "loop":
             static, member = self._static(execution, inputs), inputs.state._member()
-            return self._member_program.lower(static, member, np.uint32(0), _on_device(inputs.arguments))
+            last = np.uint32(0), _on_device(inputs.arguments)
+            if donate:
+                return self._member_program.lower(static, member, *last)
+            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((inputs.size, *x.shape), x.dtype), member)
+            return self._row_program.lower(static, rows, rows, *last)
         with within(self._layout_of(execution)):
             return self._programs[donate].lower(*jax.tree.map(_shape_if_traced, self._arguments(execution, inputs)))
 
@@ -187,6 +201,11 @@ class Executor:
         step = convolutions_as_products(step) if execution.products else step
         return step(arrays, *take_member(batch, axes.value, i))
 
+    def _step_of_row(self, static: tuple[Any, ...], arrays: Arrays, new: Arrays, i: jax.Array, batch: Any) -> Any:
+        """Return `new` with the new arrays of a member of `arrays`, and its metrics; compiled once for all members."""
+        of_member, metrics = self._step_of_member(static, take(arrays, i), i, batch)
+        return put(new, of_member, i), metrics
+
 
 def _shape_if_traced(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Tracer) else x
@@ -195,6 +214,12 @@ def _shape_if_traced(x: Any) -> Any:
 def _on_device(arguments: Any) -> Any:
     """Return the arguments as arrays on the device, transferred once and not once for each member."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
+
+
+@jax.jit
+def _room_for(arrays: Any) -> Any:
+    """Return arrays of the same shapes, in which a step puts the new ones; not zeros, which keys have none of."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), arrays)
 
 
 # Compiled, so that it is a single dispatch, however many members and metrics there are.

@@ -64,7 +64,7 @@ def stacked(state: State) -> TrainState:
     # One at a time into an array that is donated: one compiled program for any number of members, and no second copy.
     arrays = _room(state.members[0], state._size)
     for i, member in enumerate(state.members):
-        arrays = _put(arrays, member, np.uint32(i))
+        arrays = put(arrays, member, np.uint32(i))
     return TrainState._of_arrays(state._structure, arrays, state.step)
 
 
@@ -74,7 +74,7 @@ def unstacked(state: State) -> Unstacked:
         return state
     # One program for all members too: to split every array at once would compile one for each number of members.
     arrays = stacked(state)._arrays()
-    members = [_take(arrays, np.uint32(i)) for i in range(state._size)]
+    members = [take(arrays, np.uint32(i)) for i in range(state._size)]
     return Unstacked(state._structure, members, state.step)
 
 
@@ -105,12 +105,14 @@ def _room(member: Any, size: int) -> Any:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(arrays: Any, member: Any, i: jax.Array) -> Any:
+def put(arrays: Any, member: Any, i: jax.Array) -> Any:
+    """Return stacked arrays with the arrays of a member as those of member `i`."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), arrays, member)
 
 
 @jax.jit
-def _take(arrays: Any, i: jax.Array) -> Any:
+def take(arrays: Any, i: jax.Array) -> Any:
+    """Return the arrays of member `i` of stacked arrays."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arrays)
 
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from plurax.ensemble import Ensemble, Trainer
+from plurax.transforms._core import axes
 
 
 class Plain(nnx.Module):
@@ -55,6 +56,24 @@ class Convolutional(nnx.Module):
 def auto_goes_by_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a test says otherwise: most ask what is computed, and to measure it would compile it six times."""
     monkeypatch.setitem(Trainer.__init__.__kwdefaults__, "tune_seconds", 0)
+
+
+@pytest.fixture
+def counted_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return a function of modules that returns the names of the checks of axes which these call from then on."""
+
+    def of(*modules: Any) -> list[str]:
+        checks: list[str] = []
+        def counted(check: Callable[..., Any], *args: Any) -> Any:
+            checks.append(check.__name__)
+            return check(*args)
+
+        for check in (axes.axes_per_argument, axes.mapped_size):
+            for module in modules:
+                monkeypatch.setattr(module, check.__name__, functools.partial(counted, check), raising=False)
+        return checks
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from flax import nnx
 from plurax.ensemble import Ensemble, Trainer, load, load_member, save, select, soup
 from plurax.ensemble._members import call
 from plurax.transforms import _vmap, grad, vmap
-from plurax.transforms._core import axes
 from plurax.transforms.modules import with_precision
 
 
@@ -118,17 +117,8 @@ def test_a_member_taken_out_is_independent(ens):
     np.testing.assert_array_equal(ens(X), before)
 
 
-def test_the_arguments_of_a_call_are_checked_once(ens, monkeypatch):
-    checks = []
-    for name in ("axes_per_argument", "mapped_size"):
-        check = getattr(axes, name)
-
-        def counted(*args, name=name, check=check):
-            checks.append(name)
-            return check(*args)
-
-        for module in (call, _vmap):
-            monkeypatch.setattr(module, name, counted, raising=False)
+def test_the_arguments_of_a_call_are_checked_once(ens, counted_checks):
+    checks = counted_checks(call, _vmap)
     ens(EACH[:, :1], in_axes=0)  # of a shape that is not compiled yet
     assert sorted(checks) == ["axes_per_argument", "mapped_size"]
 

@@ -14,7 +14,6 @@ from plurax.ensemble import Ensemble, Trainer, TrainState
 from plurax.ensemble._execution import stepper
 from plurax.ensemble._execution.executor import StepInputs
 from plurax.transforms import _vmap, value_and_grad
-from plurax.transforms._core import axes
 
 STRATEGIES = ("vmap", "map", "unroll", "loop")
 RATES = [0.02, 0.01, 0.03]
@@ -122,17 +121,8 @@ def test_axes_of_a_batch_are_given_by_element(plain, create, cross_entropy, make
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
-def test_the_axes_of_a_batch_are_checked_once(plain, create, cross_entropy, make_batches, monkeypatch):
-    checks = []
-    for name in ("axes_per_argument", "mapped_size"):
-        check = getattr(axes, name)
-
-        def counted(*args, name=name, check=check):
-            checks.append(name)
-            return check(*args)
-
-        for module in (stepper, _vmap):
-            monkeypatch.setattr(module, name, counted, raising=False)
+def test_the_axes_of_a_batch_are_checked_once(plain, create, cross_entropy, make_batches, counted_checks):
+    checks = counted_checks(stepper, _vmap)
     trainer = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap")
     trainer.step(trainer.init(create(plain, 2)), make_batches(1)[0])
     assert sorted(checks) == ["axes_per_argument", "mapped_size"]
