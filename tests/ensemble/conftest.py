@@ -64,6 +64,7 @@ def counted_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
     def of(*modules: Any) -> list[str]:
         checks: list[str] = []
+
         def counted(check: Callable[..., Any], *args: Any) -> Any:
             checks.append(check.__name__)
             return check(*args)
