@@ -96,24 +96,24 @@ class Executor:
             with within(self._layout_of(execution)):
                 arrays, step, metrics = self._programs[donate](*self._arguments(execution, inputs))
             after, metrics = Padded(structure, size, arrays, step), without_padding(metrics, size)
-        elif donate:
-            before, arguments = unstacked(inputs.state), _on_device(inputs.arguments)
-            static = self._static(execution, inputs)
-            # An array as the index, so that one program serves all members.
-            results = [
-                self._member_program(static, member, np.uint32(i), arguments) for i, member in enumerate(before.members)
-            ]
-            members, of_members = zip(*results, strict=True)
-            step, metrics = _next_step_and_stacked(before.step, of_members)
-            after = Unstacked(structure, members, step)
         else:
-            arrays, arguments = stacked(inputs.state)._arrays(), _on_device(inputs.arguments)
-            static, new, of_members = self._static(execution, inputs), _room_for(arrays), []
-            for i in range(size):
-                new, metrics = self._row_program(static, arrays, new, np.uint32(i), arguments)
-                of_members.append(metrics)
+            static, arguments = self._static(execution, inputs), _on_device(inputs.arguments)
+            of_members = []
+            # An array as the index, so that one program serves all members.
+            if donate:
+                before, members = unstacked(inputs.state), []
+                for i, member in enumerate(before.members):
+                    new, metrics = self._member_program(static, member, np.uint32(i), arguments)
+                    members.append(new)
+                    of_members.append(metrics)
+            else:
+                arrays = stacked(inputs.state)._arrays()
+                new = _room_for(arrays)
+                for i in range(size):
+                    new, metrics = self._row_program(static, arrays, new, np.uint32(i), arguments)
+                    of_members.append(metrics)
             step, metrics = _next_step_and_stacked(inputs.state.step, of_members)
-            after = TrainState._of_arrays(structure, new, step)
+            after = Unstacked(structure, members, step) if donate else TrainState._of_arrays(structure, new, step)
         return after if donate else stacked(after), metrics
 
     def temporaries(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
