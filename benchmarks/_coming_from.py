@@ -47,7 +47,7 @@ def pieces(page: str) -> Iterator[Row | Block]:
     for line in lines:
         if info is not None:
             if line == "```":
-                if "exec=" in info or "title=" in info:
+                if info.startswith("python"):
                     yield Block("\n".join(code) + "\n", "title=" in info)
                 info, code = None, []
             else:

@@ -103,7 +103,7 @@ PAGE = """# A page
 x = [1.0, 2.0]
 ```
 
-```python exec="1" session="page"
+```python
 import jax.numpy as jnp
 x = jnp.array([1.0, 2.0])
 ```

@@ -1,5 +1,6 @@
-"""The code of the guides runs, from top to bottom of each."""
+"""The code of the guides runs, from top to bottom of each, and prints what they show."""
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -16,46 +17,96 @@ PAGES = [
 ]
 
 
-def run(text: str) -> dict[str, Any]:
-    """What the Python blocks of a page that the site runs define, one after another."""
-    found: dict[str, Any] = {}
-    for block in re.findall(r"^```python exec=.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        exec(block, found)
-    return found
+def script() -> Any:
+    """The script that renders the guides, as a module."""
+    spec = importlib.util.spec_from_file_location("render_guides", DOCS / "_render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-# Which other tests run.
-ELSEWHERE = {"dp-sgd.md", "coming-from-torch.md", "coming-from-mindspore.md"}
+GUIDES = script()
 
 
-@pytest.mark.parametrize("name", [path.name for path in DOCS.glob("*.md") if path.name not in ELSEWHERE])
-def test_the_code_runs(name: str) -> None:
-    run((DOCS / name).read_text())
+@pytest.mark.parametrize("name", [path.name for path in DOCS.glob("*.md") if path.name != "dp-sgd.md"])
+def test_the_code_prints_what_the_page_shows(name: str) -> None:
+    assert GUIDES.run((DOCS / name).read_text()).changes == []
 
 
 def not_run(text: str) -> list[str]:
-    """The Python blocks of a page that the site would only show, but for those titled as another library's code."""
-    return re.findall(r"^ *(```+python(?! exec=| title=\"(?:PyTorch|MindSpore)\"$).*)", text, flags=re.MULTILINE)
+    """The Python blocks of a page that are only shown, but for those titled as another library's code."""
+    return re.findall(
+        r"^ *(```+python(?!$| title=\"(?:PyTorch|MindSpore)\"$).*|(?<= )```+python$)", text, flags=re.MULTILINE
+    )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])  # whose code test_readme.py runs
+@pytest.mark.parametrize("page", PAGES)
 def test_all_code_is_run(page: str) -> None:
     assert not_run((ROOT / page).read_text()) == []
 
 
 def test_code_that_is_not_run_is_noticed() -> None:
-    text = '```python\n```\n```python title="x"\n```\n```python exec="1"\n```\n```python title="PyTorch"\n```\n'
-    assert not_run(text) == ["```python", '```python title="x"']
+    text = '```python\n```\n```python title="x"\n```\n  ```python\n  ```\n```python title="PyTorch"\n```\n'
+    assert not_run(text) == ['```python title="x"', "```python"]
+
+
+PAGE = """# A page
+
+```python
+x = 1 / 3
+print("a third is", x)
+```
+
+```text title="Output"
+a third is 0.33333
+```
+
+```python
+del x
+```
+"""
+
+
+def test_a_page_is_rendered() -> None:
+    page = GUIDES.run(PAGE)
+    assert page.changes == []
+    assert page.text == PAGE
+    assert "x" not in page.namespace
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("a third is 0", "the third is 0"),
+        ("0.33333", "0.34333"),
+        ("0.33333", "0.33333 0.5"),
+        ("del x", "print(x)"),
+        ('\n```text title="Output"\na third is 0.33333\n```\n', ""),
+        ('print("a third is", x)', ""),
+    ],
+)
+def test_an_output_that_is_not_printed_is_noticed(old: str, new: str) -> None:
+    page = GUIDES.run(PAGE.replace(old, new))
+    assert len(page.changes) == 1
+    assert GUIDES.run(page.text).changes == []
+
+
+def test_times_may_differ_but_not_be_missing() -> None:
+    page = PAGE.replace('"Output"', '"Output on one machine"')
+    assert GUIDES.run(page.replace("0.33333", "0.5")).changes == []
+    assert len(GUIDES.run(page.replace('print("a third is", x)', "")).changes) == 1
 
 
 def typed(text: str) -> list[str]:
-    """The fenced blocks of a page that neither are executed, nor are commands, nor come from a run, between marks."""
+    """The fenced blocks of a page that neither are executed, nor are commands, nor come from a run."""
     text = re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
     blocks = re.findall(r"^( *```+)([^\n]*)\n(.*?)^\1$", text, flags=re.MULTILINE | re.DOTALL)
     return [
         code
         for _, kind, code in blocks
-        if not re.match(r"bash$|python\b", kind)
+        if not re.match(r'bash$|python\b|text title="Output', kind)
         and not all(re.match(r" *(make|pip|git|python) ", line) for line in code.splitlines())
     ]
 
@@ -67,7 +118,8 @@ def test_no_output_is_typed_by_hand(page: str) -> None:
 
 def test_typed_output_is_noticed() -> None:
     fine = (
-        '```python exec="1"\n1\n```\n```bash\nls\n```\n```\nmake demo  # it\npip install x\n```\n'
+        '```python\n1\n```\n```text title="Output"\n1\n```\n'
+        "```bash\nls\n```\n```\nmake demo  # it\npip install x\n```\n"
         "<!-- table -->\n```text\n42 ms\n```\n<!-- /table -->\n"
     )
     assert typed(fine) == []
@@ -78,11 +130,13 @@ def test_typed_output_is_noticed() -> None:
 
 def test_code_that_fails_is_noticed() -> None:
     with pytest.raises(ZeroDivisionError, match="division"):
-        run('```python exec="1"\nx = 1\n```\nand\n```python exec="1"\nx / 0\n```\n')
+        GUIDES.run("```python\nx = 1\n```\nand\n```python\nx / 0\n```\n")
 
 
 def test_the_guide_to_privacy_keeps_its_budget() -> None:
-    found = run((DOCS / "dp-sgd.md").read_text())
+    page = GUIDES.run((DOCS / "dp-sgd.md").read_text())
+    assert page.changes == []
+    found = page.namespace
     assert 3.99 < found["spent"] <= 4.0
     assert 3.8 < found["banded"].epsilon(found["correlated"]) <= 4.0
     assert int(found["correlated"].step) == 60
