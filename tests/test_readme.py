@@ -102,6 +102,20 @@ def test_the_page_of_names_lists_what_is_public_and_nothing_else():
     assert listed == {module: set(importlib.import_module(module).__all__) for module in MODULES}
 
 
+def test_the_chart_of_functions_shows_public_names():
+    chart = (ROOT / "docs/which_function.svg").read_text()
+    shown = " ".join(re.findall(r'font-family="DejaVu Sans Mono[^>]*>([^<]*)', chart))
+    words = set(re.findall(r"[A-Za-z_]\w+", re.sub(r'\.\w+|"\w+"', "", shown))) - {
+        "ens",
+        "of",
+        "the",
+        "step",
+        "sparsity",
+    }
+    assert len(words) > 30
+    assert words <= {name for module in MODULES for name in importlib.import_module(module).__all__}
+
+
 def test_a_name_is_found_under_its_module():
     page = "## `a.b`\n\n| name | does |\n| --- | --- |\n| `f(x)`, `G` | `h` |\n\n## `a.c`\n\n| `ens[i]`, `k` | |\n"
     assert names_listed(page) == {"a.b": {"f", "G"}, "a.c": {"k"}}
