@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import io
 import re
 import tomllib
@@ -16,6 +17,7 @@ from plurax.ensemble import Ensemble
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+MODULES = re.findall(r"^(plurax\.[\w.]+)$", (ROOT / "tests/api.txt").read_text(), flags=re.MULTILINE)
 FIRST = README.split("```python\n")[1].split("```")[0].splitlines()
 
 # One worker trains what several tests look at.
@@ -85,17 +87,35 @@ def test_every_command_is_a_target_of_make():
     assert {name for line in re.findall(r"run: make (.*)", workflow) for name in line.split()} <= known
 
 
-def test_every_name_of_the_tables_exists(namespace):
-    import plurax.ensemble
-    import plurax.transforms.modules
-    import plurax.transforms.privacy
-    import plurax.transforms.program
+def names_listed(page: str) -> dict[str, set[str]]:
+    """Return for each module of a page like docs/names.md the names in the first column of its table."""
+    _, *sections = re.split(r"^## `([\w.]+)`$", page, flags=re.MULTILINE)
+    found = {}
+    for module, text in zip(sections[::2], sections[1::2], strict=True):
+        cells = re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)
+        found[module] = {name for cell in cells for name in re.findall(r"`([A-Za-z_]+)", cell)} - {"ens"}
+    return found
 
-    transforms = (plurax.transforms, *(getattr(plurax.transforms, x) for x in ("modules", "privacy", "program")))
-    modules = (plurax.ensemble, *transforms)
-    public = {name for module in modules for name in module.__all__}
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/names.md").read_text(), flags=re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`([A-Za-z_]+)", row)} - {"ens", "plurax"}
-    assert named <= public
-    results = {"Candidate", "Capture", "CompileCache", "Difference", "FoldReport", "Operation", "Profile", "TraceDiff"}
-    assert public - named <= {"Prediction", "Selection", "MemberStatus", "TrainState", *results}
+
+def test_the_page_of_names_lists_what_is_public_and_nothing_else():
+    listed = names_listed((ROOT / "docs/names.md").read_text())
+    assert listed == {module: set(importlib.import_module(module).__all__) for module in MODULES}
+
+
+def test_the_chart_of_functions_shows_public_names():
+    chart = (ROOT / "docs/which_function.svg").read_text()
+    shown = " ".join(re.findall(r'font-family="DejaVu Sans Mono[^>]*>([^<]*)', chart))
+    words = set(re.findall(r"[A-Za-z_]\w+", re.sub(r'\.\w+|"\w+"', "", shown))) - {
+        "ens",
+        "of",
+        "the",
+        "step",
+        "sparsity",
+    }
+    assert len(words) > 30
+    assert words <= {name for module in MODULES for name in importlib.import_module(module).__all__}
+
+
+def test_a_name_is_found_under_its_module():
+    page = "## `a.b`\n\n| name | does |\n| --- | --- |\n| `f(x)`, `G` | `h` |\n\n## `a.c`\n\n| `ens[i]`, `k` | |\n"
+    assert names_listed(page) == {"a.b": {"f", "G"}, "a.c": {"k"}}
