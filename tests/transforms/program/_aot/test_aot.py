@@ -948,7 +948,7 @@ def test_a_changed_structure_and_assigned_parameters_are_refused(tmp_path):
     def assign(member: Any) -> None:
         member.variables = {"w": 2 * member.variables["w"]}
 
-    with pytest.raises(ValueError, match="aot: fun assigns the parameter `w`, but it is one for all calls"):
+    with pytest.raises(ValueError, match="aot: fun assigns the parameter `w`, but all calls share it"):
         aot(assign, tmp_path, key="1")(ens[0])
 
 
