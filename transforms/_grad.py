@@ -52,9 +52,9 @@ def grad(
     Returns:
       A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the
       differentiated arguments. The gradient of a module is an `nnx.State` of its `nnx.Param`s, as returned by
-      `nnx.grad` and accepted by optax; that of an Equinox module is as from `eqx.filter_grad`. Functions and strings in
-      arguments have the gradient None. Other state that `fun` changes (BatchNorm statistics, dropout keys) is updated
-      in the module.
+      `nnx.grad` and accepted by optax. For an Equinox module it is as returned by `eqx.filter_grad`. Functions and
+      strings in arguments have the gradient None. Other state that `fun` changes (BatchNorm statistics, dropout keys)
+      is updated in the module.
 
     Raises:
       TypeError: `fun` is not callable; `argnums` or `cotangent` has a wrong type; an argument or an output is not

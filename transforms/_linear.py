@@ -163,7 +163,7 @@ class Pullback:
         return self.primals.gradients(values)
 
     def with_refs(self, *refs: Any) -> Pullback:
-        """Return a function that adds gradients to `jax.Ref`s, returns or omits them, as that of `jax.vjp`.
+        """Return a function that adds gradients to `jax.Ref`s, returns them or omits them, as `with_refs` in JAX.
 
         Args:
           *refs: one pytree for each primal, with its structure and one of these in place of each array: a `jax.Ref`, to

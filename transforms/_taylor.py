@@ -22,7 +22,7 @@ from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
 P = ParamSpec("P")
 
-# Primitives whose outputs are piecewise constant: their Taylor terms are zero.
+# Primitives whose outputs have no derivative: their Taylor terms are zero.
 _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905 (words read better)
 
 # Primitives whose rule in jet agrees with nested jvp, to rounding, wherever both are finite. These rules in jet are not

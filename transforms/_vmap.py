@@ -215,10 +215,10 @@ def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: A
                 ensembles.append((ensemble, leaves[i]))
     arguments = jax.tree.unflatten(treedef, leaves)
     out, models = call_with_models(function, arguments)
-    # There is one model after the map: what each slice has done to it would be lost, unless it is an output.
+    # After the map there is only one model: changes that each slice makes are lost unless the model is an output.
     why = "which would be lost; return the model as well, or map"
     refuse_changes(f"{api}: the mapped function", function, arguments, models, why, returned=models_of(out))
-    # `call_with_models` returns models in the order of their splits: so each member's split finds its model.
+    # `call_with_models` returns models in the order of their splits, so the index of a member's split is its model's.
     befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 

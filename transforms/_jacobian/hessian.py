@@ -36,7 +36,7 @@ def hessian(
       chunk_size: the number of columns (rows, if the outer mode is "rev") to compute at a time.
       memory_budget: as for `jacfwd`, for both Jacobians together: the outer one is computed in chunks, and if a single
         column needs too much memory, the inner one too.
-      sparsity: as for `jacobian`; a pattern is that of the Hessian.
+      sparsity: as for `jacobian`; a pattern has the shape of the Hessian.
       check: as for `jacobian`.
       holomorphic: as for `jacfwd`, and as for `jax.hessian`; not together with `sparsity`.
 

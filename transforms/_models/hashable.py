@@ -34,7 +34,7 @@ class HashablePytree:
     def __init__(self, leaves: tuple[Any, ...], treedef: Any) -> None:
         self._leaves = leaves
         self._treedef = treedef
-        # 1, 1.0 and True are equal, but a function may do something else with each.
+        # 1, 1.0 and True are equal, but a function may treat them differently.
         self._key = treedef, by_value(leaves), tuple(map(type, leaves))
 
     @classmethod

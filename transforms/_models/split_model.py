@@ -81,7 +81,7 @@ def by_value(x: Any) -> Any:
     if type(x) is not partial:
         return x
     leaves = (x.func, *x.args, *(value for _, value in sorted(x.keywords.items())))
-    # 1, 1.0 and True are equal, but a function may do something else with each.
+    # 1, 1.0 and True are equal, but a function may treat them differently.
     value = (partial, tuple(map(by_value, leaves)), tuple(map(type, leaves)), tuple(sorted(x.keywords)))
     try:
         hash(value)

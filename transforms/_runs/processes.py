@@ -52,7 +52,7 @@ class Group:
         return jax.process_index() == self.processes[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values that all processes pass, in the order of processes. Values must be valid JSON."""
+        """Wait for all processes, and return the values that they pass, in their order. Values must be valid JSON."""
         if self.is_alone:
             return [value]
         from jax.experimental.multihost_utils import process_allgather

@@ -62,8 +62,8 @@ def named_parameters(model: Any) -> dict[str, jax.Array]:
       model: an NNX module, or an ensemble, whose arrays have all members along axis 0.
 
     Returns:
-      A dict with the array of each `nnx.Param`, frozen parameters included: `{"net.kernel": array, "layers.0.bias":
-      array}`. A parameter with several paths has the name of the first; one that holds a pytree has an entry for each
+      A dict such as `{"net.kernel": array, "layers.0.bias": array}` with the array of each `nnx.Param`, frozen ones
+      included. A parameter with several paths has the name of the first; one that holds a pytree has an entry for each
       array. BatchNorm statistics and random streams are not parameters.
 
     Raises:

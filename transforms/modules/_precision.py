@@ -30,7 +30,7 @@ def with_precision(
       model: an NNX module, or an ensemble.
       dtype: a floating-point dtype, such as `jnp.bfloat16` or its name.
       keep: a dict from kinds of modules to the dtypes in which these, and all layers in them, compute instead. A
-        subclass's entry overrides that of its base class, and an inner module's entry that of an outer module.
+        subclass's entry overrides its base class's, and an inner module's entry overrides an outer module's.
         BatchNorm always keeps its running statistics in float32, but in half precision it would round its inputs before
         computing them, and the statistics in normalization. None leaves a module unchanged (but not the layers in it),
         for modules that cast their parameters themselves. Passing `keep` replaces the default.
@@ -75,7 +75,7 @@ def with_precision(
                 continue
             wanted = _wanted([*enclosing(nodes, path), node], dtype, kept)
             if jnp.dtype(first.setdefault(id(node), wanted)) != jnp.dtype(wanted):
-                asked = f"keep asks for {jnp.dtype(first[id(node)])} and for {jnp.dtype(wanted)}"
+                asked = f"keep gives {jnp.dtype(first[id(node)])} and {jnp.dtype(wanted)}"
                 cure = f"name {type(node).__name__} in keep too"
                 raise ValueError(f"with_precision: `{dotted(path)}` is shared by layers, for which {asked}; {cure}.")
             node.dtype = wanted
@@ -115,7 +115,7 @@ def _is_left(module: Any, kept: Mapping[type, Any]) -> bool:
 
 
 def _wanted(modules: list[Any], dtype: Any, kept: Mapping[type, Any]) -> Any:
-    """Return the dtype for the last of some nested modules: that of the last module with a rule, else `dtype`."""
+    """Return the dtype for the innermost of nested modules: from the innermost module with a rule, else `dtype`."""
     asked = [kept[kind] for module in modules if (kind := rule_for(module, kept)) is not None]
     return [dtype, *(x for x in asked if x is not None)][-1]
 

@@ -27,13 +27,13 @@ _STACK = "__plurax_layers__"
 def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Initializer]], key: jax.Array) -> Any:
     """Draw parameters of a module again, with an initializer for each kind of layer.
 
-    Fans are computed as in Flax; for `nnx.LinearGeneral` they are those of the flattened kernel. If `nnx.vmap` has
-    stacked layers of your own class, the stacking axis cannot be detected: use an initializer with `batch_axis=0`, or
-    the fans include that axis.
+    Fans are computed as in Flax; for `nnx.LinearGeneral` from the flattened kernel. If `nnx.vmap` has stacked layers of
+    your own class, the stacking axis cannot be detected: use an initializer with `batch_axis=0`, or the fans include
+    that axis.
 
     Args:
       model: an NNX module.
-      rules: a dict from kinds of layers to initializers; a subclass's entry overrides that of its base class. A single
+      rules: a dict from kinds of layers to initializers; a subclass's entry overrides its base class's. A single
         initializer, such as `nnx.initializers.he_normal()`, is for the layer's `kernel` or `embedding`; a dict is for
         parameters by name, such as `{"scale": nnx.initializers.ones, "bias": nnx.initializers.zeros}`. The layer is the
         module that directly holds the parameter: `nnx.LinearGeneral` in an `nnx.MultiHeadAttention`, `nnx.Linear` in
@@ -70,13 +70,13 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
     check_module("reinitialize", model)
     wanted = _checked_rules(rules)
     check_key("reinitialize", key)
-    named_leaves("reinitialize", model, is_parameter)  # raises if two have one name
+    named_leaves("reinitialize", model, is_parameter)  # raises if two have the same name
     nodes = places(model)
     drawn: dict[str, jax.Array] = {}
     met: set[tuple[type, str]] = set()
     # All layers and their parameters, for the error about rules that match nothing.
     names: dict[str, set[str]] = {}
-    # Reversed, so that of the paths to a shared parameter the first one is kept.
+    # Reversed, so that the first of several paths to a shared parameter is kept.
     first = {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}
     for path, x in first.values():
         length, layer = holder(nodes, path)

@@ -63,7 +63,7 @@ def blocks_of(
 ) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
     """Yield for each pair of an output and an input array: both indices, the entries of its block, their positions."""
     row, col = starts_of(outputs), starts_of(inputs)
-    # Rows are sorted, so the entries of an output array are contiguous; those of an input array are not.
+    # Rows are sorted, so the entries of an output array are contiguous, but not the entries of an input array.
     borders = np.searchsorted(pattern.rows, row)
     for j in range(len(outputs)):
         within = np.arange(borders[j], borders[j + 1])
