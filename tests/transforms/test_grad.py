@@ -572,7 +572,7 @@ def relabel(model: Any, x: Any) -> jax.Array:
         (assign, {}, ValueError, r"^grad: fun assigns the parameter `gain` of a model; .* such as nnx\.BatchStat"),
         (nnx.jit(assign), {}, ValueError, r"fun assigns the parameter `gain`"),
         (extend, {}, ValueError, r"^grad: fun changes the structure of Gain \(`seen`\), but only .*such as by sow"),
-        (relabel, {}, ValueError, r"fun changes the structure of Gain \(`configuration`\), .* nor change attributes"),
+        (relabel, {}, ValueError, r"fun changes the structure of Gain \(`configuration`\), .* or change attributes"),
         (lambda m, x: loss(m, x), {"argnums": 2}, ValueError, r"argnums selects argument 2"),
         (lambda m, x: loss(m, x), {"argnums": (0, 1)}, TypeError, r"argument `x` is an array of .* int32"),
     ],

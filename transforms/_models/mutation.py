@@ -112,7 +112,7 @@ def update(
         return
     if lost:
         cure = "pass it as an argument of the outer transform, one of nnx or plurax"
-        raise ValueError(f"{api}: the call changes {lost}, which a function under JAX closes over; {cure}.")
+        raise ValueError(f"{api}: the call changes {lost}, which is closed over by a function under JAX; {cure}.")
     for model, paths, now in zip(models, changed, after, strict=True):
         if not paths:
             continue

@@ -187,7 +187,7 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     for warning in caught:
         name = transform if transform == "vmap" else transform.__name__
         assert re.match(
-            rf"{name}: memory_budget=1 MiB is kept .* \(it needs \d.*B, with \d+ of \d+ .* around it may need more",
+            rf"{name}: memory_budget=1 MiB bounds .* \(it needs \d.*B, with \d+ of \d+ .* around it may need more",
             str(warning.message),
         )
         assert warning.filename == __file__

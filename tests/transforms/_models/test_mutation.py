@@ -67,7 +67,7 @@ def test_state_that_is_closed_over_is_not_written(name: str) -> None:
     net = Net()
     before = state(net)
     outer = outer_grad if name in ("grad", "jvp", "accumulate") else jax.jit
-    with pytest.raises(ValueError, match=f"^{name}: the call changes `.*` of Net, which a function"):
+    with pytest.raises(ValueError, match=f"^{name}: the call changes `.*` of Net, which is closed over by a function"):
         outer(lambda x: CALLS[name](net.loss, x))(X)
     np.testing.assert_equal(state(net), before)
     still = nnx.view(net, deterministic=True, use_running_average=True)

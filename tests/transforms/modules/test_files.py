@@ -207,7 +207,7 @@ class TestFromElsewhere:
         path.parent.mkdir()
         header = b'{"bias":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[0,3]}}'
         path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
-        with pytest.raises(ValueError, match="load_params: `bias` of .* has the dtype F8_E4M3, which cannot be read"):
+        with pytest.raises(ValueError, match="load_params: `bias` of .* has dtype F8_E4M3, which cannot be read"):
             load_params(path, linear())
 
 
