@@ -941,7 +941,7 @@ def test_a_changed_structure_and_assigned_parameters_are_refused(tmp_path):
     def add(model: Any) -> None:
         model.extra = nnx.Param(jnp.zeros(3))
 
-    with pytest.raises(ValueError, match="aot: fun changes the structure of Net .`extra`., but only the values"):
+    with pytest.raises(ValueError, match="aot: fun changes the structure of Net .`extra`., but only values of"):
         aot(add, tmp_path, key="1")(Net())
     ens = Ensemble.from_apply(lambda params, x: params["w"] * x, [{"w": X[0]}, {"w": X[1]}])
 
