@@ -1,14 +1,15 @@
 """Functional transforms on JAX: functions in, functions out, for plain functions, pytrees and Flax modules.
 
-- Map a function: `vmap`, with `chunk_size=` or `memory_budget=` where everything at once does not fit.
+- Map a function: `vmap`, in chunks (`chunk_size=` or `memory_budget=`) where the whole batch does not fit into memory.
 - Differentiate it: `grad`, `value_and_grad`, `jvp`, `vjp`, `linearize`, `derivative` (higher orders), `dual`.
-- Jacobians: `jacobian` (the cheaper mode; `sparsity=` for sparse ones), `jacfwd`, `jacrev`, `batch_jacobian`.
+- Jacobians: `jacobian` (picks the cheaper mode; `sparsity=` for sparse Jacobians), `jacfwd`, `jacrev`,
+  `batch_jacobian`.
 - Hessians: `hessian`; products `hvp`, `vhp`, `gnvp`; `hessian_diagonal`, `hessian_trace`, `laplacian`.
 - One gradient per sample: `per_sample_grad`, `per_sample_norm`, `clipped_grad`.
 
-Three more modules are imported by name: `plurax.transforms.privacy` (`DPSGD`), `plurax.transforms.program` (profiles,
-compile caches, scanned layers) and `plurax.transforms.modules` (freeze, cast, save and load parameters). Ensembles are
-in `plurax.ensemble`. Every function has a docstring with its arguments, errors, cost and an example: `help(vmap)`.
+Three submodules have to be imported by name: `plurax.transforms.privacy` (`DPSGD`), `plurax.transforms.program`
+(profiles, compile caches, scanned layers) and `plurax.transforms.modules` (freeze, cast, save and load parameters).
+Ensembles are in `plurax.ensemble`. Every docstring lists arguments, errors, cost and an example: try `help(vmap)`.
 
 Examples:
   >>> import jax.numpy as jnp
@@ -19,17 +20,17 @@ Examples:
   Array([[3., 0., 1.],
          [0., 3., 2.]], dtype=float32)
 
-The source, lowest layer first; each folder's own docstring is its map:
+Source layout, lowest layer first; the docstring of each folder describes its files:
 
-- `_core`: arguments, axes, memory budgets, jaxprs, keys, versions of JAX; `_models`: models split into arrays and
-  merged again; `_calls`: a user's call as a function of arrays, and chunks;
+- `_core`: arguments, axes, memory budgets, jaxprs, keys, versions of JAX; `_models`: split models into arrays and
+  merge them; `_calls`: a user's call as a function of arrays, and evaluation in chunks;
 - `_vmap`, `_grad`, `_dual`, `_taylor`, `_linear`: the transforms that fit into one file, with their checks: `vmap`;
   `grad`, `value_and_grad`; `dual`; `derivative`; `jvp`, `vjp`, `linearize`;
 - `_jacobian`: Jacobians and Hessians, dense and sparse; `_curvature`: products with second derivatives, traces,
   Laplacians;
 - `_convolutions`: convolutions as matrix products, for CPUs; `_runs`: the loop, history, checkpoints and files of
   long runs;
-- `privacy`: per-sample and clipped gradients, DP-SGD; `program`: programs profiled and rewritten; `modules`:
+- `privacy`: per-sample and clipped gradients, DP-SGD; `program`: profiling and rewriting of programs; `modules`:
   parameters of Flax modules. These three are public.
 """
 

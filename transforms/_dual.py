@@ -1,4 +1,4 @@
-"""`Dual` and `dual`: forward mode as arithmetic on pairs of a value and its tangent."""
+"""`Dual` and `dual`: forward-mode differentiation with dual numbers, pairs of a value and its tangent."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ._models.split_model import bound_model, is_model, is_split, refuse_shared_
 class Dual:
     """A value and its tangent: the dual number primal + ε·tangent, with ε² = 0.
 
-    A pytree of both parts, so `jit` and `vmap` take it, and `in_axes=0` maps both. Only the constructor checks that
-    they fit; `jax.tree.map` may put anything into their places.
+    A pytree of both parts, so `jit` and `vmap` accept it, and `in_axes=0` maps both. Only the constructor checks that
+    the two match; `jax.tree.map` may replace either with anything.
 
     Args:
       primal: an array, a number, a Flax NNX module, or a pytree of them.
       tangent: the direction of the primal, with its structure, shapes and dtypes. For a 0-d array it may be a Python
         number. For arrays of integers, booleans or keys it is zeros of dtype `jax.dtypes.float0`, as for `jax.jvp`. For
-        a module it is an `nnx.State` of its `nnx.Param`s, such as `grad` gives, or a dict like it.
+        a module it is an `nnx.State` of its `nnx.Param`s, such as `grad` returns, or a dict of the same structure.
 
     Raises:
-      TypeError: the primal has leaves other than arrays and numbers; an array of integers has a tangent that is not
-        zeros of dtype `jax.dtypes.float0`.
-      ValueError: the tangent has another structure than the primal, or an array of another shape or dtype.
+      TypeError: the primal has leaves other than arrays and numbers; the tangent of an integer array is not zeros of
+        dtype `jax.dtypes.float0`.
+      ValueError: the tangent differs from the primal in structure, shape or dtype.
 
     Source:
       W. K. Clifford, Preliminary sketch of biquaternions (1873); `torch.autograd.forward_ad.make_dual`.
@@ -54,7 +54,7 @@ class Dual:
 
 
 def _unchecked(primal: Any, tangent: Any) -> Dual:
-    """Return a `Dual` without checks: JAX unflattens pytrees with placeholders, and its own results fit anyway."""
+    """Return a `Dual` without checks, for JAX, which unflattens pytrees with placeholders, and for our own results."""
     pair = object.__new__(Dual)
     object.__setattr__(pair, "primal", primal)
     object.__setattr__(pair, "tangent", tangent)
@@ -72,26 +72,26 @@ register_pytree_with_keys(
 def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Evaluate `fun` on dual numbers, in forward mode.
 
-    As `jax.jvp`, but each `Dual` among the arguments brings its own tangent; all others have the tangent zero.
+    As `jax.jvp`, but each tangent is passed with its primal as a `Dual`; all other arguments have tangent zero.
 
     Args:
       fun: a function, a bound method or a module.
 
     Returns:
-      A function of the same arguments, positional or by keyword, at least one of which is a `Dual` or a list, dict or
-      other pytree that holds one. `fun` itself receives their primals; a `Dual` within a `Dual` stays one for an inner
-      `dual`. Every array or number that `fun` returns becomes a `Dual`, with tangent zero where it depends on none;
-      so does a module, and a `Dual` of an inner `dual`. Integers have tangents of dtype `jax.dtypes.float0`, as for
-      `jax.jvp`. Strings, None and other objects come back as they are. State that `fun` changes in a module (BatchNorm
-      statistics, dropout keys) ends up in the module, without its tangent.
+      A function of the same arguments, positional or by keyword. At least one argument must be a `Dual`, or a list,
+      dict or other pytree that holds one. `fun` itself receives the primals; in nested calls of `dual`, a `Dual` inside
+      a `Dual` is left for the inner call. Every array, number or module that `fun` returns becomes a `Dual`, and so
+      does a `Dual` of an inner call; the tangent is zero if the value depends on no `Dual`. Integers have tangents of
+      dtype `jax.dtypes.float0`, as for `jax.jvp`. Strings, None and other objects are returned unchanged. State that
+      `fun` changes in a module (BatchNorm statistics, dropout keys) is updated in the module, without its tangent.
 
     Raises:
       TypeError: `fun` is not callable; no argument is a `Dual`.
-      TypeError, ValueError: a `Dual` whose parts do not fit, such as after `jax.tree.map`.
-      ValueError: modules that share a variable; a module whose parameters `fun` assigns, or whose structure it changes.
+      TypeError, ValueError: the parts of a `Dual` do not match, for instance after `jax.tree.map`.
+      ValueError: modules share a variable; `fun` assigns parameters of a module or changes its structure.
 
     Cost:
-      `fun` runs once, with about three times its FLOPs, and no residuals are kept.
+      One evaluation of `fun` with tangents, about three times its FLOPs; no residuals are kept.
 
     Source:
       `jax.jvp`; PyTorch's tutorial on forward-mode automatic differentiation (`dual_level`, `make_dual`).
@@ -113,20 +113,20 @@ def dual(fun: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError("dual: no argument is a Dual; wrap one, as in dual(fun)(Dual(x, tangent), y).")
         refuse_shared_state("dual", fun, owner, args, kwargs)
 
-        # What is not a `Dual` is one keyword argument, so that `Call` splits its models but does not differentiate it.
+        # All other leaves are one keyword argument, so that `Call` splits models in it but does not differentiate it.
         def of_primals(*duals: Any, held: list[Any]) -> Any:
             """Return the arrays of the output by position, and everything else as the auxiliary output."""
             primals, others = iter(duals), iter(held)
             filled = [next(primals if _is_dual(x) else others) for x in leaves]
             owner, args, kwargs = jax.tree.unflatten(structure, filled)
             out, out_structure = jax.tree.flatten(split_tree(function(owner, *args, **kwargs)))
-            # Only arrays have tangents; all else goes around JAX as the auxiliary output, under its position.
+            # Only arrays have tangents; everything else is auxiliary output, keyed by its position.
             arrays = {i: jnp.asarray(x) for i, x in enumerate(out) if _is_array(x)}
             return arrays, (out_structure, {i: x for i, x in enumerate(out) if i not in arrays})
 
         held = [x for x in leaves if not _is_dual(x)]
         call = Call("dual", of_primals, range(len(pairs)), True, tuple(x.primal for x in pairs), {"held": held})
-        # `Call` takes the primals of the pairs for arguments that are all differentiated, and checks the tangents.
+        # In this `Call` the primals of the pairs are the arguments, all differentiated; it also checks their tangents.
         tangents = call.form.tangents([x.tangent for x in pairs])
         values, slopes, rest = jax.jvp(call, call.primals, tangents, has_aux=True)
         out_structure, others = call.finish(rest)
@@ -149,7 +149,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _paired(value: Any, slope: Any) -> Any:
-    """Return one output as a `Dual`, or as it is if it is not an array."""
+    """Return one output as a `Dual`; outputs that are not arrays, models or `Dual`s are returned unchanged."""
     if is_split(value):
         return _unchecked(value.merge(), value.structure.gradient(slope.trainable, value.rest))
     return _unchecked(value, slope) if _is_dual(value) or _is_array(value) else value

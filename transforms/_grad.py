@@ -31,40 +31,41 @@ def grad(
 ) -> Callable[P, Any]:
     """Differentiate `fun` in reverse mode.
 
-    As `jax.grad`, but `cotangent` takes outputs of any shape, and a Flax NNX module is differentiated with respect to
-    its `nnx.Param` state.
+    As `jax.grad`, but with `cotangent` the output may have any shape, and a Flax NNX module is differentiated with
+    respect to its `nnx.Param` state.
 
     Args:
-      fun: a function, a bound method or a module, with an output of real numbers: a scalar, unless `cotangent` is
-        given. With `has_aux` it returns a pair of that output and anything else.
+      fun: a function, a bound method or a module with real output: a scalar, unless `cotangent` is given. With
+        `has_aux` it returns a pair of this output and anything else.
       argnums: an int, which gives the bare gradient, or a tuple of ints, which gives a tuple. Negative numbers count
-        from the end of the positional arguments. An `nnx.DiffState` gives a position and a filter: which variables of
-        the module there are differentiated.
+        from the end of the positional arguments. An `nnx.DiffState` gives a position and a filter that selects the
+        variables of the module to differentiate.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(gradient, aux)`.
-      cotangent: what multiplies the output's derivative from the left. None needs a scalar output. A Python number is
-        broadcast to each output. Arrays match the output in structure, shape and dtype.
-      holomorphic: whether `fun` is a holomorphic function, as for `jax.grad`: its arguments and its output are complex,
-        and so is the derivative. That it is one is not checked. Without it, complex arguments of a real function give
-        the complex gradient that `jax.grad` gives.
-      allow_int: whether `argnums` may name arguments of integers and booleans, as for `jax.grad`: they have no
-        derivative, so their gradients are zeros of dtype `jax.dtypes.float0`.
+      cotangent: the vector in the vector-Jacobian product. None needs a scalar output and stands for 1. A Python number
+        is broadcast to every output. Arrays must match the output in structure, shape and dtype.
+      holomorphic: whether `fun` is holomorphic, as for `jax.grad`: its arguments, its output and the derivative are
+        complex. This is not checked. Without it, complex arguments of a real function give the complex gradient of
+        `jax.grad`.
+      allow_int: whether `argnums` may name integer and boolean arguments, as for `jax.grad`: they have no derivative,
+        so their gradients are zeros of dtype `jax.dtypes.float0`.
 
     Returns:
-      A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the arguments
-      it is taken for. For a module that is the `nnx.State` of its `nnx.Param`s, as `nnx.grad` gives and optax takes;
-      for an Equinox module what `eqx.filter_grad` gives. Functions and text in arguments have None for their gradient.
-      Other state that `fun` changes (BatchNorm statistics, dropout keys) ends up in the module.
+      A function of the same arguments that returns the gradient, with the structure, shapes and dtypes of the
+      differentiated arguments. The gradient of a module is an `nnx.State` of its `nnx.Param`s, as returned by
+      `nnx.grad` and accepted by optax. For an Equinox module it is as returned by `eqx.filter_grad`. Functions and
+      strings in arguments have the gradient None. Other state that `fun` changes (BatchNorm statistics, dropout keys)
+      is updated in the module.
 
     Raises:
-      TypeError: `argnums` or `cotangent` of a wrong type; an argument or an output that is not of floating point (with
-        `holomorphic` complex); an output that is not a real scalar (with `holomorphic` a complex one) without
-        `cotangent`.
-      ValueError: `argnums` empty, out of range, or naming an argument twice; a `cotangent` of another structure, shape
-        or dtype than the output; modules that share a variable; a module whose parameters `fun` assigns, or whose
-        structure it changes.
+      TypeError: `fun` is not callable; `argnums` or `cotangent` has a wrong type; an argument or an output is not
+        floating-point (with `holomorphic`, complex); without `cotangent`, the output is not a real scalar (with
+        `holomorphic`, a complex scalar).
+      ValueError: `argnums` is empty, out of range, or names an argument twice; `cotangent` differs from the output in
+        structure, shape or dtype; modules share a variable; `fun` assigns parameters of a module or changes its
+        structure.
 
     Cost:
-      `fun` runs once, and its transpose once: about three times its FLOPs. Memory for all its residuals.
+      `fun` and its transpose run once each: about three times the FLOPs of `fun`. Memory for all residuals.
 
     Source:
       `jax.grad`; `mindspore.grad`, whose ones-seeded gradient is `cotangent=1.0`; `flax.nnx.grad`.
@@ -101,7 +102,7 @@ def value_and_grad(
     As `jax.value_and_grad`, with the additions of `grad` here.
 
     Args:
-      fun: as for `grad`. It runs once.
+      fun: as for `grad`; it is evaluated once.
       argnums: as for `grad`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `((output, aux), gradient)`.
       cotangent: as for `grad`.
@@ -115,7 +116,7 @@ def value_and_grad(
       TypeError, ValueError: as for `grad`.
 
     Cost:
-      As `grad`: the value comes with it.
+      That of `grad`.
 
     Source:
       `jax.value_and_grad`; `mindspore.value_and_grad`; `flax.nnx.value_and_grad`.
@@ -139,13 +140,13 @@ def _value_and_grad(
     holomorphic: bool,
     allow_int: bool,
 ) -> Callable[..., Any]:
-    """Return the function behind `grad` and `value_and_grad`; `api` is the one that errors name."""
+    """Return the function that `grad` and `value_and_grad` share; errors begin with `api`."""
     check_callable(api, fun)
     plain, filters = separate_filters(argnums)
     positions = check_argnums(api, plain)
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        """Return the value and the gradients; with `has_aux`, the value comes with the auxiliary output."""
+        """Return the value and the gradients; with `has_aux`, the value is a pair with the auxiliary output."""
         call = Call(api, fun, positions, has_aux, args, kwargs, holomorphic=holomorphic, filters=filters)
         call.check_floating(allow_int=allow_int)
         # `rest` carries the auxiliary output and the state of models through JAX; `finish` writes the state back.
@@ -162,9 +163,9 @@ def _value_and_grad(
 
 
 def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
-    """Return the cotangent of `out`: one for a scalar, a Python number broadcast, anything else checked against it."""
+    """Return the cotangent of `out`: 1 for None and a scalar, a broadcast Python number, or checked arrays."""
     if not jax.tree.leaves(out):
-        check_output(api, out)  # raises: an output without arrays has no derivative, whatever the cotangent
+        check_output(api, out)  # always raises here: an output without arrays has no derivative
     if cotangent is None:
         cure = "pass cotangent=1.0 to seed every element with one, an array like the output, or has_aux=True if it "
         who = f"{api}: without a cotangent, fun"
@@ -174,30 +175,30 @@ def seed(api: str, out: Any, cotangent: Any, holomorphic: bool = False) -> Any:
     structure: Any = jax.tree.structure(out)
     found: Any = jax.tree.structure(cotangent)
     if found != structure:
-        raise ValueError(f"{api}: cotangent has the structure {found}, but the output {structure}; make them alike.")
+        raise ValueError(f"{api}: cotangent has the structure {found}, but the output {structure}; make them match.")
     return jax.tree.map_with_path(partial(_matched, api), cotangent, out)
 
 
 def _matched(api: str, path: Any, given: Any, leaf: Any) -> Any:
-    """Return the cotangent of one output, checked against it; a number in the output's shape, dtype and weak type."""
+    """Return the checked cotangent of one output; a number gets the output's shape, dtype and weak type."""
     place, dtype = leaf_name("output", path), jnp.result_type(leaf)
     if _is_number(given):
         check_output(api, leaf, place)
         if isinstance(given, complex) and not jnp.issubdtype(dtype, jnp.complexfloating):
             raise TypeError(f"{api}: cotangent={given} is complex, but {place} is real; pass a real number.")
-        # Inside a `shard_map`, the cotangent of an output that differs over devices has to differ over the same.
+        # Inside a `shard_map`, an output that varies over mesh axes needs a cotangent that varies over the same axes.
         axes = varying_axes(leaf)
         if axes:
             return varying(jnp.full(leaf.shape, given, dtype), axes)
         return weak_like(lax.full_like(leaf, given), leaf)
     wanted = f"a number, or an array of shape {jnp.shape(leaf)} and dtype {dtype}"
-    # The cotangent space of integers is empty: JAX takes zeros of dtype float0 for them, and nothing else.
+    # The cotangent space of integers is trivial: JAX accepts only zeros of dtype float0 for them.
     if not jnp.issubdtype(dtype, jnp.inexact):
         dtype, wanted = jax.dtypes.float0, f"zeros of shape {jnp.shape(leaf)} and dtype jax.dtypes.float0"
-    # Arrays are not broadcast: a cotangent of another shape most likely belongs to another output.
+    # Arrays are not broadcast: a cotangent of another shape was most likely meant for another output.
     if getattr(given, "dtype", None) != dtype or jnp.shape(given) != jnp.shape(leaf):
         kind = ValueError if hasattr(given, "dtype") and dtype != jax.dtypes.float0 else TypeError
-        raise kind(f"{api}: the cotangent of {place} is {describe(given)}, but must be like it; give {wanted}.")
+        raise kind(f"{api}: the cotangent of {place} is {describe(given)}, which does not match it; pass {wanted}.")
     return given if dtype == jax.dtypes.float0 else jnp.asarray(given)
 
 
@@ -211,6 +212,6 @@ def scalar_seed(who: str, out: Any, cure: str, kind: str = "real") -> Any:
     return lax.full_like(out, 1)
 
 
-# NumPy's scalars have a dtype, so that they count as arrays: `np.float64` is a float as well.
+# NumPy scalars have a dtype and count as arrays, although `np.float64` is also a Python float.
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float, complex)) and not isinstance(x, (bool, np.generic))

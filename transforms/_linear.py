@@ -1,4 +1,4 @@
-"""`jvp`, `vjp` and `linearize`: those of JAX, with checked arguments, and for models."""
+"""`jvp`, `vjp` and `linearize` as in JAX, with checked arguments and support for models."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from ._models.hashable import HashablePytree
 def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
     """Evaluate `fun` and its derivative along `tangents`, in forward mode.
 
-    As `jax.jvp`, but the tangents are checked by name, and a module takes part with its parameters.
+    As `jax.jvp`, but tangents are checked and errors name them, and modules are differentiated with respect to their
+    parameters.
 
     Args:
       fun: a function of positional arguments, a bound method or a module.
       primals: a tuple with the arguments.
-      tangents: a tuple with one for each of them, of its structure, shapes and dtypes; for a module an `nnx.State` like
-        that of its `nnx.Param`s, as `grad` gives it.
+      tangents: a tuple with one tangent for each primal, with its structure, shapes and dtypes; for a module an
+        `nnx.State` of its `nnx.Param`s, such as `grad` returns.
       has_aux: whether `fun` returns `(output, aux)`.
 
     Returns:
       The output and its tangent, and with `has_aux` the auxiliary output, which may be anything.
 
     Raises:
-      TypeError: `primals` or `tangents` that are not tuples of one length; an argument that has no derivative.
-      ValueError: a tangent of another structure, shape or dtype than its primal.
+      TypeError: `fun` is not callable; `primals` or `tangents` is not a tuple, or their lengths differ; an argument has
+        no derivative.
+      ValueError: a tangent differs from its primal in structure, shape or dtype; modules share a variable; `fun`
+        assigns parameters of a module or changes its structure.
 
     Cost:
-      About two to three evaluations; no memory beyond theirs.
+      About two to three evaluations of `fun`, and no memory for residuals.
 
     Source:
       `jax.jvp`; `mindspore.jvp`; `torch.func.jvp`.
@@ -56,9 +59,10 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
 
 
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """Evaluate `fun`, and return with its output a function from cotangents to gradients, in reverse mode.
+    """Evaluate `fun` and return its output with a function from cotangents to gradients, in reverse mode.
 
-    As `jax.vjp`, but cotangents are checked by name, and a module takes part with its parameters.
+    As `jax.vjp`, but cotangents are checked and errors name them, and modules are differentiated with respect to their
+    parameters.
 
     Args:
       fun: as for `jvp`.
@@ -66,18 +70,20 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
       has_aux: as for `jvp`.
 
     Returns:
-      The output, and a function that takes one cotangent of its structure, shapes and dtypes (or a Python number, which
-      is broadcast) and returns a tuple with the gradient of each primal; with `has_aux` the auxiliary output too.
-      The function is a pytree of its residuals, so that `jit`, `vmap` and `scan` return and take it; its method
-      `with_refs` selects which gradients are added to a `jax.Ref` and which are left out, as in JAX. As in JAX,
-      integers and booleans among primals and outputs have gradients and cotangents of dtype `jax.dtypes.float0`.
+      The output, and a function that takes one cotangent with the output's structure, shapes and dtypes (or a Python
+      number, which is broadcast) and returns a tuple with the gradient of each primal; with `has_aux` also the
+      auxiliary output. The function is a pytree of its residuals, so `jit`, `vmap` and `scan` accept and return it. Its
+      method `with_refs` adds gradients to a `jax.Ref` or omits them, as in JAX. As in JAX, the gradients of integer and
+      boolean primals and the cotangents of such outputs have dtype `jax.dtypes.float0`.
 
     Raises:
-      TypeError: an argument with leaves other than arrays and numbers; a number as the cotangent of integers.
-      ValueError: a cotangent of another structure, shape or dtype than the output.
+      TypeError: `fun` is not callable; an argument has leaves other than arrays and numbers; a number is the cotangent
+        of integers.
+      ValueError: the cotangent differs from the output in structure, shape or dtype; modules share a variable; `fun`
+        assigns parameters of a module or changes its structure.
 
     Cost:
-      One evaluation, whose residuals are kept; each cotangent costs about two.
+      One evaluation, whose residuals are kept; each cotangent costs about two evaluations.
 
     Source:
       `jax.vjp`; `mindspore.vjp`; `torch.func.vjp`.
@@ -91,18 +97,19 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """
     call = all_of("vjp", fun, primals, has_aux)
     call.check_arrays()
-    # `rest` is what `fun` returns in addition and what it leaves in models: it is known now, before any cotangent.
+    # `rest` holds the auxiliary output and the changed state of models, both known before any cotangent is given.
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     aux = call.finish(rest)
-    # Only the types of primals and outputs are kept, to check cotangents by: the arrays are free to be deleted.
+    # Only the types of primals and outputs are kept, for checks of cotangents, so the arrays can be freed.
     gradients = Pullback(pull, call.form.outline(), HashablePytree.of(jax.tree.map(jax.typeof, out)))
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
 def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """Evaluate `fun`, and return with its output the derivative at that point as a linear function of tangents.
+    """Evaluate `fun` and return its output with its derivative there, as a linear function of tangents.
 
-    As `jax.linearize`, but tangents are checked by name, and a module takes part with its parameters.
+    As `jax.linearize`, but tangents are checked and errors name them, and modules are differentiated with respect to
+    their parameters.
 
     Args:
       fun: as for `jvp`.
@@ -110,14 +117,14 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
       has_aux: as for `jvp`.
 
     Returns:
-      The output, and a function that takes a tangent for each primal and returns that of the output; with `has_aux`
-      the auxiliary output too. The function is a pytree, like that of `vjp`.
+      The output, and a function that takes a tangent for each primal and returns the output's tangent; with `has_aux`
+      also the auxiliary output. The function is a pytree, as for `vjp`.
 
     Raises:
       TypeError, ValueError: as for `jvp`.
 
     Cost:
-      One evaluation, whose residuals are kept; each tangent costs about one.
+      One evaluation, whose residuals are kept; each tangent costs about one evaluation.
 
     Source:
       `jax.linearize`; `torch.func.linearize`.
@@ -156,18 +163,22 @@ class Pullback:
         return self.primals.gradients(values)
 
     def with_refs(self, *refs: Any) -> Pullback:
-        """Return a function that puts gradients where `refs` tell, like that of `jax.vjp`.
+        """Return a function that adds gradients to `jax.Ref`s, returns them or omits them, as `with_refs` in JAX.
 
         Args:
-          *refs: one for each primal and of its structure, with one of these in place of each array: a `jax.Ref`, to
-            which its gradient is added; `jax.ad.GradValue()`, for it to be returned; or `jax.ad.DontWant()`, for it not
-            to be computed.
+          *refs: one pytree for each primal, with its structure and one of these in place of each array: a `jax.Ref`, to
+            which the gradient is added; `jax.ad.GradValue()`, to return the gradient; or `jax.ad.DontWant()`, to not
+            compute it.
+
+        Raises:
+          TypeError: there is not one pytree for each primal.
+          ValueError: a pytree has another structure than its primal.
         """
         return replace(self, pull=self.pull.with_refs(*self.primals.matched(refs, "with_refs", "with_refs")))
 
 
 def _pushed(push: Callable[..., Any], primals: Primals, *tangents: Any) -> Any:
-    """Return the tangent of the output that `linearize` has pushed forward."""
+    """Return the tangent of the output for these tangents of the primals, after checking them."""
     return push(*primals.tangents(tangents))
 
 

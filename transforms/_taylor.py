@@ -1,4 +1,4 @@
-"""`derivative`: of any order, along ones, in one Taylor-mode pass where that is as accurate as nested forward mode."""
+"""`derivative`: derivatives of any order, by Taylor mode where it is as accurate as nested forward mode."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
 P = ParamSpec("P")
 
-# Primitives whose outputs have no derivative, so that no Taylor terms go on from them.
+# Primitives whose outputs have no derivative: their Taylor terms are zero.
 _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905 (words read better)
 
-# Primitives whose rule in jet gives what nested jvp gives, to rounding, wherever they are finite. Rules in jet that are
-# not trusted, all measured against nested jvp:
-#   wrong or failing: atanh (NaN outside its domain), clamp, rem, erf_inv, convert_element_type to integers, gather that
-#     fills, abs (1 at NaN, where nested jvp has NaN), custom rules (ignored);
+# Primitives whose rule in jet agrees with nested jvp, to rounding, wherever both are finite. These rules in jet are not
+# trusted; all were measured against nested jvp:
+#   wrong or failing: atanh (NaN outside its domain), clamp, rem, erf_inv, convert_element_type to integers, gather with
+#     mode "fill", abs (1 at NaN, where nested jvp has NaN), custom rules (ignored);
 #   NaN where the derivative is finite or infinite: sqrt, rsqrt, log, log1p and pow at and below zero, atan2 at zero,
 #     div and negative powers at poles; max, min, cummax and cummin lose NaN;
 #   cancellation: tanh, expm1, log1p, asinh and atanh near zero (no correct digit of tanh(1e-8)), acosh and erfc.
@@ -41,8 +41,8 @@ _EXACT = frozenset(
     """.split()  # noqa: SIM905 (words read better)
 )
 
-# Linear in each operand: where the others are constant, each coefficient goes through by itself. The rules of jet would
-# add products with zeros, which XLA computes since 0 * inf is not 0.
+# Linear in each operand: if the other operands are constant, the primitive is applied to each coefficient by itself.
+# The rules of jet would add products with zeros, which XLA has to compute, since 0 * inf is not 0.
 _MULTILINEAR = frozenset(["conv_general_dilated", "dot_general", "mul"])
 
 
@@ -51,32 +51,32 @@ class _Inexact(Exception):
 
 
 def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
-    """Differentiate `fun` `order` times, with respect to its first argument along a direction of ones.
+    """Differentiate `fun` `order` times with respect to its first argument, along the direction of ones.
 
-    As `jax.jvp` with ones for tangents, nested `order` times; for an elementwise function this is its derivative at
-    each element. It runs as a Taylor-mode pass, by the rules of `jax.experimental.jet`, if those for all primitives
-    that the argument reaches are as accurate as nesting, and otherwise in nested forward mode (loops, branches,
-    sorting, solving, custom rules, half precision; functions such as `tanh` and `log`). Where `fun` or a derivative
-    overflows, one may give an infinity and the other NaN.
+    Equals `jax.jvp` with tangents of ones, nested `order` times; for an elementwise function this is the derivative at
+    each element. It uses one Taylor-mode pass with the rules of `jax.experimental.jet` if those of all primitives that
+    depend on the argument are as accurate as nesting. Otherwise it uses nested forward mode: for loops, branches,
+    sorting, solving, custom rules, half precision, and functions such as `tanh` and `log`. Where `fun` or a derivative
+    overflows, one mode may give an infinity and the other NaN.
 
     Args:
-      fun: a function, a bound method or a module that leaves its state as it is. Its first argument is an array of
-        floating point or a pytree of them, passed by position; all others are held constant. Its outputs are arrays of
-        floating point.
-      order: how often to differentiate. 0 gives `fun` itself.
+      fun: a function, a bound method, or a module that does not change its state. Its first argument is a
+        floating-point array or a pytree of them, passed by position; all other arguments are held constant. Its outputs
+        are floating-point arrays.
+      order: the number of differentiations. 0 gives `fun` itself.
 
     Returns:
       A function of the same arguments that returns the derivative, with the structure, shapes and dtypes of the output.
 
     Raises:
-      TypeError: `fun` is not callable; `order` is not an integer; the first argument or an output is not of floating
-        point.
+      TypeError: `fun` is not callable; `order` is not an integer; the first argument or an output is not
+        floating-point.
       ValueError: `order` is negative; there is no positional argument; a module would change its own state (BatchNorm
         in training, dropout); modules share a variable.
 
     Cost:
       Taylor mode: about order² / 2 evaluations of `fun`, and memory for `order` times its intermediates. Nested forward
-      mode: up to 3 to the power of `order` evaluations. `fun` is traced at every call: wrap it in `jax.jit`.
+      mode: up to 3 to the power of `order` evaluations. `fun` is traced at every call: wrap the result in `jax.jit`.
 
     Source:
       `jax.experimental.jet`; Griewank and Walther, Evaluating Derivatives, chapter 13; `mindspore.ops.derivative`.
@@ -94,7 +94,7 @@ def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
     owner, function = bound_model(fun)
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        """Return the derivative in the first argument."""
+        """Return the derivative with respect to the first argument."""
         if not args:
             raise ValueError("derivative: the call has no positional argument; pass the first argument by position.")
         x, *rest = args
@@ -115,21 +115,21 @@ def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
 
 
 def _check_floating(name: str, tree: Any) -> None:
-    """Raise if a leaf is not of floating point."""
-    cures = "convert it, or leave it out: further arguments of fun are held constant"
-    fact = f"only arrays of floating point have derivatives; {cures}"
+    """Raise if a leaf is not floating-point."""
+    cures = "convert it, or keep it out of the first argument and the output"
+    fact = f"only floating-point arrays have derivatives; {cures}"
     check_dtypes("derivative", name, tree, jnp.inexact, fact)
 
 
 def _differentiate(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
-    """Return the derivative of a function of one argument, by Taylor mode where it is exact, else nested."""
+    """Return the derivative of a function of one argument, by Taylor mode if that is as accurate as nested jvps."""
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(x)
     except NeedsValues:
-        return _nested(fun, order, x)  # fun branches on values, which forward mode has and a program does not
+        return _nested(fun, order, x)  # fun branches on values, which jvp has and a jaxpr does not
     leaves = jax.tree.leaves(x)
     try:
-        # Traced first, so that nothing has been computed where an operation turns out to be inexact.
+        # Traced first, so that nothing is computed in vain if an operation turns out to be inexact.
         found = jaxpr_as_fun(jax.make_jaxpr(partial(_taylor, closed, order))(leaves))(*leaves)
     except _Inexact:
         found = _nested(lambda leaves: jaxpr_as_fun(closed)(*leaves), order, leaves)
@@ -144,12 +144,13 @@ def _nested(fun: Callable[[Any], Any], order: int, x: Any) -> Any:
 
 
 def _taylor(closed: ClosedJaxpr, order: int, leaves: Sequence[Any]) -> list[Any]:
-    """Return the derivatives of the outputs of a program, from one pass over it with Taylor coefficients.
+    """Return the derivatives of a program's outputs, from one pass over it with Taylor coefficients.
 
     Raises:
       _Inexact: nested forward mode would be more accurate.
     """
-    # Those of x + t are 1, 0, 0, ... in t, t², t³, ...; the last of fun(x + t) is its derivative divided by order!.
+    # x + t has the coefficients 1, 0, 0, ... of t, t², t³, ...; the last coefficient of fun(x + t) is the derivative
+    # divided by order!.
     pairs = [(x, [jnp.ones_like(x)] + [jnp.zeros_like(x)] * (order - 1)) for x in leaves]
     if not all(_fits(order, x.dtype) for x in leaves):
         raise _Inexact
@@ -165,7 +166,7 @@ def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], pairs: Sequence[tuple[Any, A
 
 
 def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return the results of one operation with their coefficients."""
+    """Return the results of one operation with their Taylor coefficients."""
     name, values, series = eqn.primitive.name, [x for x, _ in pairs], [terms for _, terms in pairs]
     if name == "jit":
         return _propagate(*called(eqn), pairs)
@@ -181,7 +182,7 @@ def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]
             evaluate(eqn, *values[:place], x, *values[place + 1 :])[0] for x in (values[place], *series[place])
         )
         return [(value, terms)]
-    # `split`, `stack` and `unstack` are other primitives in some versions of JAX, or without a rule.
+    # In some versions of JAX `split`, `stack` and `unstack` are different primitives, or have no rule.
     trusted = name in _EXACT and eqn.primitive in jet_rules
     is_power = name == "integer_pow" and eqn.params["y"] > 0
     if not (trusted or is_power or (name == "gather" and eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP)):
@@ -192,10 +193,10 @@ def _expand(eqn: JaxprEqn, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]
 
 
 def _fits(order: int, dtype: Any) -> bool:
-    """Return whether Taylor coefficients, which are derivatives divided by order!, neither underflow nor lose digits.
+    """Return whether this dtype can hold Taylor coefficients, which are derivatives divided by order!.
 
-    Half precision has too few digits for them. Products of two coefficients are as small as 1 / order!², which must be
-    above the least normal number of the dtype.
+    Half precision has too few digits. Products of two coefficients are as small as 1 / order!², which must be above the
+    smallest normal number of the dtype.
     """
     if not jnp.issubdtype(dtype, jnp.inexact):
         return False

@@ -1,4 +1,4 @@
-"""`vmap`: one function for many inputs, or for many models."""
+"""`vmap`: map one function over many inputs, or over many models."""
 
 from __future__ import annotations
 
@@ -43,32 +43,33 @@ def vmap(
 ) -> Callable[P, R]:
     """Map `fun` over an axis of its arguments.
 
-    As `jax.vmap`, but the arguments are checked by name before anything is traced, modules and ensembles take part,
-    and `chunk_size` bounds the memory.
+    As `jax.vmap`, but arguments are checked before tracing and errors name them, Flax modules and ensembles are
+    accepted, and `chunk_size` bounds the memory.
 
     Args:
       fun: a function, a bound method, a Flax NNX module, or an ensemble. A module's parameters are free variables: they
-        are not mapped. An ensemble's members are mapped: `in_axes=None` passes the same arguments to each, an int one
-        slice each.
+        are not mapped. An ensemble's members are mapped: `in_axes=None` passes the same arguments to each member, an
+        int passes one slice to each.
       in_axes: an int, None (shared), or a tuple or list with one entry for each positional argument: an int, None, or a
-        nested container of them that is a prefix of the argument. Negative axes count from the end. An ensemble as an
-        argument takes 0, and `fun` receives each member as an ordinary model; or None, and it receives the ensemble.
-        Keyword arguments are mapped over axis 0, as `jax.vmap` does; they are shared where an ensemble is `fun` and
-        `in_axes` is None.
-      out_axes: where the mapped axis goes in each output: an int, None (for an output that does not depend on the
-        mapped arguments), or a prefix of the output with them. A model that `fun` returns is stacked along axis 0: a
-        member of an ensemble argument, or a model of its structure, comes back as an ensemble, any other module as a
-        module with stacked arrays.
-      axis_name: a name for the mapped axis, for collectives such as `jax.lax.psum`; not together with `chunk_size`.
+        nested container of them that is a prefix of the argument. Negative axes count from the end. For an ensemble
+        argument, 0 passes each member to `fun` as an ordinary model, and None passes the whole ensemble.
+        Keyword arguments are mapped over axis 0, as in `jax.vmap`; if `fun` is an ensemble and `in_axes` is None, they
+        are shared.
+      out_axes: the position of the mapped axis in each output: an int, None (for an output that does not depend on the
+        mapped arguments), or a prefix of the output with these as leaves. Models that `fun` returns are stacked along
+        axis 0. A member of an ensemble argument, or a model of the same structure, is returned as an ensemble, any
+        other module as a module with stacked arrays.
+      axis_name: a name for the mapped axis, for collectives such as `jax.lax.psum`; not with `chunk_size` or
+        `memory_budget`.
       axis_size: the size of the mapped axis, needed only where nothing is mapped.
       spmd_axis_name: as for `jax.vmap`.
-      chunk_size: how many slices to map at a time; None maps all at once. The results are the same for every value,
-        and are written in place. Where the axis is divided over explicit axes of a mesh, each device maps its share of
-        them.
-      memory_budget: in place of `chunk_size`: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB"
-        (1000**3) or "1e9", in letters of either case. The largest chunk is taken whose temporaries, as the compiler
-        counts them besides arguments and results, fit into it. Inside another `vmap`, a loop or a derivative it bounds
-        the temporaries of one slice, iteration or evaluation, with a warning.
+      chunk_size: the number of slices to map at a time; None maps all at once. The results are the same for every
+        value, and are written in place. If the axis is sharded over explicit axes of a mesh, each device maps an equal
+        share of each chunk.
+      memory_budget: an alternative to `chunk_size`: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB"
+        (1000**3) or "1e9", in upper or lower case. `vmap` takes the largest chunk whose temporaries fit, as reported by
+        the compiler; arguments and results are not counted. Inside another `vmap`, a loop or a derivative the budget
+        bounds the temporaries of one slice, iteration or evaluation, and a warning is given.
 
     Returns:
       A function of the same arguments, whose outputs have the mapped axis at `out_axes`.
@@ -76,17 +77,19 @@ def vmap(
     Raises:
       TypeError: `fun` is not callable; an axis, `axis_size` or `chunk_size` is not an integer; `in_axes` is a dict.
       ValueError: an axis is out of range; `in_axes` or `out_axes` does not fit the structure; mapped sizes differ;
-        nothing is mapped and there is no `axis_size`; `chunk_size` is below 1, or given with `axis_name`; the axis of
-        an ensemble, or of a model in the output, is not 0; a model would change its own state (BatchNorm in training,
-        dropout) and is not returned; models share a variable.
+        nothing is mapped and there is no `axis_size`; `chunk_size` is below 1; `chunk_size` or `memory_budget` is given
+        with `axis_name`, or both are given; no chunk fits into `memory_budget`; the axis of an ensemble, or of a model
+        in the output, is not 0; a model would change its own state (BatchNorm in training, dropout) and is not
+        returned; models share a variable.
 
     Warns:
-      UserWarning: a memory budget inside another `vmap`, a loop or a derivative, where the whole program may need more.
+      UserWarning: `memory_budget` is used inside another `vmap`, a loop or a derivative, so the whole program may need
+        more.
 
     Cost:
-      One evaluation of `fun` on all slices. With `chunk_size=k` the temporaries are those of k slices, besides the
-      result; reverse-mode differentiation still saves its residuals for all of them unless `fun` is under
-      `jax.checkpoint`. Outside `jit` every call with chunks compiles anew (about 0.1 s): wrap it in `jax.jit`.
+      One evaluation of `fun` on all slices. With `chunk_size=k`, memory for the result and the temporaries of k slices;
+      reverse-mode differentiation still saves residuals for all slices unless `fun` is wrapped in `jax.checkpoint`.
+      Outside `jit`, every call with chunks compiles again (about 0.1 s): wrap the mapped function in `jax.jit`.
 
     Source:
       `jax.vmap`; MindSpore's `vmap` over a `CellList`; `torch.func.vmap(chunk_size=)`.
@@ -113,7 +116,7 @@ def vmap_of(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
-    """Map `fun` as `vmap` does, for any transform, which `api` names in errors."""
+    """Map `fun` as `vmap` does, on behalf of the transform that `api` names in errors."""
     check_callable(api, fun)
     in_axes = check_in_axes(api, in_axes)
     out_axes = check_axes(api, "out_axes", out_axes)
@@ -122,15 +125,15 @@ def vmap_of(
     budget = check_budget(api, memory_budget, chunk_size)
     if axis_name is not None and (chunk_size is not None or budget is not None):
         limit = "chunk_size" if budget is None else "memory_budget"
-        raise ValueError(f"{api}: with {limit}, a collective over axis_name would see one chunk only; leave one out.")
-    # A model that is `fun` is one more argument, the owner: its arrays are shared, those of an ensemble mapped.
+        raise ValueError(f"{api}: with {limit}, a collective over axis_name would see only one chunk; leave one out.")
+    # If `fun` is a model, the model is passed as one more argument, the owner: shared, or mapped if it is an ensemble.
     owner, function = bound_model(fun)
     owner_axis, expected, given_by = None, axis_size, "axis_size"
     if is_members(fun):
         owner_axis, expected, given_by = 0, len(owner), "the number of members"
         if axis_size not in (None, expected):
             raise ValueError(f"{api}: axis_size={axis_size}, but the ensemble has {expected} members; leave it out.")
-    # As by `jax.vmap`; but in_axes=None for an ensemble passes each member the same arguments, those by keyword too.
+    # As in `jax.vmap`, except that in_axes=None for an ensemble shares all arguments, keyword arguments included.
     keyword_axis = None if owner_axis == 0 and in_axes is None else 0
 
     names = {"axis_name": axis_name, "spmd_axis_name": spmd_axis_name}
@@ -139,13 +142,13 @@ def vmap_of(
         """Map `fun` over the slices of these arguments."""
         argument_axes = axes_per_argument(api, in_axes, args)
         for ensemble in filter(is_members, models_of((args, kwargs))):
-            len(ensemble)  # raises if its axis 0 is not its members
+            len(ensemble)  # raises unless axis 0 indexes the members
         refuse_shared_state(api, fun, owner, args, kwargs)
         size = mapped_size(api, fun, args, kwargs, argument_axes, keyword_axis, expected, given_by)
         _check_model_axes(api, fun, args, argument_axes)
         axes = (owner_axis, argument_axes, keyword_axis)
         leaves, treedef = jax.tree.flatten(_split_models((owner, args, kwargs)))
-        # Explicit sharding is part of an array's type, and JAX maps arrays of one type of axis only.
+        # Explicit sharding is part of an array's type, and JAX maps only arrays whose mapped axes are sharded alike.
         leaves, parts = divided_alike(leaves, broadcast_axes(axes, jax.tree.unflatten(treedef, leaves)))
         arrays = jax.tree.unflatten(treedef, leaves)
 
@@ -163,14 +166,14 @@ def vmap_of(
             return map_in_chunks(over_slices, arrays, axes, out_axes, size, chunk)
 
         try:
-            # For a budget `in_chunks` is compiled with several chunks; the one that is taken was found to fit.
+            # For a budget, `in_chunks` is compiled with several chunk sizes until the largest that fits is found.
             return merge_tree(in_chunks(chunk_size if budget is None else chunk_within(api, in_chunks, size, budget)))
         except Exception as error:
-            # The error is the model's own, about shapes, and names neither `vmap` nor what to write instead.
+            # Such an error comes from the model and is about shapes: it names neither `vmap` nor the remedy.
             if getattr(fun, "__name__", "").startswith(("grad(", "value_and_grad(")) and transform_of(fun):
                 batched = tuple(i for i, axes in enumerate(argument_axes) if axes is not None)
                 instead = f"plurax.transforms.per_sample_grad(loss, batch_argnums={batched})"
-                error.add_note(f"{api}: each slice is one sample; if the loss needs an axis of samples, use {instead}.")
+                error.add_note(f"{api}: each slice is one sample; if the loss needs a batch axis, use {instead}.")
             raise
 
     options = in_axes, out_axes, axis_name, axis_size, spmd_axis_name, chunk_size, memory_budget
@@ -182,26 +185,26 @@ def _is_stacked(x: Any) -> bool:
 
 
 def _split_models(tree: Any) -> Any:
-    """Return `tree` with every model in it split; ensembles stay, as the pytrees of arrays that they are."""
+    """Return `tree` with every model in it split; ensembles stay as they are, since they are pytrees of arrays."""
     return jax.tree.map(lambda x: x if is_members(x) or not is_model(x) else split(x), tree, is_leaf=is_model)
 
 
 def _check_model_axes(api: str, fun: Callable[..., Any], args: tuple[Any, ...], axes: tuple[Axes, ...]) -> None:
-    """Raise if a model has more than one axis for all of it, or an ensemble another one than that of its members."""
+    """Raise if `in_axes` gives several axes for one model, or maps an ensemble over an axis other than 0."""
     for i, (value, axes_of_value) in enumerate(zip(args, axes, strict=True)):
         if models_of(axes_of_value):
             name = argument_name(fun, args, i)
-            raise ValueError(f"{api}: in_axes for `{name}` reaches into a model; give one axis for all of it.")
+            raise ValueError(f"{api}: in_axes for `{name}` has axes within a model; give one axis for all of it.")
         leaf_axes = broadcast_axes(axes_of_value, value, is_leaf=is_model)
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(value, is_leaf=is_model), leaf_axes, strict=True):
             if is_members(leaf) and axis not in (0, None):
                 name = leaf_name(argument_name(fun, args, i), path)
-                cure = "whose members are its axis 0; pass 0 to map over them, or None to hand on all of it"
+                cure = "whose members are along axis 0; pass 0 to map over them, or None to pass the whole ensemble"
                 raise ValueError(f"{api}: in_axes is {axis} for the ensemble `{name}`, {cure}.")
 
 
 def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: Any, out_axes: Axes) -> Any:
-    """Evaluate `function` on one slice: models are merged for it, and those that it returns are split."""
+    """Evaluate `function` on one slice: merge the models for it, and split the models that it returns."""
     leaves, treedef = jax.tree.flatten(arrays, is_leaf=_is_stacked)
     ensembles: list[tuple[Any, SplitModel]] = []
     for i, axis in enumerate(broadcast_axes(axes, arrays, is_leaf=_is_stacked)):
@@ -212,10 +215,10 @@ def _evaluate_slice(api: str, function: Callable[..., Any], arrays: Any, axes: A
                 ensembles.append((ensemble, leaves[i]))
     arguments = jax.tree.unflatten(treedef, leaves)
     out, models = call_with_models(function, arguments)
-    # There is one model after the map: what each slice has done to it would be lost, unless it is an output.
+    # After the map there is only one model: changes that each slice makes are lost unless the model is an output.
     why = "which would be lost; return the model as well, or map"
     refuse_changes(f"{api}: the mapped function", function, arguments, models, why, returned=models_of(out))
-    # `call_with_models` returns models in the order of their splits: so each member's split finds its model.
+    # `call_with_models` returns models in the order of their splits, so the index of a member's split is its model's.
     befores = splits_of(arguments)
     members = [(ensemble, before.structure, models[befores.index(before)]) for ensemble, before in ensembles]
 

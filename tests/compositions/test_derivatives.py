@@ -27,7 +27,7 @@ JACOBIANS = pytest.mark.parametrize(
         pytest.param(
             lambda f: jacobian(f, memory_budget="1MB"),
             id="budget",
-            marks=pytest.mark.filterwarnings("ignore:jacobian. memory_budget=977 KiB is kept by this part:UserWarning"),
+            marks=pytest.mark.filterwarnings("ignore:jacobian. memory_budget=977 KiB bounds this part:UserWarning"),
         ),
     ],
 )

@@ -295,7 +295,7 @@ def test_a_module_may_be_returned() -> None:
             {"a": [T[0]]},
             ValueError,
             r"^Dual: the tangent of `primal\['a'\]\[0\]` is an array of shape \(3,\) and dtype float32, but the primal "
-            r"has shape \(2, 3\) and dtype float32; give an array of the same\.$",
+            r"has shape \(2, 3\) and dtype float32; pass an array of that shape and dtype\.$",
         ),
         (
             X,

@@ -194,7 +194,7 @@ def test_equinox_modules_take_part_with_their_arrays() -> None:
 
 def test_references_that_do_not_fit_are_refused() -> None:
     pull = vjp(fun, X, {"a": [2.0, None]})[1]
-    with pytest.raises(TypeError, match=r"^vjp: with_refs must be a tuple with one for each of the 2 primals"):
+    with pytest.raises(TypeError, match=r"^vjp: with_refs must be a tuple with one entry for each of the 2 primals"):
         pull.with_refs(AD.DontWant())
     with pytest.raises(ValueError, match=r"^vjp: with_refs of `tree` has the structure PyTreeDef\(\*\), but"):
         pull.with_refs(AD.GradValue(), AD.DontWant())
@@ -244,8 +244,8 @@ def test_modules_take_part_with_their_parameters() -> None:
     [
         (X, X, TypeError, r"primals must be a tuple with the arguments of fun, but got an array of shape \(2, 3\)"),
         ((), (), TypeError, r"primals must be a tuple with the arguments of fun, but got \(\) of type tuple"),
-        ((X, 1.0), (X,), TypeError, r"tangents must be a tuple with one for each of the 2 primals, but got 1 of them"),
-        ((X,), X, TypeError, r"tangents must be a tuple with one for each of the 1 primals, but got an array"),
+        ((X, 1.0), (X,), TypeError, r"tangents must be a tuple with one entry for each of the 2 primals, but got 1"),
+        ((X,), X, TypeError, r"tangents must be a tuple with one entry for each of the 1 primals, but got an array"),
         (
             (X, {"a": X}),
             (X, {"b": X}),
@@ -260,7 +260,7 @@ def test_modules_take_part_with_their_parameters() -> None:
         ),
         ((X,), (X.astype(np.float16),), ValueError, r"the tangent of `x` is an array .* float16, but .* float32"),
         ((1.0,), (1j,), ValueError, r"the tangent of `x` is 1j of type complex, but the primal has shape \(\)"),
-        ((1.0,), ("a",), ValueError, r"the tangent of `x` is 'a' of type str, but the primal .* give an array of the"),
+        ((1.0,), ("a",), ValueError, r"the tangent of `x` is 'a' of type str, but the primal .* pass an array of"),
         ((X,), (None,), ValueError, r"the tangent of `x` has the structure PyTreeDef\(None\)"),
         ((X, 1), (X, 1), TypeError, r"`y` is .* int.*, which has no derivative; convert it to floating point"),
         (("a",), ("a",), TypeError, r"`x` is 'a' of type str, which has no derivative; let fun close over it"),
@@ -277,7 +277,7 @@ def test_tangents_unlike_the_primals_are_refused(primals: Any, tangents: Any, er
 
 def test_cotangents_and_arguments_of_vjp_are_checked() -> None:
     pull = vjp(fun, X, {"a": [2.0, None]})[1]
-    with pytest.raises(ValueError, match=r"^vjp: cotangent has the structure .*, but the output .* make them alike"):
+    with pytest.raises(ValueError, match=r"^vjp: cotangent has the structure .*, but the output .* make them match"):
         pull(X)
     with pytest.raises(ValueError, match=r"^vjp: the cotangent of output\['out'\] is an array of shape \(3,\)"):
         pull({"out": X[0], "sum": (1.0,)})
@@ -288,10 +288,10 @@ def test_cotangents_and_arguments_of_vjp_are_checked() -> None:
     with pytest.raises(TypeError, match=r"^vjp: `tree\['a'\]\[0\]` is 'a' of type str, which has no derivative"):
         vjp(fun, X, {"a": ["a"]})
     pull = vjp(lambda x: {"x": x, "n": jnp.arange(3)}, X)[1]
-    with pytest.raises(TypeError, match=r"^vjp: `output\['n'\]` is an array of .* int32, but only floating point has"):
+    with pytest.raises(TypeError, match=r"^vjp: `output\['n'\]` is an array of .* int32, but only floating-point"):
         pull(1.0)
     for cotangent in (np.ones(3, np.int32), np.zeros(2, jax.dtypes.float0)):
-        with pytest.raises(TypeError, match=r"^vjp: the cotangent of output\['n'\] is .* give zeros of .*float0"):
+        with pytest.raises(TypeError, match=r"^vjp: the cotangent of output\['n'\] is .* pass zeros of .*float0"):
             pull({"x": X, "n": cotangent})
     with pytest.raises(TypeError, match=r"^vjp: fun must be a function, a bound method or a module"):
         vjp("f", 1.0)

@@ -417,9 +417,9 @@ def test_axes_that_an_ensemble_has_not_are_refused(ens: Ensemble) -> None:
             vmap(call, in_axes)(square)
     with pytest.raises(ValueError, match=r"in_axes is 1 for the ensemble `model\['a'\]`, .* pass 0 to map over them"):
         vmap(call, ({"a": 1},))({"a": square})
-    with pytest.raises(ValueError, match=r"^vmap: in_axes for `model` reaches into a model; give one axis for all of"):
+    with pytest.raises(ValueError, match=r"^vmap: in_axes for `model` has axes within a model; give one axis for all"):
         vmap(call, (jax.tree.map(lambda _: 0, square),))(square)
-    with pytest.raises(ValueError, match=r"in_axes for `model` reaches into a model"):
+    with pytest.raises(ValueError, match=r"in_axes for `model` has axes within a model"):
         vmap(call, ([jax.tree.map(lambda _: 0, ens[0])],))([ens[0]])
     with pytest.raises(ValueError, match=r"axis 0 of argument `model\.trainable.*` has size 3, but .* has size 5"):
         vmap(call)(ens, X)

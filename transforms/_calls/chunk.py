@@ -1,7 +1,7 @@
-"""A mapped function evaluated over one chunk of its axis after another, the results written in place.
+"""Evaluate a mapped function over chunks of the mapped axis, writing the results in place.
 
-The result is allocated once and each chunk is written into it by `lax.dynamic_update_slice` inside a `lax.scan`, which
-XLA does in place. Stacking the chunks instead (`lax.map`) and moving their axis afterwards holds the result twice.
+The result is allocated once. Inside a `lax.scan`, each chunk is written into it by `lax.dynamic_update_slice`, which
+XLA does in place. Stacking the chunks instead (`lax.map`) and moving their axis afterwards would hold the result twice.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ def map_in_chunks(
     size: int,
     chunk_size: int,
 ) -> Any:
-    """Evaluate `mapped(size)(*args)`, `chunk_size` slices at a time; the last chunk holds what remains.
+    """Evaluate `mapped(size)(*args)`, `chunk_size` slices at a time; the last chunk has the remaining slices.
 
     Args:
-      mapped: from a size to the function mapped by `jax.vmap` with these axes over an axis of that size.
-      args: its arguments, with `size` slices.
+      mapped: a function from a size to the function mapped by `jax.vmap`, with these axes, over that many slices.
+      args: the arguments of the mapped function, with `size` slices.
       in_axes: an axis specification for each argument.
-      out_axes: the axis specification of its output.
+      out_axes: the axis specification of the output.
       size: the number of slices, at least 1.
       chunk_size: how many to evaluate at once, at least 1.
     """
     leaves, treedef = jax.tree.flatten(args)
     leaf_axes = broadcast_axes(in_axes, args)
     axes = {i: axis % leaves[i].ndim for i, axis in enumerate(leaf_axes) if axis is not None}
-    # A `jax.Ref` cannot be sliced: each chunk works on a new one, whose values are written back into the user's.
+    # A `jax.Ref` cannot be sliced: each chunk uses a new one, and its values are written back into the user's `Ref`.
     references = [i for i in axes if isinstance(leaves[i], jax.Ref)]
     chunk_size = min(chunk_size, size)
 
-    # By a dynamic start, so that one body serves all chunks: a static one would be a program for each.
+    # The start is dynamic, so that one loop body serves all chunks; a static start would need a program for each.
     def evaluate(start: Any, length: int) -> Any:
         """Return the output for `length` slices from `start` on."""
         slices = list(leaves)
@@ -57,7 +57,7 @@ def map_in_chunks(
             leaves[i][...] = lax.dynamic_update_slice_in_dim(leaves[i][...], slices[i][...], start, axes[i])
         return out
 
-    # Read inside, from the types of the traced output.
+    # Filled inside `first`, from the types of the traced output.
     shardings: list[Any] = []
 
     def first() -> Any:
@@ -67,7 +67,7 @@ def map_in_chunks(
 
     shapes = jax.eval_shape(first)
     out_leaves, out_treedef = jax.tree.flatten(shapes)
-    # Counted on the mapped output, so that a negative axis names the same place as it does for `jax.vmap`.
+    # Resolved with the rank of the mapped output, so that a negative axis means the same as for `jax.vmap`.
     positions = [
         None if axis is None else axis % len(leaf.shape)
         for leaf, axis in zip(out_leaves, broadcast_axes(out_axes, shapes), strict=True)
@@ -83,16 +83,16 @@ def map_in_chunks(
         return write(results, evaluate(start, chunk_size), start), None
 
     results = [
-        # Every number is written below, so that nothing need be cleared; divided among devices as each chunk is.
+        # Every element is written below, so nothing has to be zeroed; sharded like each chunk.
         jnp.empty(_with_size(leaf.shape, axis, size), leaf.dtype, out_sharding=sharding)
         for leaf, axis, sharding in zip(out_leaves, positions, shardings, strict=True)
     ]
-    # The last chunk has its own size: padding it would compute slices for nothing, and split random keys otherwise.
+    # The last chunk may be smaller: padding it would compute unused slices, and would split random keys differently.
     count, remaining = divmod(size, chunk_size)
     results, _ = lax.scan(step, results, jnp.arange(count) * chunk_size)
     if remaining:
         results = write(results, evaluate(count * chunk_size, remaining), count * chunk_size)
-    # `jnp.empty` makes strong types, but `jax.vmap` keeps weak ones.
+    # `jnp.empty` has a strong type, but `jax.vmap` preserves weak types.
     results = [weak_like(result, leaf) for result, leaf in zip(results, out_leaves, strict=True)]
     return _fitted(jax.tree.unflatten(out_treedef, results))
 
@@ -110,7 +110,7 @@ def map_parts_in_chunks(
     parts: int,
     chunk_size: int,
 ) -> Any:
-    """Map in chunks over an axis that is divided among devices, each of which takes slices of its own part.
+    """Map in chunks over an axis that is sharded over devices; each device maps slices of its own shard.
 
     Args:
       mapped: as for `map_in_chunks`.
@@ -118,7 +118,7 @@ def map_parts_in_chunks(
       in_axes: as for `map_in_chunks`.
       out_axes: as for `map_in_chunks`.
       size: as for `map_in_chunks`.
-      parts: how many parts the axis is divided into.
+      parts: how many shards the axis is divided into.
       chunk_size: how many slices to evaluate at once, over all devices.
     """
     leaves, treedef = jax.tree.flatten(args)
@@ -127,8 +127,8 @@ def map_parts_in_chunks(
         for leaf, axis in zip(leaves, broadcast_axes(in_axes, args), strict=True)
     ]
 
-    # A chunk of consecutive slices would lie on one device. So the axis becomes (parts, slices of a part), and every
-    # device takes a chunk of its own part at the same time.
+    # A chunk of consecutive slices would be on one device. So the axis is reshaped to (parts, slices of a part), and
+    # all devices take a chunk of their own part at the same time.
     def split(x: Any, axis: int | None) -> Any:
         return x if axis is None else x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
 
@@ -136,10 +136,10 @@ def map_parts_in_chunks(
         args = jax.tree.unflatten(treedef, leaves)
         return map_in_chunks(mapped, args, in_axes, out_axes, size // parts, -(-chunk_size // parts))
 
-    # The axis of parts goes in front of that of the slices. Counted from the end, that is one place further, since the
-    # inner map has added an axis behind it.
+    # The axis of parts goes directly in front of the axis of slices. A negative axis decreases by one for that, since
+    # the inner map has added the axis of slices after it.
     outer = jax.tree.map(lambda axis: axis if axis >= 0 else axis - 1, out_axes)
-    # Compiled as one program, which goes where its arguments are: outside of one, a new array has no mesh.
+    # Compiled as one program, which runs on the mesh of its arguments; outside of `jit`, a new array has no mesh.
     out = jax.jit(jax.vmap(of_part, leaf_axes, outer))(*map(split, leaves, leaf_axes))
     out_leaves, out_treedef = jax.tree.flatten(out)
 
@@ -151,7 +151,7 @@ def map_parts_in_chunks(
 
 
 def _fitted(tree: Any) -> Any:
-    """Return `tree` with the shapes of sparse arrays, which they keep as static data, changed to fit their arrays."""
+    """Return `tree` with the static shapes of its sparse arrays corrected to match the arrays inside them."""
 
     def fit(x: Any) -> Any:
         if not _is_sparse(x) or not x.n_batch:

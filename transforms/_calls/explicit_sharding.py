@@ -1,8 +1,8 @@
-"""Explicit axes of a mesh: the type of an array contains how it is divided over them.
+"""Explicit axes of a mesh: the sharding over them is part of an array's type.
 
-With them JAX (0.10, 0.11) refuses much of what it does with automatic ones: to map arrays of which some are divided and
-others are not, to map a lookup, to contract what is divided. Where the examples of a batch are divided, one example is
-not: a function of one example needs no such types, and the axes are made automatic inside of it.
+With explicit axes JAX (0.10, 0.11) rejects operations that it allows with automatic ones: mapping over sharded together
+with unsharded arrays, mapping an embedding lookup, contracting a sharded axis. If a batch is sharded over its examples,
+one example is not sharded: so a function of one example runs with these axes made automatic.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .._models.split_model import merge_tree, split_tree
 
 
 def explicit_spec(x: Any) -> PartitionSpec:
-    """Return how an array is divided over explicit axes of a mesh."""
+    """Return the partition spec of an array over explicit axes of a mesh."""
     return jax.typeof(x).sharding.spec if _is_array(x) else PartitionSpec()
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
-    """Return how an array is divided, or None if its mesh has no explicit axes."""
+    """Return the sharding of an array, or None if its mesh has no explicit axes."""
     sharding = jax.typeof(x).sharding
     return sharding if sharding.mesh.explicit_axes else None
 
 
 def explicit_axes(arrays: Any) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """Return how axis 0 is divided over explicit axes of a mesh: in the first array that is, and the axes of all."""
+    """Return the spec of axis 0 in the first array sharded along it, and all mesh axes over which any axis 0 is."""
     entries = [explicit_spec(x)[:1] for x in jax.tree.leaves(arrays)]
     entries = [entry for entry in entries if any(entry)]
     names = dict.fromkeys(name for entry in entries for name in axis_names(entry))
@@ -41,21 +41,21 @@ def explicit_axes(arrays: Any) -> tuple[PartitionSpec, tuple[str, ...]]:
 
 
 def along(axes: Sequence[str], x: Any) -> PartitionSpec:
-    """Return how an array is divided over these explicit axes of a mesh, without the others."""
+    """Return the partition spec of an array over these explicit axes of a mesh, omitting all others."""
     entries = (tuple(name for name in axis_names([entry]) if name in axes) for entry in explicit_spec(x))
     return PartitionSpec(*(entry or None for entry in entries))
 
 
 def divided_as(x: Any, other: Any) -> Any:
-    """Return `x`, divided over explicit axes of a mesh as another array of the same shape."""
+    """Return `x`, resharded over explicit axes of a mesh like another array of the same shape."""
     sharding = jax.typeof(other).sharding
     return x if jax.typeof(x).sharding.spec == sharding.spec else jax.sharding.reshard(x, sharding)
 
 
 def divided_alike(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], int]:
-    """Return arrays to be mapped over `axes`, all divided as the first that is divided there, and the number of parts.
+    """Return the arrays, all sharded along their mapped axis like the first such array, and the number of shards.
 
-    JAX refuses to map arrays that are divided together with others that are not.
+    JAX refuses to map over sharded arrays together with others that are not sharded.
     """
     mapped = [(x, axis % x.ndim) for x, axis in zip(leaves, axes, strict=True) if axis is not None]
     entries = [(x, explicit_spec(x)[axis]) for x, axis in mapped if _is_array(x)]
@@ -63,7 +63,7 @@ def divided_alike(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[li
     if first is None:
         return list(leaves), 1
 
-    # Of a traced array only the form of the mesh is known, which an array that is not traced could not be moved to.
+    # A traced array has only an abstract mesh, to which an array with values could not be moved.
     mesh = jax.typeof(first).sharding.mesh if isinstance(first, Tracer) else first.sharding.mesh
 
     def divided(x: Any, axis: int | None) -> Any:
@@ -92,11 +92,11 @@ def with_automatic(
     """Return `function(*arguments)`, with explicit axes of a mesh made automatic inside, and explicit in the result.
 
     Args:
-      api: what the user called.
-      function: of any pytrees, with models in them too; it may return anything.
-      arguments: its arguments.
-      axes: the axes of the mesh. An array that `function` closes over must not know them.
-      place: from the result to partition specs over these axes, one for each of its arrays.
+      api: the transform's name in errors.
+      function: a function of any pytrees, which may contain models; it may return anything.
+      arguments: the arguments.
+      axes: the axes of the mesh. `function` must not close over an array whose mesh has them.
+      place: a function from the result to partition specs over these axes, one for each array of the result.
     """
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, split_tree(arguments))
     given = Opaque.of(arrays)
@@ -114,16 +114,16 @@ def with_automatic(
         run(leaves)
         return jnp.zeros(())
 
-    undivided = NamedSharding(mesh, PartitionSpec())  # names the mesh, where none is set
+    undivided = NamedSharding(mesh, PartitionSpec())  # passes the mesh, since none may be set
     try:
-        # `auto_axes` wants the shardings of the result in advance, but how that is divided over other explicit axes
-        # shows only in its type inside: so `run` is traced once for the types, and once more for the result.
+        # `auto_axes` needs the shardings of the result in advance, but its sharding over other explicit axes is known
+        # only inside the traced function. So `run` is traced once for the types and once more for the result.
         jax.eval_shape(jax.sharding.auto_axes(run_for_types, axes=tuple(axes), out_sharding=undivided), leaves)
     except ValueError as error:
         if "should match the aval mesh" not in str(error):
             raise
         fact = f"fun closes over an array of a mesh with the explicit axes {', '.join(axes)}"
-        raise ValueError(f"{api}: {fact}; pass it as an argument, or make them automatic (AxisType.Auto).") from error
+        raise ValueError(f"{api}: {fact}; pass it as an argument, or make the axes AxisType.Auto.") from error
     if not found[1]:
         return found[0].value
     shardings = [NamedSharding(mesh, spec) for spec in found[1]]
@@ -136,6 +136,6 @@ def _is_array(x: Any) -> bool:
 
 
 def _merged(kind: Any, spec: PartitionSpec) -> PartitionSpec:
-    """Return how an array is divided over both the explicit axes in its type and those of `spec`."""
+    """Return the partition spec of an array over the explicit axes in its type and the axes of `spec` together."""
     known, others = ([*x, *[None] * kind.ndim][: kind.ndim] for x in (kind.sharding.spec, spec))
     return PartitionSpec(*(tuple(axis_names([x, y])) or None for x, y in zip(others, known, strict=True)))

@@ -1,18 +1,18 @@
-"""Convolutions as matrix products, for XLA's CPU backend, which is slow at many of the convolutions of training.
+"""Convolutions as matrix products, for XLA's CPU backend, where many convolutions of training are slow.
 
-XLA is slow there at convolutions whose weights are mapped over (as for the members of an ensemble), at convolutions
-inside a loop, and at the gradients of both and of pooling; it is fast at large matrix products. Both files take a
-function, trace it, and return a function of the same arguments whose program has products in place of convolutions:
+On CPUs XLA is slow at convolutions whose weights are mapped over (as for the members of an ensemble), at convolutions
+inside a loop, and at the gradients of both and of pooling; it is fast at large matrix products. Both files trace a
+function and return a function of the same arguments whose program has products in place of convolutions:
 
-- `as_products.py` rewrites a function that is not differentiated any more (`convolutions_as_products`): convolutions
+- `as_products.py` rewrites a function that will not be differentiated again (`convolutions_as_products`): convolutions
   of any layout, grouping, stride, dilation and padding become one product each, pooling and its gradient become slices,
   and arrays keep the batch as their innermost axis from one operation to the next;
-- `in_scans.py` rewrites a function that is yet to be differentiated inside a loop (`with_scannable_gradients`):
-  forward convolutions stay where XLA is good at them, and only their derivatives are products.
+- `in_scans.py` rewrites a function that will be differentiated inside a loop (`with_scannable_gradients`): forward
+  convolutions stay if their layout is one at which XLA is fast, and only the derivatives become products.
 
-`convolved` in `as_products.py` is the one place where a convolution becomes a product, in one of three ways: of the
-weights with the patches of the input; of the weights with the whole input, added up shifted for each position of the
-window; or one for each place of a small result. It takes the one that holds the fewest numbers. A convolution that
-cannot be written as a product stays as it is. How the gradient of each example is formed is in
+`convolved` in `as_products.py` turns a convolution into a product, in one of three ways: the weights times the patches
+of the input; the weights times the whole input, whose shifted parts, one for each window position, are added up; or one
+slice of the input for each position of a small result. The choice depends on the sizes of window, result and operands.
+If window and result both have many positions, it stays a convolution. For the gradient of each example, see
 `privacy/_per_example/rules.py`.
 """

@@ -1,13 +1,13 @@
-"""Convolutions as matrix products, and pooling as slices, anywhere in a program: `convolutions_as_products`.
+"""Rewrite convolutions as matrix products and pooling as slices, anywhere in a program: `convolutions_as_products`.
 
-XLA's CPU backend is slow at a convolution whose weights are mapped over, at one inside a loop, and at the gradients of
-both it and of pooling (`select_and_scatter`). It is quick at large matrix products. So here a convolution becomes one
-product with as many shifted slices of its input as its window has positions, side by side ("patches"; for the gradient
-of the input: one product, and its parts added up at shifted places).
+XLA's CPU backend is slow at a convolution whose weights are mapped over, at a convolution inside a loop, and at the
+gradients of convolutions and of pooling (`select_and_scatter`). It is fast at large matrix products. So a convolution
+becomes one product with patches: shifted slices of the input, one for each position of the window, concatenated. For
+the gradient of the input it becomes one product whose parts are added up, each shifted by its position.
 
-Between the axes that are many (positions, batch) the order matters as much: with the batch innermost every slice is a
-run of contiguous numbers. So images are held with channels first and the batch last, through all operations that work
-on elements, and only put back where an operation asks for the order that it was written with.
+The order of the long axes (positions, batch) matters as much: with the batch innermost, every slice is a contiguous
+block of memory. So images are stored with channels first and the batch last, through all elementwise operations, and
+transposed back only where an operation needs the original order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._core.jaxpr import CALLS, ELEMENTWISE, REMAT, at_source, aval, bodies, called, evaluate, interpret, with_inner
 
-# A window of more positions than this stays as it is: each is one slice in the program.
+# Windows with more positions than this are not rewritten, since each position is one slice in the program.
 _MOST_SLICES = 64
 
 WITH_BODIES = frozenset({"scan", "while", "cond"}) | REMAT
 
 
 def convolutions_as_products(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fun` with its convolutions as matrix products and its pooling as slices; equal to rounding.
+    """Return `fun` with convolutions as matrix products and pooling as slices; results are equal to rounding.
 
-    It is for functions that are not differentiated any more: custom derivative rules are lost.
+    Use it only on functions that will not be differentiated again: custom derivative rules are lost.
     """
     return run_by(_run, fun)
 
@@ -69,7 +69,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """Return the results of one operation, permuted arrays among them where it keeps the order of the axes."""
+    """Return the results of one operation; elementwise operations keep permuted arrays permuted."""
     name = eqn.primitive.name
     if name in CALLS and name not in REMAT:
         # Interpreted rather than evaluated, so that permuted arrays pass through calls: activation functions are calls.
@@ -80,7 +80,7 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if name in _PRODUCTS_AND_SLICES:
         with at_source(eqn):
             out = _PRODUCTS_AND_SLICES[name](eqn, *values)
-        if out is not None:  # None: not a case for products, so it is evaluated as it is
+        if out is not None:  # None: the operation is not rewritten, but evaluated below
             return [out]
     order = next((x.order for x in values if isinstance(x, _Permuted)), None)
     arrays = list(map(plain, values))
@@ -91,12 +91,12 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def with_bodies(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> JaxprEqn:
-    """Return the operation with its bodies traced anew, each by `run(jaxpr, consts, args)`."""
+    """Return the operation with each of its bodies replaced by the trace of `run(jaxpr, consts, args)`."""
     return eqn.replace(params={key: _retraced(value, run) for key, value in eqn.params.items()})
 
 
 def _retraced(value: Any, run: Callable[..., list[Any]]) -> Any:
-    """Return a parameter of an operation with the programs in it traced anew, and anything else as it is."""
+    """Return a parameter of an operation with the programs in it retraced, and anything else unchanged."""
     if isinstance(value, (tuple, list)):
         return type(value)(_retraced(x, run) for x in value)
     if not isinstance(value, (ClosedJaxpr, Jaxpr)):
@@ -106,15 +106,15 @@ def _retraced(value: Any, run: Callable[..., list[Any]]) -> Any:
     retraced = jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*avals)
     if isinstance(value, ClosedJaxpr):
         return retraced
-    return value if retraced.consts else retraced.jaxpr  # an open program has no place for constants
+    return value if retraced.consts else retraced.jaxpr  # a `Jaxpr` that is not closed cannot hold constants
 
 
 def plain(x: Any) -> Any:
-    """Return a permuted array with its axes in the order of the program, and anything else as it is."""
+    """Return a permuted array with its axes in the program's order, and anything else unchanged."""
     return lax.transpose(x.array, np.argsort(x.order)) if isinstance(x, _Permuted) else x
 
 
-# XLA removes a transpose that follows its inverse, as where a permuted array is wanted in the order that it has.
+# If a permuted array already has the wanted order, the two transposes are inverse, and XLA removes both.
 def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
     """Return `x` as an array with its axes in the given order."""
     return lax.transpose(plain(x), order)
@@ -124,16 +124,16 @@ def _in_order(x: Any, order: Sequence[int]) -> jax.Array:
 
 
 class _Convolution:
-    """A convolution, with its axes and its settings by their names.
+    """A convolution, with named axes and settings; "places" are spatial axes.
 
     Attributes:
       batch, channels, places: axes of the input.
       features, inputs, window: axes of the weights.
       out_batch, out_features, out_places: axes of the result.
-      sizes: the lengths of the result's places.
-      number: the length of the result's batch.
-      groups: how many groups of channels there are, each for its own features.
-      batches: how many groups of the batch there are, each for its own features.
+      sizes: the spatial shape of the result.
+      number: the batch size of the result.
+      groups: `feature_group_count`, the number of groups of channels, each with its own features.
+      batches: `batch_group_count`, the number of groups of the batch, each with its own features.
     """
 
     def __init__(self, eqn: JaxprEqn) -> None:
@@ -148,16 +148,16 @@ class _Convolution:
         self.batches: int = params["batch_group_count"]
         self.strides, self.padding = params["window_strides"], params["padding"]
         self.spread, self.dilation = params["lhs_dilation"], params["rhs_dilation"]
-        # Parts of a result are added up in at least 32 bits, as XLA adds them.
+        # Partial results are added in at least 32 bits, as in XLA.
         wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
         self._settings = {"precision": params["precision"], "preferred_element_type": wide}
 
     def product(self, left: jax.Array, right: jax.Array, over: Any, along: Any = ((), ())) -> jax.Array:
-        """Return the product summed over some axes of each, for each place along others."""
+        """Return the product of two arrays, contracted over the axes `over` and batched along the axes `along`."""
         return lax.dot_general(left, right, (over, along), **self._settings)
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """Return the input, whose places follow its first axis, with padding, and zeros between for its dilation."""
+        """Return the input, with spatial axes from axis 1 on, padded and dilated with zeros."""
         spread = zip(self.padding, self.spread, strict=True)
         config = [(0, 0, 0), *((low, high, step - 1) for (low, high), step in spread)]
         config += [(0, 0, 0)] * (x.ndim - len(config))
@@ -165,18 +165,18 @@ class _Convolution:
 
 
 def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
-    """Return a convolution as a product; None if its window has too many positions.
+    """Return a convolution as a product; None if it is empty, or window and result both have too many positions.
 
-    Three products give the same. By patches copies the input as many times as the window has positions; by parts
-    computes with the input as it is and copies the result as many times; by results is for the gradient of weights,
-    where the "window" is an image and the result as small as a kernel.
+    Three kinds of product give the same result. By patches: copies the input once for each window position. By parts:
+    uses the input as it is and copies the result once for each window position. By results: for the gradient of
+    weights, where the "window" is an image and the result is as small as a kernel.
     """
     of = _Convolution(eqn)
     lhs_shape, rhs_shape = (aval(x).shape for x in eqn.invars)
     positions, results = math.prod(rhs_shape[i] for i in of.window), math.prod(of.sizes)
     if 0 in (*lhs_shape, *rhs_shape, results) or min(positions, results) > _MOST_SLICES:
         return None
-    # Numbers that each way holds besides its operands, for one position of the window and one example.
+    # The elements that each kind materializes besides its operands, for one window position and one example.
     patches = results * lhs_shape[of.channels]
     parts = math.prod(lhs_shape[i] for i in of.places) * rhs_shape[of.features]
     if positions > results:
@@ -189,7 +189,7 @@ def convolved(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
 
 
 def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
-    """Return one product of the weights with the patches, of shape (positions, channels, places, batch).
+    """Return one product of the weights with patches of shape (positions, channels, places, batch).
 
     out[f, y, b] = Σ over positions k and channels c of w[k, c, f] x[c, y·stride + k·dilation, b].
     """
@@ -208,7 +208,7 @@ def _by_patches(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
 
 
 def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
-    """Return one product of the weights with the input, whose parts, one for each position, are added up shifted.
+    """Return the sum of the shifted parts, one for each window position, of one product of weights and input.
 
     The same sum as by patches, with the channels summed first: parts[k, f, y, b] = Σ over c of w[k, c, f] x[c, y, b].
     """
@@ -218,8 +218,8 @@ def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
     left = w.reshape(math.prod(counts), w.shape[-2], of.groups, -1)
     right = x.reshape(of.groups, -1, math.prod(x.shape[1:]))
     parts = of.product(left, right, ((1,), (1,)), ((2,), (0,))).swapaxes(0, 1).reshape(*counts, -1, *x.shape[1:])
-    # One axis of the window after another: the first axis of `parts` holds the positions along it, and goes.
-    axis = len(counts)  # of the places along it, once its positions are gone
+    # Sum over one window axis at a time: the first axis of `parts` has the positions along it, and is summed away.
+    axis = len(counts)  # the spatial axis for this window axis, after its positions are summed away
     for i, (size, count) in enumerate(zip(of.sizes, counts, strict=True)):
         begin, length = of.padding[i][0], (size - 1) * of.strides[i] + 1
         shifted = [
@@ -231,9 +231,10 @@ def _by_parts(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
 
 
 def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
-    """Return the product for a window larger than the result, with one slice of the input for each place of the result.
+    """Return one product of the weights with slices of the input, one for each position of the result.
 
-    In the gradient of weights the output's cotangent is the window, and the result has the size of a kernel.
+    For a window larger than the result: in the gradient of weights the window is the output's cotangent, and the result
+    is as large as a kernel.
     """
     x = of.padded(_in_order(lhs, (of.batch, *of.places, of.channels)))
     w = _in_order(rhs, (of.features, *of.window, of.inputs))
@@ -252,12 +253,12 @@ def _by_results(of: _Convolution, lhs: Any, rhs: Any) -> _Permuted:
 def _slices(
     x: jax.Array, steps: Sequence[int], counts: Sequence[int], strides: Sequence[int], sizes: Sequence[int]
 ) -> jax.Array:
-    """Return slices of the axes after the first, shifted by `steps` for each position, stacked along a new axis 0.
+    """Return slices along the axes after the first, shifted by `steps` for each position, stacked along a new axis 0.
 
-    One axis after another, since XLA computes the operations that lead to `x` once more for each slice of it.
+    It slices one axis at a time, since XLA recomputes the operations that produce `x` for each slice of it.
     """
     for i in reversed(range(len(counts))):
-        axis = len(counts)  # of the place, behind the new axes and the first
+        axis = len(counts)  # the spatial axis, after the new axes and the first
         begins = [position * steps[i] for position in range(counts[i])]
         length = (sizes[i] - 1) * strides[i] + 1
         x = jnp.stack([lax.slice_in_dim(x, begin, begin + length, strides[i], axis) for begin in begins])
@@ -265,9 +266,9 @@ def _slices(
 
 
 def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, stride: int) -> jax.Array:
-    """Return every `stride`-th of `length` places along an axis: `x` from `begin` on, each `dilation`, else zero."""
+    """Return zeros of `length` along an axis with `x` at `begin`, `begin + dilation`, ..., sliced by `stride`."""
     config = [(0, 0, 0)] * x.ndim
-    # A negative padding cuts off what falls outside.
+    # Negative padding crops elements that fall outside.
     config[axis] = (begin, length - begin - (x.shape[axis] - 1) * dilation - 1, dilation - 1)
     return lax.slice_in_dim(lax.pad(x, jnp.zeros((), x.dtype), config), 0, None, stride, axis)
 
@@ -276,7 +277,7 @@ def _placed(x: jax.Array, axis: int, begin: int, dilation: int, length: int, str
 
 
 def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], jax.Array], empty: float) -> Any:
-    """Return the slices of a window, combined element by element; None for large windows, and for other than floats."""
+    """Return the slices of a window, combined elementwise; None for large windows, empty arrays and integers."""
     order = x.order if isinstance(x, _Permuted) else tuple(range(len(x.shape)))
     x = _in_order(x, order)
     window, strides, padding, base, dilation = (
@@ -295,7 +296,7 @@ def _pool(eqn: JaxprEqn, x: Any, *, combine: Callable[[jax.Array, jax.Array], ja
 def _window_slices(
     x: jax.Array, window: Sequence[int], strides: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """Return for each position of a window the elements that are there."""
+    """Return for each position of a window the slice of `x` at that position of all windows."""
     found = []
     for position in itertools.product(*map(range, window)):
         start = [i * step for i, step in zip(position, dilation, strict=True)]
@@ -305,7 +306,7 @@ def _window_slices(
 
 
 def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
-    """Return the gradient of a maximum over windows: each goes to the first element that is it."""
+    """Return the gradient of max pooling: each cotangent goes to the first element that equals the maximum."""
     params = eqn.params
     given = next((x for x in (operand, source) if isinstance(x, _Permuted)), None)
     order = given.order if given else tuple(range(len(operand.shape)))
@@ -316,13 +317,13 @@ def _scatter(eqn: JaxprEqn, source: Any, operand: Any) -> Any:
     other_kind = params["select_prim"].name != "ge" or any(map(any, padding))
     if other_kind or math.prod(window) > _MOST_SLICES or 0 in source.shape:
         return None
-    # As XLA selects: an element stays while it is not less than the next, so that of equal ones the first is chosen.
+    # As in XLA: an element stays selected while it is not less than the next, so the first of equal elements is chosen.
     best, *others = _window_slices(operand, window, strides, [1] * len(window), source.shape)
     chosen = jnp.zeros(best.shape, jnp.int8)
     for i, other in enumerate(others, 1):
         stays = best >= other
         best, chosen = jnp.where(stays, best, other), jnp.where(stays, chosen, jnp.int8(i))
-    # For each position of the window the cotangents that go there, `stride` apart; padding below zero cuts off.
+    # For each window position, spread the cotangents of that position by `stride`; negative padding crops.
     parts = []
     for i, position in enumerate(itertools.product(*map(range, window))):
         lengths = zip(position, strides, source.shape, operand.shape, strict=True)

@@ -1,7 +1,7 @@
-"""Convolutions whose derivatives are quick inside a loop on a CPU: `with_scannable_gradients`.
+"""Convolutions whose derivatives are fast inside a loop on a CPU: `with_scannable_gradients`.
 
-XLA's CPU backend computes a convolution inside a loop well if its axes are in one order, channels last. Its gradients
-are convolutions of other orders, many times slower than outside of the loop.
+XLA's CPU backend computes a convolution inside a loop fast only in one layout, channels last. The gradients are
+convolutions in other layouts, many times slower than outside a loop.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .as_products import WITH_BODIES, convolved, has_convolution, plain, run_by,
 def with_scannable_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fun` with convolutions whose derivatives are products, for a loop on a CPU; equal to rounding.
 
-    Convolutions in the layout that XLA computes as it is stay, and so do custom derivative rules and what is inside.
+    Forward convolutions stay if their layout is channels last. Custom derivative rules are left unchanged.
     """
     return run_by(partial(interpret, visit=_visit), fun)
 
 
 def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """Return the results of one operation, with convolutions replaced in it."""
+    """Return the results of one operation, with the convolutions in it replaced."""
     name = eqn.primitive.name
     if name == "conv_general_dilated":
         with at_source(eqn):
@@ -43,15 +43,15 @@ def _visit(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
-    """Return a convolution whose derivatives are products: it is linear in each operand, so they are convolutions too.
+    """Return a convolution whose derivatives are products; since it is bilinear, they are convolutions too.
 
-    Slices of the operand are recomputed where they are needed: held, they would be as many copies as the window has
-    positions. Half precision is added up in single, as XLA does.
+    Slices of the operand are recomputed where needed: stored, they would copy it once for each window position. Half
+    precision is accumulated in single precision, as in XLA.
     """
     half = jnp.issubdtype(lhs.dtype, jnp.floating) and jnp.finfo(lhs.dtype).bits < 32
     by_xla = partial(eqn.primitive.bind, **eqn.params)
 
-    # Without barriers against common subexpressions, as JAX advises for the body of a scan, where they only cost time.
+    # No barriers against common-subexpression elimination, as JAX advises for a scan body, where they only cost time.
     @partial(jax.checkpoint, prevent_cse=False)
     def as_products(lhs: Any, rhs: Any) -> Any:
         operands = (x.astype(jnp.float32) if half else x for x in (lhs, rhs))
@@ -66,8 +66,8 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
     def _(primals: Any, tangents: Any) -> Any:
         """Return the convolution and its derivative, by the product rule."""
         (lhs, rhs), (lhs_tangent, rhs_tangent) = primals, tangents
-        # The product rule, d(x * w) = dx * w + x * dw. An operand that is not differentiated costs nothing: its tangent
-        # is a symbolic zero.
+        # The product rule, d(x * w) = dx * w + x * dw. An operand that is not differentiated has a symbolic zero as its
+        # tangent, and costs nothing.
         terms = []
         if not isinstance(lhs_tangent, SymbolicZero):
             terms.append(as_products(lhs_tangent, rhs))
@@ -79,7 +79,7 @@ def _convolve(eqn: JaxprEqn, lhs: Any, rhs: Any) -> Any:
 
 
 def _is_channels_last(eqn: JaxprEqn) -> bool:
-    """Return whether a convolution has layout NHWC for images and HWIO for weights, at which XLA is quick in loops."""
+    """Return whether a convolution has layout NHWC for images and HWIO for weights, which is fast in loops."""
     lhs, rhs, out = eqn.params["dimension_numbers"]
     places = tuple(range(1, len(lhs) - 1))
     last = (0, len(lhs) - 1, *places)

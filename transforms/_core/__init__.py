@@ -1,21 +1,21 @@
-"""Tools that every transform uses; nothing in this folder knows about models.
+"""Tools that every transform uses; none of them depends on models.
 
-Before anything is traced, a transform checks what its user wrote:
+Checks of the user's arguments, before anything is traced:
 
-- `arguments.py` checks options and `argnums`, names arguments and leaves in errors, and lets a wrapper keep the
-  signature of what it wraps;
-- `axes.py` checks `in_axes` and `out_axes` against the arguments and finds the one size of all mapped axes;
+- `arguments.py` checks options and `argnums`, names arguments and leaves in errors, and gives a wrapper the signature
+  of the function that it wraps;
+- `axes.py` checks `in_axes` and `out_axes` against the arguments, and that all mapped axes have the same size;
 - `prng.py` recognizes random keys.
 
-How a memory budget becomes a chunk size is in `memory.py`: a chunk is tried by compiling it and asking XLA for the size
-of its temporaries.
+`memory.py` turns a memory budget into a chunk size: it compiles the program for a few chunk sizes and reads the size of
+the temporaries from XLA's memory analysis.
 
-Programs (jaxprs) are read, not run, in many places:
+Work on programs (jaxprs):
 
-- `jaxpr.py` is the one interpreter over them: the caller passes in what each operation means;
-- `source_lines.py` finds the user's own line of source behind an operation;
-- `weak_types.py` keeps JAX's weak types where a transform rebuilds an array.
+- `jaxpr.py` has the one interpreter for them; the caller passes a function that evaluates each operation;
+- `source_lines.py` finds the line of the user's source that an operation comes from;
+- `weak_types.py` keeps JAX's weak types when a transform rebuilds an array.
 
-What depends on versions and machines is in two files: `compat.py` holds the imports from JAX whose place changes
-between versions, and `machine.py` finds the processor and its number of cores.
+Dependence on versions and machines: `compat.py` holds the imports from JAX that move between versions, `machine.py`
+finds the processor and its number of cores, and `version.py` is the version of the library.
 """

@@ -1,4 +1,4 @@
-"""Arguments of a user's function: which are selected, and what to call them in an error."""
+"""Checks of arguments and options, and names for arguments in errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_callable(api: str, fun: Any, name: str = "fun") -> None:
 
 
 def describe(value: Any) -> str:
-    """Return a short description of a value for an error: its type, and its shape and dtype where it has them."""
+    """Return a short description of a value for an error: shape and dtype of an array, else the value and its type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     if value is None:
@@ -32,15 +32,15 @@ def describe(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """Return `repr(value)`, cut where it is long: that of a module takes dozens of lines."""
+    """Return `repr(value)`, truncated to one line: the repr of a module has dozens of lines."""
     line, _, more = repr(value).partition("\n")
     return f"{line[:100]}..." if more or len(line) > 100 else line
 
 
 def argument_name(fun: Any, args: Sequence[Any], position: int) -> str:
-    """Return the name that `fun` gives its positional argument `position`, or its number where it has none."""
+    """Return the name of a positional argument in the signature of `fun`, or "argument 2" if there is none."""
     try:
-        # Only for errors: to read a signature takes longer than most checks.
+        # Call this for errors only: reading a signature takes longer than most checks.
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # many builtins have no signature
         return f"argument {position}"
@@ -58,7 +58,7 @@ def leaf_name(name: str, path: tuple[Any, ...]) -> str:
 
 
 def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, ...]:
-    """Return the positions that `argnums` selects, not yet resolved against a call; raise if it can select none."""
+    """Return `argnums` as a tuple of ints, negative ones not yet resolved; raise if it is empty or malformed."""
     sequence = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not sequence:
         raise ValueError(f"{api}: {name} is empty; name at least one positional argument.")
@@ -70,12 +70,12 @@ def check_argnums(api: str, argnums: Any, name: str = "argnums") -> tuple[int, .
 
 
 def is_int(x: Any) -> bool:
-    """Return whether `x` is an int of Python or NumPy; arrays and booleans, which have `__index__` too, are not."""
+    """Return whether `x` is a Python or NumPy int; arrays and booleans, which also have `__index__`, are not."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> None:
-    """Raise if a count is not an int or is too small; an optional one may be None."""
+    """Raise if a count is not an int or is below `least`; with `optional` it may be None."""
     if value is None and optional:
         return
     if not is_int(value):
@@ -85,21 +85,21 @@ def check_count(api: str, name: str, value: Any, least: int = 1, *, optional: bo
 
 
 def is_real(value: Any) -> bool:
-    """Return whether a value is a real number of Python or NumPy; booleans and arrays are not."""
+    """Return whether a value is a real Python or NumPy number; booleans and arrays are not."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def check_number(api: str, name: str, value: Any, fits: Callable[[float], bool], what: str) -> float:
-    """Return `value` as a Python float, exactly; raise if it is not a number or does not fit.
+    """Return `value` as a Python float, exactly; raise if it is not a number or not allowed.
 
-    A Python float, since an expression with a NumPy scalar of half precision would be computed in half precision.
+    The result is a Python float because JAX would compute with a NumPy scalar of half precision in half precision.
 
     Args:
-      api: what to call the caller in an error.
-      name: what the caller calls the value.
-      value: a number, or a 0-d array with one.
-      fits: whether a number is allowed.
-      what: which numbers are, for the error.
+      api: the caller's name in errors.
+      name: the name of the argument.
+      value: a number, or a 0-d array.
+      fits: returns whether a number is allowed.
+      what: a description of the allowed numbers, for the error.
     """
     scalar = isinstance(value, (jax.Array, np.ndarray)) and value.shape == () and jnp.issubdtype(value.dtype, np.number)
     if not (scalar or is_real(value)):
@@ -124,9 +124,9 @@ def resolve_argnums(
     for position in positions:
         if not -count <= position < count:
             fact = f"selects argument {position}, but the call has {count} positional argument(s)"
-            raise ValueError(f"{api}: {name} {fact}; pass those that it selects by position, not by keyword.")
+            raise ValueError(f"{api}: {name} {fact}; pass the selected arguments by position, not by keyword.")
     resolved = tuple(position % count for position in positions)
-    # `check_argnums` refused equal positions, but 1 and -1 are one argument in a call with two.
+    # `check_argnums` has refused equal positions, but 1 and -1 are the same argument in a call with two arguments.
     if len(set(resolved)) < len(resolved):
         twice = argument_name(fun, args, max(resolved, key=resolved.count))
         raise ValueError(f"{api}: {name}={positions!r} names argument `{twice}` twice in this call; name each once.")
@@ -134,7 +134,7 @@ def resolve_argnums(
 
 
 def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[Any]) -> int:
-    """Return the size of axis 0 of all arrays that `batch_argnums` selects; raise if they have several."""
+    """Return the size of axis 0 of all arrays that `batch_argnums` selects; raise if sizes differ."""
     sizes: dict[str, int] = {}
     for i in positions:
         for path, leaf in leaves_with_path(args[i]):
@@ -145,11 +145,11 @@ def count_examples(api: str, fun: Any, positions: Sequence[int], args: Sequence[
             sizes[name] = leaf.shape[0]
     if not sizes:
         raise ValueError(f"{api}: the arguments of batch_argnums hold no array, so there are no examples; pass some.")
-    # The first array is what the others are compared with.
+    # All others are compared with the first array.
     first, size = next(iter(sizes.items()))
     for name, other in sizes.items():
         if other != size:
-            raise ValueError(f"{api}: `{first}` has {size} examples, but `{name}` has {other}; pass as many in each.")
+            raise ValueError(f"{api}: `{first}` has {size} examples, but `{name}` has {other}; pass the same number.")
     return size
 
 
@@ -159,12 +159,11 @@ def wrap_like(
     wrapper: Callable[..., Any],
     rebuild: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Give `wrapper` the signature of `fun`, and a name and docstring that tell what it wraps; return it.
+    """Give `wrapper` the signature of `fun` and a name and docstring that mention it; return `wrapper`.
 
-    Where `wrapper` is a transform of `fun`, `rebuild` applies the same transform to another function: see
-    `transform_of`.
+    If `wrapper` is a transform of `fun`, `rebuild` applies the same transform to another function; see `transform_of`.
     """
-    # Sets `__wrapped__`, from which `inspect.signature` takes the signature; names and docstring are our own.
+    # This sets `__wrapped__`, from which `inspect.signature` reads the signature; names and docstring are set below.
     functools.update_wrapper(wrapper, fun, assigned=(), updated=())
     name = getattr(fun, "__name__", type(fun).__name__)
     wrapper.__name__ = wrapper.__qualname__ = f"{api}({name})"
@@ -174,10 +173,10 @@ def wrap_like(
 
 
 def transform_of(wrapper: Any) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]] | None:
-    """Return the function inside a transform or partial, and how to rebuild it around another; None for all else."""
+    """Return the function inside a transform or partial, and a function that applies it to another; None otherwise."""
     if isinstance(wrapper, functools.partial):
         return wrapper.func, lambda fun: functools.partial(fun, *wrapper.args, **wrapper.keywords)
-    # A decorator such as `functools.wraps` may have copied the attributes of a transform onto a function of its own,
-    # which does more than the transform: the wrapper in the pair tells them apart.
+    # A decorator such as `functools.wraps` may copy the attributes of a transform to another function, which does more
+    # than the transform. Hence the check that the wrapper in the pair is this one.
     pair: Any = getattr(wrapper, "_plurax_rebuild", None)
     return (wrapper.__wrapped__, pair[1]) if pair and pair[0] is wrapper and pair[1] else None

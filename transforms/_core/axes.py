@@ -1,4 +1,4 @@
-"""The axis specifications of `vmap`: which axis of which leaf is mapped, checked with the arguments' own names."""
+"""Axis specifications of `vmap` (`in_axes`, `out_axes`), checked against the arguments, with errors that name them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from .arguments import argument_name, describe, is_int, leaf_name
 
-Axes = Any  # int, None, or a nested container of them: a prefix of what it describes
+Axes = Any  # int, None, or a nested container of them that is a prefix of the tree it is for
 _ALIKE = "use the same containers and keys, or one int for all of it"
 
 
 def is_axis(x: Any) -> bool:
-    """Return whether `x` names an axis, or is None, for no axis."""
+    """Return whether `x` is an int (an axis) or None (no axis)."""
     return x is None or is_int(x)
 
 
@@ -41,7 +41,7 @@ def axes_per_argument(api: str, in_axes: Axes, args: Sequence[Any]) -> tuple[Axe
         return (in_axes,) * len(args)
     if len(in_axes) != len(args):
         counts = f"{len(in_axes)} entries, but the call has {len(args)} positional argument(s)"
-        raise ValueError(f"{api}: in_axes has {counts}; give one entry for each, None for one that is shared.")
+        raise ValueError(f"{api}: in_axes has {counts}; give one entry for each, None for a shared one.")
     return tuple(in_axes)
 
 
@@ -49,7 +49,7 @@ def broadcast_axes(axes: Axes, tree: Any, is_leaf: Callable[[Any], bool] | None 
     """Return the axis of each leaf of `tree`; JAX raises a `ValueError` where `axes` is not a prefix of it."""
     found: list[Any] = []
 
-    # `jax.tree.map` over a prefix passes the whole subtree below each of its leaves.
+    # `jax.tree.map` over a prefix calls `collect` with each leaf of the prefix and the subtree at its place.
     def collect(axis: Any, subtree: Any) -> None:
         found.extend([axis] * len(jax.tree.leaves(subtree, is_leaf=is_leaf)))
 
@@ -67,9 +67,9 @@ def mapped_size(
     axis_size: int | None,
     given_by: str = "axis_size",
 ) -> int:
-    """Return the one size of all mapped axes; raise at the first leaf that does not fit.
+    """Return the common size of all mapped axes; raise at the first leaf that does not fit.
 
-    `given_by` names, in an error, where `axis_size` comes from.
+    `given_by` is the source of `axis_size` in errors.
 
     Raises:
       ValueError: an axis specification is not a prefix of its argument, an axis is out of range, two mapped axes have
@@ -79,7 +79,7 @@ def mapped_size(
     mapped: list[tuple[int | str, Any, Axes]] = [(i, *each) for i, each in enumerate(zip(args, axes, strict=True))]
     mapped += [(keyword, value, keyword_axis) for keyword, value in kwargs.items()]
 
-    # Names are made for errors only: to find one reads the signature of `fun`, which takes longer than the check.
+    # Names are made for errors only: they need the signature of `fun`, and reading that takes longer than the check.
     def name(argument: int | str, path: tuple[Any, ...] = ()) -> str:
         return leaf_name(argument if isinstance(argument, str) else argument_name(fun, args, argument), path)
 
@@ -92,7 +92,7 @@ def mapped_size(
         except (ValueError, TypeError, KeyError):
             fact = f"{axes_of_value!r}, which is not a prefix of its structure {jax.tree.structure(value)}"
             raise ValueError(f"{api}: in_axes for argument `{name(argument)}` is {fact}; {_ALIKE}.") from None
-        # Positional arguments come first, so that of two which differ the latter is by keyword if any is.
+        # Positional arguments come first: if one of two that differ was passed by keyword, it is the second.
         or_shared = ", or pass None for an argument that is shared"
         if isinstance(argument, str):
             or_shared = ", or bind shared keyword arguments with functools.partial, since all are mapped over axis 0"
@@ -117,7 +117,7 @@ def mapped_size(
 
 
 def check_out_axes(api: str, out_axes: Axes, out: Any, fixed: Callable[[Any], bool]) -> None:
-    """Raise if `out_axes` does not fit the output for one slice; what is `fixed` is stacked along axis 0 only."""
+    """Raise if `out_axes` does not fit the output for one slice; leaves that are `fixed` need axis 0."""
     try:
         axes = broadcast_axes(out_axes, out, is_leaf=fixed)
     except (ValueError, TypeError, KeyError):
@@ -129,7 +129,7 @@ def check_out_axes(api: str, out_axes: Axes, out: Any, fixed: Callable[[Any], bo
                 name = leaf_name("the model at output", path)
                 raise ValueError(f"{api}: out_axes is {axis} for {name}; models are stacked along axis 0, so pass 0.")
             continue
-        rank = np.ndim(leaf) + 1  # with the mapped axis, on which `out_axes` counts
+        rank = np.ndim(leaf) + 1  # `out_axes` counts the mapped axis too
         if axis is not None and not -rank <= axis < rank:
             name = leaf_name("output", path)
             cure = f"name one from {-rank} to {rank - 1}"

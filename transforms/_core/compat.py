@@ -1,4 +1,4 @@
-"""The imports from JAX whose place changes between versions, and what it raises where, in one file."""
+"""Everything that depends on the version of JAX: imports that move, private attributes, and classes of errors."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ from jax.tree_util import PyTreeDef, default_registry
 # The class of functions under `jax.jit`, which has no public name.
 Jitted: Any = type(jax.jit(len))
 
-# What is raised where a function that is traced asks for a value: it branches on one, or hands an array to NumPy.
+# The errors that JAX raises if a traced function needs a value: to branch on it, or to pass an array to NumPy.
 NeedsValues = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -33,19 +33,19 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Return the axes of the `shard_map` around us over whose devices an array, or an abstract value, differs."""
+    """Return the mesh axes of the surrounding `shard_map` over which an array, or an abstract value, varies."""
     differs = (x if hasattr(x, "manual_axis_type") else jax.typeof(x)).manual_axis_type
     return differs.varying if differs else frozenset()
 
 
 def varying(x: Any, axes: Iterable[str]) -> Any:
-    """Return an array as one that differs over the devices of these axes, so that each has a gradient of its own."""
-    missing = tuple(sorted(set(axes) - varying_axes(x)))  # `pcast` refuses axes over which it differs already
+    """Mark an array as varying over these mesh axes, so that each device has its own gradient."""
+    missing = tuple(sorted(set(axes) - varying_axes(x)))  # `pcast` refuses axes over which it already varies
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def one_of(examples: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of one of some examples, and over which devices of a `shard_map` they differ."""
+    """Return the shape and dtype of one example of a batch; inside a `shard_map` it varies over the same axes."""
     shape, dtype, kind = examples.shape[1:], jax.dtypes.result_type(examples), jax.typeof(examples)
     if not varying_axes(kind):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -54,10 +54,10 @@ def one_of(examples: Any) -> jax.ShapeDtypeStruct:
 
 
 def is_repeated(tracer: Tracer) -> bool:
-    """Return whether a vmap, a derivative or a loop is being traced around a tracer, as far as JAX tells.
+    """Return whether a tracer belongs to a trace inside a vmap, a derivative or a loop, as far as JAX shows.
 
-    The attributes that are read here are private to JAX. They are used for a warning only (see `memory.py`), which is
-    not given where one is missing.
+    The attributes read here are private to JAX. The result is used for a warning only (see `memory.py`), which is
+    omitted if an attribute is missing.
     """
     trace: Any = getattr(tracer, "_trace", None)
     while trace is not None:
@@ -72,7 +72,7 @@ _REPEATING = {"BatchTrace", "JVPTrace", "LinearizeTrace", "scan", "fori_loop", "
 
 
 def serialized(compiled: Any) -> bytes:
-    """Return a compiled program as bytes; one that calls back into Python has none, and raises one of many errors."""
+    """Return a compiled program as bytes; a program that calls back into Python raises one of many kinds of error."""
     from jax.experimental.serialize_executable import serialize
 
     payload, _, _ = serialize(compiled)
@@ -80,29 +80,29 @@ def serialized(compiled: Any) -> bytes:
 
 
 def loaded(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Any:
-    """Return the compiled program that `serialized` gave, on these devices; reading it runs the code in it."""
+    """Load the compiled program that `serialized` returned onto these devices; this can run code in `payload`."""
     from jax.experimental.serialize_executable import deserialize_and_load
 
     return deserialize_and_load(payload, in_tree, out_tree, backend=devices[0].client, execution_devices=tuple(devices))
 
 
 def devices_of(compiled: Any) -> list[Any]:
-    """Return the devices of a compiled program, in its order."""
+    """Return the devices of a compiled program, in the program's order."""
     return list(compiled.runtime_executable().local_devices())
 
 
 def lowered_for(lowered: Any) -> list[Any]:
-    """Return the devices of a lowered program, in its order: its text does not name them."""
-    found = getattr(lowered._lowering, "_device_list", None)  # private to JAX, but spares a compilation
+    """Return the devices of a lowered program, in the program's order; its text does not contain them."""
+    found = getattr(lowered._lowering, "_device_list", None)  # private to JAX, but saves a compilation
     return devices_of(lowered.compile()) if found is None else list(found)
 
 
 def inside_a_transform() -> bool:
-    """Return whether a `jax.jit`, `jax.grad`, `jax.vmap` or the like is around us, whatever our arguments are."""
+    """Return whether a `jax.jit`, `jax.grad`, `jax.vmap` or the like is being traced, whatever the arguments are."""
     return get_opaque_trace_state() != _outside()
 
 
-# Cached, since it never changes and `inside_a_transform` is asked at each call.
+# Cached, since it never changes and `inside_a_transform` runs at each call.
 @functools.cache
 def _outside() -> Any:
     with eval_context():
@@ -115,14 +115,14 @@ def node(kind: type, static: Any, children: Sequence[Any]) -> Any:
 
 
 def forget_cache() -> None:
-    """Let JAX look anew where its persistent cache is: it does so once, when it first compiles."""
+    """Make JAX read the location of its persistent cache again: it does so only at the first compilation."""
     from jax.experimental.compilation_cache import compilation_cache
 
     compilation_cache.reset_cache()
 
 
 def sparse_product(name: str) -> Callable[..., Any] | None:
-    """Return the function that JAX lowers a product with a `BCOO` or `BCSR` to, by the name of the primitive."""
+    """Return the function that implements the primitive of this name, a product with a `BCOO` or `BCSR`, or None."""
     kind = name.removesuffix("_dot_general")
     if kind not in ("bcoo", "bcsr"):
         return None

@@ -1,4 +1,4 @@
-"""One small interpreter over jaxprs: what an operation does is passed in."""
+"""An interpreter for jaxprs, with the evaluation of each operation passed in, and sets of primitives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS = {
     **dict.fromkeys(REMAT, "jaxpr"),
 }
 
-# Operations whose results are their first operands, be it on other devices or in another layout.
+# Operations whose results equal their first operands, possibly on other devices or in another layout.
 IDENTITIES = frozenset(
     """
     copy copy_p device_put dce_sink layout_constraint mesh_cast name optimization_barrier pcast pin pvary preduced
@@ -29,7 +29,7 @@ IDENTITIES = frozenset(
     """.split()  # noqa: SIM905 (words read better)
 )
 
-# Operations whose result has at each position a function of the operands' numbers at that position alone.
+# Operations whose result at each position depends only on the operands at that position.
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type
@@ -48,18 +48,18 @@ def interpret(
     visit: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> list[Any]:
-    """Go through a program, operation by operation.
+    """Interpret a program, operation by operation.
 
     Args:
       jaxpr: the program.
       consts: the values of its constants.
-      args: the interpreter's value for each of its arguments: anything, such as an array, or a pair of an array and its
-        Taylor coefficients.
-      visit: from an operation and the values of its operands to the values of its results.
-      constant: from a constant or a literal to its value.
+      args: the interpreter's value for each argument of the program: anything, such as an array, or a pair of an array
+        and its Taylor coefficients.
+      visit: a function from an operation and the values of its operands to the values of its results.
+      constant: a function from a constant or a literal to its value.
 
     Returns:
-      The value of each of its outputs.
+      The value of each output of the program.
     """
     known = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     known |= zip(jaxpr.invars, args, strict=True)
@@ -73,33 +73,33 @@ def interpret(
 
 
 def evaluate(eqn: JaxprEqn, *values: Any) -> list[Any]:
-    """Return the results of one operation on arrays, with its own scopes and source line."""
+    """Return the results of one operation on arrays, recorded with the operation's named scopes and source line."""
     with at_source(eqn):
-        # Some, such as `custom_jvp_call`, are bound with functions where the jaxpr holds programs.
+        # Some primitives, such as `custom_jvp_call`, are bound with functions where the jaxpr holds programs.
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def at_source(eqn: JaxprEqn) -> AbstractContextManager[None]:
-    """Return a context in which all that is computed has the named scopes and the source line of an operation."""
+    """Return a context in which new operations get the named scopes and the source line of an operation."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
 def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
-    """Return the program that one of the operations in `CALLS` calls, and its constants."""
+    """Return the program that an operation in `CALLS` calls, and the program's constants."""
     body = eqn.params[CALLS[eqn.primitive.name]]
-    return getattr(body, "jaxpr", body), getattr(body, "consts", ())  # that of `checkpoint` is not closed
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())  # `checkpoint` holds a `Jaxpr`, not a closed one
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the programs inside an operation: those it calls, repeats or chooses from."""
+    """Return the programs inside an operation, such as the body of a loop or the branches of a `cond`."""
     found = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
     return [x for x in found if isinstance(x, Jaxpr)]
 
 
 def with_inner(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yield operations, each followed by those in its bodies, at any depth."""
+    """Yield operations, each followed by the operations in its bodies, at any depth."""
     for eqn in eqns:
         yield eqn
         for body in bodies(eqn):
@@ -107,7 +107,7 @@ def with_inner(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def holds_refs(eqn: JaxprEqn) -> bool:
-    """Return whether an operation takes or gives a `jax.Ref`."""
+    """Return whether an operation takes or returns a `jax.Ref`."""
     return any(isinstance(aval(x), jax.ref.AbstractRef) for x in (*eqn.invars, *eqn.outvars))
 
 

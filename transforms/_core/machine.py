@@ -1,4 +1,4 @@
-"""The machine, as far as times depend on it: the model of its processor, and its number of cores."""
+"""The model of the processor and the number of cores, on which measured times depend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Return the model of the processor, where the system has it: JAX calls every model a "cpu"."""
+    """Return the model of the processor if the system reports it; JAX calls every model "cpu"."""
     try:
         found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     except OSError:  # not Linux
@@ -19,5 +19,5 @@ def processor() -> str:
 
 def cores() -> int:
     """Return how many cores this process may use."""
-    # In a container or under `taskset` these are fewer than the machine has; macOS and Windows do not tell.
+    # In a container or under `taskset` it may use fewer than the machine has; macOS and Windows do not report this.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

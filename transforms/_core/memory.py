@@ -1,7 +1,7 @@
-"""A memory budget: the largest chunk whose compiled temporaries fit into it.
+"""Memory budgets: find the largest chunk whose compiled temporaries fit.
 
-The memory that a program needs is what XLA reports once it is compiled. Nothing is run or allocated for that, so it
-works inside other traces, where there are shapes only.
+XLA reports the memory of a program after compiling it. This runs and allocates nothing, so it also works while another
+transform traces, when only shapes are known.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .compat import NeedsValues, Tracer, is_repeated
 _UNITS = {f"{prefix}b": 1000**i for i, prefix in enumerate(["", "k", "m", "g", "t"])}
 _UNITS |= {f"{prefix}ib": 1024**i for i, prefix in enumerate(["k", "m", "g", "t"], 1)}
 _SIZE = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)"
-# The search ends with a chunk that fills this share of the budget, or after so many compiled programs; it goes on
-# longer only until any chunk fits.
+# The search ends once a chunk fills this fraction of the budget, or after this many compiled programs. If no chunk has
+# fitted by then, it continues until one does.
 _ENOUGH, _PROBES = 0.9, 6
 
-# Libraries whose frames may lie between the user's line and the warning.
+# Libraries whose stack frames may be between the user's line and the warning.
 _LIBRARIES = ("plurax", "jax", "flax", "equinox")
 
 
 def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
-    """Return the budget in bytes, or None; raise if it is not a size, or if there is a chunk size too."""
+    """Return the budget in bytes, or None; raise if it is not a valid size, or if `chunk_size` is given too."""
     if budget is None:
         return None
     if chunk_size is not None:
@@ -54,39 +54,39 @@ def check_budget(api: str, budget: Any, chunk_size: Any) -> int | None:
 def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: int) -> int:
     """Return the largest chunk of `size` slices whose temporaries fit into `budget` bytes; raise if none does.
 
-    Of all sizes that make equally many chunks only the smallest is tried: a larger one takes as many iterations and
-    more memory.
+    Of all sizes that give the same number of chunks only the smallest is tried: a larger one takes as many iterations
+    and more memory.
 
     Args:
-      api: what to call the caller in an error.
-      need_of: from a chunk size to the bytes of its temporaries.
+      api: the caller's name in errors.
+      need_of: a function from a chunk size to the bytes of its temporaries.
       size: the number of slices, at least 1.
       budget: bytes.
     """
     needs: dict[int, int] = {}
 
     def need(chunk: int) -> int:
-        """Return the bytes for a chunk size, each of which is compiled once."""
+        """Return the bytes for a chunk size; each size is compiled once."""
         if chunk not in needs:
             try:
                 alone = need_of(chunk)
             except NeedsValues as error:
                 cure = "use lax.cond or jnp.where, or leave the budget out"
-                raise ValueError(f"{api}: memory_budget needs a program, but fun asks for a value; {cure}.") from error
-            # Within the larger program, copies of small arrays and the counters of loops are added.
+                raise ValueError(f"{api}: memory_budget traces fun, but fun branches on a value; {cure}.") from error
+            # The complete program has additional copies of small arrays, and loop counters.
             needs[chunk] = alone + alone // 64 + 256
         return needs[chunk]
 
     if need(size) <= budget:
         return size
-    # `low` fits and `high` does not; a chunk of 0 is nothing, which needs nothing.
+    # `low` fits and `high` does not; a chunk of 0 needs no memory.
     low, high = 0, size
     while high - low > 1 and not (low and (len(needs) >= _PROBES or needs[low] >= _ENOUGH * budget)):
-        # Temporaries are taken to be linear in the chunk between the two: the secant through them meets the budget at
+        # Assume that memory is linear in the chunk size between the two: the secant meets the budget at
         # low + (high - low) (budget - need(low)) / (need(high) - need(low)).
         needed = needs.get(low, 0)
         guess = low + int((high - low) * (budget - needed) / max(needs[high] - needed, 1))
-        # One slice at a time is often compiled to something worse than two: it is the last to be tried.
+        # XLA often compiles a chunk of one to a worse program than a chunk of two, so one is tried last.
         guess = min(max(guess, low + 1, 2), high - 1 if low else max(high // 2, 1))
         chunk = -(-size // -(-size // guess))  # the smallest with as many chunks as `guess` makes
         if chunk in needs:
@@ -102,16 +102,16 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
 
 
 def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int) -> int:
-    """Return the largest chunk with which the temporaries of `compute(chunk)` fit into the budget.
+    """Return the largest chunk for which the temporaries of `compute(chunk)` fit into the budget.
 
     Args:
-      api: what to call the caller in an error.
-      compute: a function of how many of `size` slices to compute at a time.
+      api: the caller's name in errors.
+      compute: a function of the number of slices, out of `size`, to compute at a time.
       size: the number of slices, at least 1.
       budget: bytes.
 
     Warns:
-      UserWarning: what is computed is part of a larger program that maps, repeats or differentiates it, whose
+      UserWarning: the computation is part of a larger program that maps, repeats or differentiates it, whose
         temporaries are not known here.
     """
     found: dict[int, tuple[int, bool]] = {}
@@ -119,7 +119,7 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
     def need(chunk: int) -> int:
         lowered, tracers = lower_apart(partial(compute, chunk))
         analysis: Any = lowered.compile().memory_analysis()
-        # Only a transform that traces something `compute` closes over will map, repeat or differentiate it.
+        # An outer transform maps, repeats or differentiates `compute` only if `compute` closes over its tracers.
         found[chunk] = analysis.temp_size_in_bytes, any(map(is_repeated, tracers))
         return found[chunk][0]
 
@@ -127,9 +127,9 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
     needed, repeated = found[chunk]
     if repeated:
         warnings.warn(
-            f"{api}: memory_budget={in_words(budget)} is kept by this part of the program alone (it needs "
+            f"{api}: memory_budget={in_words(budget)} bounds this part of the program alone (it needs "
             f"{in_words(needed)}, with {chunk} of {size} slices at a time), but the vmap, loop or derivative around it "
-            "may need more; give the outermost transform the budget, or compile the whole and read its "
+            "may need more; give the budget to the outermost transform, or compile the whole program and read its "
             "memory_analysis().",
             stacklevel=_level_of_the_user(),
         )
@@ -137,7 +137,7 @@ def chunk_within(api: str, compute: Callable[[int], Any], size: int, budget: int
 
 
 def _level_of_the_user() -> int:
-    """Return the `stacklevel`, for the caller's warning, of the first line of the user's own."""
+    """Return the `stacklevel` with which the caller's warning shows the user's line of code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
@@ -145,9 +145,9 @@ def _level_of_the_user() -> int:
 
 
 def lower_apart(fun: Callable[[], Any]) -> tuple[Any, list[Tracer]]:
-    """Return `fun` lowered as a program of its own, and the tracers of outer traces that it closes over."""
-    # What it closes over may belong to an outer trace: it becomes constants here, and arguments of the program. In such
-    # a trace arrays with values become constants of the outer program, for which XLA chooses other layouts and copies.
+    """Return `fun` lowered as a separate program, and the tracers of outer traces that it closes over."""
+    # Values that `fun` closes over are constants of this jaxpr, and become arguments of the program. Inside an outer
+    # trace only tracers do: arrays stay constants, as in the outer program, since XLA lays constants out differently.
     closed = jax.make_jaxpr(fun)()
     tracers = [x for x in closed.consts if isinstance(x, Tracer)]
     free = (Tracer,) if tracers else (object,)

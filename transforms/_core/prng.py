@@ -1,4 +1,4 @@
-"""Random keys: what is one, and what is not."""
+"""Recognize and check random keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of source: which are the user's, which are ours, and which are JAX's."""
+"""Find the line of the user's source that an operation comes from, among lines of this package and of JAX."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from jax.extend.core import JaxprEqn
 
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _OF_JAX = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (jax, jaxlib))
-# Wherever this package is imported from: in a checkout it is in no installed package.
+# The folder that this package is imported from: a source checkout is not in site-packages.
 _OWN = tuple(folder + os.sep for folder in sys.modules["plurax.transforms"].__path__)
 
 
 def call_users(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a user's function for a tool that looks at programs; the source lines of its operations end here."""
-    # `users_line` cuts a stack at this file, so that the line that called the tool is never taken for a line of `fun`.
+    """Call a user's function so that `users_line` ignores the stack above this call."""
+    # `users_line` cuts the stack at this file, so that the line that called a tool is never taken for a line of `fun`.
     return fun(*args, **kwargs)
 
 
 def is_ours(file: str) -> bool:
-    """Return whether a file of source is one of this package."""
+    """Return whether a source file belongs to this package."""
     return file.startswith(_OWN)
 
 
 def users_line(stack: Iterable[str]) -> str:
-    """Return the user's own line, of the lines that led to something, innermost first.
+    """Return the user's line from a stack of lines, innermost first.
 
-    If all of them are in installed packages, it is the first one outside of JAX; empty if there is none. The line that
-    calls a tool (what is outside of `call_users`) does not count.
+    This is the first line outside of installed packages, or else the first line outside of JAX; empty if there is none.
+    Lines outside of `call_users`, such as the one that calls a tool, are ignored.
     """
     inside = itertools.takewhile(lambda line: not line.startswith(__file__), stack)
     lines = [line for line in inside if not is_ours(line) and not line.startswith(_OF_JAX)]
@@ -50,6 +50,6 @@ def source_of(eqn: JaxprEqn) -> str:
 
 
 def where(eqn: JaxprEqn) -> str:
-    """Return the scopes around an operation, and the line that it comes from, for a message."""
+    """Return the named scopes and the source line of an operation as text for a message."""
     line, scope = os.path.basename(source_of(eqn)) or "unknown line", str(eqn.source_info.name_stack)
     return f"{scope} ({line})" if scope else line

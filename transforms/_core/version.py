@@ -1,4 +1,4 @@
-"""The version of the library, which `pyproject.toml` has too; a test compares them."""
+"""The version of the library; a test checks that `pyproject.toml` has the same."""
 
-# Written here and not asked of the installed package: reading its metadata takes longer than importing this.
+# Not read from the metadata of the installed package: that takes longer than importing this file.
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Parts of a Hessian that is never formed: `hessian_diagonal`, `hessian_trace`, and an estimate, `hutchinson_trace`."""
+"""`hessian_diagonal`, `hessian_trace` and the estimate `hutchinson_trace`, without forming the Hessian."""
 
 from __future__ import annotations
 
@@ -32,24 +32,27 @@ def hessian_diagonal(
     """Compute the diagonal of the Hessian of a scalar function, exactly.
 
     Args:
-      fun: a function, a bound method or a module, of real arrays, that returns one real scalar.
+      fun: a function, a bound method or a module that takes real arrays and returns one real scalar.
       argnums: as for `jacfwd`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(diagonal, aux)`.
       chunk_size: how many entries to compute at a time; None computes all at once.
       memory_budget: as for `jacfwd`, with its warning.
 
     Returns:
-      A function of the same arguments that returns the second derivative by each number of the argument: its structure,
-      shapes and dtypes (a tuple of such for a tuple of argnums; `nnx.State` for a module).
+      A function of the same arguments that returns the second derivative with respect to each element of the argument,
+      in its structure, shapes and dtypes (a tuple for a tuple of argnums; an `nnx.State` for a module).
 
     Raises:
-      TypeError: `fun` does not return one real scalar; an argument that is not real floating point; `argnums` of a
-        wrong type.
+      TypeError: `fun` is not callable or does not return one real scalar; an argument is not real floating-point;
+        `argnums` has a wrong type.
       ValueError: as for `jacfwd`.
 
+    Warns:
+      UserWarning: as for `jacfwd`.
+
     Cost:
-      A second derivative along a line for each number, in forward mode: two to three evaluations. Functions that
-      forward mode does not take (`jax.custom_vjp`) cost a product with the Hessian for each.
+      For each element a second derivative along its unit vector, in forward mode: two to three evaluations. Functions
+      without forward mode (`jax.custom_vjp`) cost one Hessian-vector product for each element.
 
     Source:
       Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
@@ -91,7 +94,7 @@ def hessian_trace(
       TypeError, ValueError: as for `hessian_diagonal`.
 
     Cost:
-      That of `hessian_diagonal`. For an estimate at a cost that does not grow with the dimension: `hutchinson_trace`.
+      That of `hessian_diagonal`. `hutchinson_trace` estimates the trace at a cost that is independent of the dimension.
 
     Source:
       Griewank and Walther 2008, "Evaluating Derivatives", chapter 13.
@@ -116,21 +119,21 @@ def hutchinson_trace(
 
     Args:
       fun: as for `hessian_diagonal`.
-      samples: how many products, at least 2: the error falls as 1 / sqrt(samples).
+      samples: the number of products, at least 2; the error falls as 1 / sqrt(samples).
       argnums: as for `hessian_trace`, counted without the key.
       chunk_size: how many samples to compute at a time; None computes all at once.
 
     Returns:
-      A function of a key and the arguments of `fun`: `(mean, standard_error)`, two scalars. The mean of many estimates
-      is the trace; the mean over the standard error is distributed nearly as Student's t with samples - 1 degrees of
-      freedom. Where the Hessian is diagonal both are exact, and the error 0.
+      A function of a key and the arguments of `fun` that returns `(mean, standard_error)`, two scalars. The estimate is
+      unbiased. Its deviation from the trace, divided by the standard error, follows approximately Student's t
+      distribution with samples - 1 degrees of freedom. For a diagonal Hessian the mean is exact and the error 0.
 
     Raises:
       TypeError: `samples` is not an int; the key is not a key; otherwise as for `hessian_diagonal`.
       ValueError: `samples` is below 2; otherwise as for `hessian_diagonal`.
 
     Cost:
-      A product with the Hessian for each sample, about twice a gradient.
+      One Hessian-vector product for each sample, about twice a gradient.
 
     Source:
       Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix for Laplacian smoothing splines".
@@ -157,7 +160,7 @@ def hutchinson_trace(
         _, push, (_, rest) = jax.linearize(gradient_of("hutchinson_trace", call), *call.primals, has_aux=True)
 
         def sample(i: Any) -> list[jax.Array]:
-            # A key for each sample's number, so that the estimate does not depend on the chunk size.
+            # The key depends on the sample's index only, so that the estimate does not depend on the chunk size.
             keys = jax.random.split(jax.random.fold_in(key, i), max(1, len(inputs)))
             shapes = [(jnp.shape(x), jnp.result_type(x)) for x in inputs]
             signs = [jax.random.rademacher(k, *shape) for k, shape in zip(keys, shapes, strict=True)]
@@ -165,8 +168,8 @@ def hutchinson_trace(
 
         (found,) = map_slices(sample, int(samples), 0, chunk_size)
         call.finish(rest)
-        # The standard error of a mean, with the unbiased variance of the samples (n - 1): with n it would be too
-        # small for the few samples that one takes.
+        # The standard error of a mean, with the unbiased variance of the samples (divided by n - 1): divided by n it
+        # would be too small for the usual few samples.
         return found.mean(), found.std(ddof=1) / np.sqrt(samples).astype(found.dtype)
 
     return estimate
@@ -181,7 +184,7 @@ def of_scalar(
     memory_budget: int | str | None,
     compute: Callable[[Call, int | None], Any],
 ) -> Callable[..., Any]:
-    """Return the transform of a scalar function that `compute` makes, in chunks and within a memory budget.
+    """Return the transform of a scalar function that `compute` evaluates, in chunks or within a memory budget.
 
     Args:
       api: the transform's name in errors.
@@ -190,7 +193,7 @@ def of_scalar(
       has_aux: as for `hessian_diagonal`.
       chunk_size: as for `hessian_diagonal`.
       memory_budget: as for `hessian_diagonal`.
-      compute: a function of a call and how many directions to take at a time, that returns the result.
+      compute: a function of a call and the number of directions to take at a time, which returns the result.
     """
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
@@ -198,11 +201,11 @@ def of_scalar(
     budget = check_budget(api, memory_budget, chunk_size)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        """Return the transform of `fun` at these arguments, after it was evaluated once for its state."""
+        """Return the transform of `fun` at these arguments, after one evaluation for the auxiliary output and state."""
         call = Call(api, fun, positions, has_aux, args, kwargs)
         call.check_floating(complex_too=False)
-        # Evaluated once by itself for the auxiliary output and the state that `fun` leaves: second derivatives drop
-        # both. Under `jit` XLA merges it with the evaluation inside of them.
+        # Evaluated once separately for the auxiliary output and changed state, which the second derivatives discard.
+        # Under `jit` XLA merges this with the evaluation inside the derivatives.
         value, rest = call(*call.primals)
         seed_of(api, value)  # raises if it is not a scalar
         chunk = chunk_size
@@ -218,7 +221,7 @@ def of_scalar(
 
 
 def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
-    """Return for each array of the input the second derivatives by its numbers."""
+    """Return for each input array the second derivatives with respect to its elements."""
     inputs, treedef = jax.tree.flatten(call.primals)
 
     def entries_of(entry: Callable[[list[Any]], jax.Array]) -> list[jax.Array]:
@@ -226,7 +229,7 @@ def diagonal(api: str, call: Call, chunk_size: int | None) -> list[jax.Array]:
         found = by_array(
             inputs, lambda basis, size: map_slices(lambda k: [entry(basis(k))], size, 0, chunk_size), 0, chunk_size
         )
-        # In the dtype of the input: `fun` may compute in, and return, another one.
+        # In the dtype of the input, since `fun` may compute in another dtype and return it.
         return [
             weak_like(part.astype(jnp.result_type(x)).reshape(jnp.shape(x)), x)
             for (part,), x in zip(found, inputs, strict=True)
@@ -259,5 +262,5 @@ def _along_itself(push: Callable[..., Any], treedef: Any, vector: list[Any]) -> 
 
 
 def total(parts: list[jax.Array]) -> jax.Array:
-    """Return the sum of all numbers of some arrays."""
+    """Return the sum of all elements of some arrays."""
     return weak_like(jnp.stack([part.sum() for part in parts]).sum(), *parts) if parts else jnp.zeros(())

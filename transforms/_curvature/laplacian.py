@@ -1,12 +1,12 @@
-"""`laplacian`: the trace of a Hessian in one pass forward, which carries first derivatives and their curvature.
+"""`laplacian`: the trace of a Hessian in one forward pass, which carries first derivatives and Laplacians.
 
-Each value x of a program carries its derivatives J along every direction, and its Laplacian L. For y = f(x), with a sum
+Each value x of a program carries its derivatives J along all directions, and its Laplacian L. For y = f(x), with a sum
 over the directions k,
 
     J_y = f'(x) J        L_y = f'(x) L + sum_k f''(x)[J_k, J_k].
 
-The second term is zero where an operation is linear, so that a layer `x @ W` costs one product for each direction; its
-tanh costs a few operations on each number. Forward over reverse mode takes each layer twice for each direction.
+The second term is zero where an operation is linear, so that a layer `x @ W` costs one product for each direction, and
+tanh a few operations on each element. Forward-over-reverse mode evaluates each layer twice for each direction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .hessian_trace import diagonal, of_scalar, total
 
 P = ParamSpec("P")
 
-# A value, its derivatives along every direction (directions, ...), and its Laplacian; None twice for a constant.
+# A value, its derivatives along all directions (directions, ...), and its Laplacian; both are None for a constant.
 Triple = tuple[Any, Any, Any]
 
 
@@ -56,10 +56,13 @@ def laplacian(
     Raises:
       TypeError, ValueError: as for `hessian_trace`.
 
+    Warns:
+      UserWarning: as for `jacfwd`.
+
     Cost:
       About half the operations of `hessian_trace` for networks, and memory for a copy of the largest intermediate
-      values for each direction. Loops and branches are differentiated twice as a whole. What this cannot trace
-      (`jax.custom_vjp`, a function that branches on values) is left to `hessian_trace`. Wrap it in `jax.jit`.
+      values for each direction. Loops and branches are differentiated twice as a whole. Functions that cannot be traced
+      this way (`jax.custom_vjp`, branches on values) are computed as by `hessian_trace`. Wrap the result in `jax.jit`.
 
     Source:
       Li et al. 2024, "A computational framework for neural network-based variational Monte Carlo with Forward
@@ -75,7 +78,7 @@ def laplacian(
 
 
 def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
-    """Return the Laplacian: by the program of the call if it can be traced, else as the sum of the diagonal."""
+    """Return the Laplacian, in one pass over the program if it can be traced, else as the sum of the diagonal."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(call.primals)]
     size = sum(map(jnp.size, leaves))
     try:
@@ -88,7 +91,7 @@ def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
 
         if chunk_size is None or chunk_size >= size:
             return along(jnp.arange(size))
-        # Directions beyond `size`, which fill the last chunk, match no number and so are zero vectors.
+        # Directions beyond `size`, which pad the last chunk, match no element and so are zero vectors.
         chunks = jnp.arange(-(-size // chunk_size) * chunk_size).reshape(-1, chunk_size)
         return weak_like(lax.map(checkpoint(along), chunks).sum(), *leaves)
     except (TypeError, *NeedsValues):  # a jax.custom_vjp, or a branch on values
@@ -96,7 +99,7 @@ def _laplacian(call: Call, chunk_size: int | None) -> jax.Array:
 
 
 def _along(jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[jax.Array], directions: jax.Array) -> jax.Array:
-    """Return the sum of the second derivatives along the unit vectors of these numbers, counted through all leaves."""
+    """Return the sum of second derivatives along the unit vectors with these indices into the concatenated leaves."""
     start, triples = 0, []
     for leaf in leaves:
         places = jnp.arange(start, start + leaf.size)
@@ -117,7 +120,7 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     name = eqn.primitive.name
     values = [value for value, *_ in triples]
     moving = [i for i, (_, slopes, _) in enumerate(triples) if slopes is not None]
-    # Rules that a user wrote (`custom_jvp`) are not looked into: `jax.jvp` below applies them.
+    # Custom rules (`custom_jvp`) are not interpreted here: `jax.jvp` below applies them.
     if name in ("jit", "closed_call"):
         return _propagate(*called(eqn), triples)
     out = evaluate(eqn, *values)
@@ -133,7 +136,7 @@ def _visit(eqn: JaxprEqn, triples: list[Triple]) -> list[Triple]:
     points = tuple(values[i] for i in moving)
     slopes, laplacians = (tuple(triples[i][part] for i in moving) for part in (1, 2))
 
-    # The second is zero where the operation is linear: JAX drops such tangents, and XLA what is computed with zeros.
+    # The second is zero where the operation is linear: JAX drops such tangents, and XLA computations with zeros.
     def both(directions: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:  # f'(x) d and f''(x)[d, d]
         return jax.jvp(lambda *points: jax.jvp(of_moving, points, directions)[1], points, directions)
 

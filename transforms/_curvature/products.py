@@ -1,4 +1,4 @@
-"""Products with second derivatives that never form them: `hvp`, `vhp`, `gnvp`."""
+"""Matrix-free products with second derivatives: `hvp`, `value_grad_and_hvp`, `vhp`, `gnvp`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: str = "au
     """Compute the product of the Hessian of a scalar function with a vector.
 
     Args:
-      fun: a function of positional arguments that returns one real scalar, a bound method or a module.
+      fun: a function of positional arguments, a bound method or a module, that returns one real scalar.
       primals: a tuple with the arguments, or a single argument that is not a tuple.
-      tangents: likewise, one for each of them, of its structure, shapes and dtypes.
-      mode: "fwd_rev" differentiates the gradient along the tangents, "rev_rev" takes the gradient of its product with
-        them, "rev_fwd" the gradient of the derivative along them; "auto" is the first, which needs the least time and
-        memory.
+      tangents: one tangent for each primal, in the same form, with its structure, shapes and dtypes.
+      mode: "fwd_rev" differentiates the gradient along the tangents, "rev_rev" takes the gradient of the gradient's
+        product with them, "rev_fwd" the gradient of the derivative along them. "auto" is "fwd_rev", which needs the
+        least time and memory.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(product, aux)`.
 
     Returns:
-      The product, like the primals: bare for one, a tuple for several (over all of them, mixed derivatives included).
+      The product, in the form of the primals: bare for one argument, a tuple for a tuple. The Hessian is over all
+      primals together, mixed derivatives included.
 
     Raises:
-      TypeError: `fun` does not return one real scalar; an argument that is not floating point; other counts of primals
-        and tangents.
-      ValueError: a tangent of another structure, shape or dtype; an unknown mode.
+      TypeError: `fun` is not callable or does not return one real scalar; an argument is not floating-point; the
+        numbers of primals and tangents differ.
+      ValueError: a tangent differs from its primal in structure, shape or dtype; `mode` is unknown.
 
     Cost:
       About twice a gradient; the Hessian is never formed. For many vectors map over the tangents with `vmap`.
@@ -59,16 +60,16 @@ def value_grad_and_hvp(
       fun: as for `hvp`.
       primals: as for `hvp`.
       tangents: as for `hvp`.
-      has_aux: as for `hvp`; the auxiliary output comes last.
+      has_aux: as for `hvp`; the auxiliary output is then the last of the results.
 
     Returns:
-      The value, the gradient and the product, the last two like the primals.
+      The value, the gradient and the product; gradient and product in the form of the primals.
 
     Raises:
       TypeError, ValueError: as for `hvp`.
 
     Cost:
-      That of `hvp`: it computes the other two on the way.
+      That of `hvp`, which computes value and gradient anyway.
 
     Source:
       Pearlmutter 1994, "Fast exact multiplication by the Hessian".
@@ -85,7 +86,7 @@ def value_grad_and_hvp(
 def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool = False) -> Any:
     """Compute the product of a vector with the Hessian of a scalar function, in reverse over reverse mode.
 
-    The Hessian is symmetric, so this is `hvp` with `mode="rev_rev"`: for functions whose gradient cannot be
+    The Hessian is symmetric, so this equals `hvp` with `mode="rev_rev"`. Use it for functions whose gradient cannot be
     differentiated in forward mode, such as one with a `jax.custom_vjp` rule that calls another.
 
     Args:
@@ -119,21 +120,23 @@ def vhp(fun: Callable[..., Any], primals: Any, cotangents: Any, *, has_aux: bool
 def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     """Compute the product of the Gauss-Newton matrix with a vector: `Jᵀ H J v`.
 
-    `J` is the Jacobian of `model` and `H` the Hessian of `loss` at its output. It is the Hessian of
-    `loss(model(*primals))` without the curvature of the model, and positive semi-definite where the loss is convex.
+    `J` is the Jacobian of `model` and `H` the Hessian of `loss` at the model's output. `Jᵀ H J` is the Hessian of
+    `loss(model(*primals))` without the curvature of the model; it is positive semi-definite where the loss is convex.
 
     Args:
-      model: a function of positional arguments, whose output is any pytree of floating point.
+      model: a function of positional arguments, a bound method or a module, whose output is a pytree of floating-point
+        arrays.
       loss: a function from that output to one real scalar.
       primals: a tuple with the arguments of `model`, or a single argument that is not a tuple.
-      tangents: likewise, one for each of them, of its structure, shapes and dtypes.
+      tangents: one tangent for each primal, in the same form, with its structure, shapes and dtypes.
 
     Returns:
-      The product, like the primals: bare for one, a tuple for several.
+      The product, in the form of the primals: bare for one argument, a tuple for a tuple.
 
     Raises:
-      TypeError: `loss` does not return one real scalar; an argument that is not floating point.
-      ValueError: a tangent of another structure, shape or dtype.
+      TypeError: `model` or `loss` is not callable; `loss` does not return one real scalar; an argument is not
+        floating-point; the numbers of primals and tangents differ.
+      ValueError: a tangent differs from its primal in structure, shape or dtype.
 
     Cost:
       About a forward-mode and a reverse-mode derivative of `model`, and an `hvp` of `loss`.
@@ -152,10 +155,10 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
     call = all_of("gnvp", model, primals, False)
     call.check_floating()
     tangents = call.form.tangents(tangents)
-    # Out of `call` itself, so that the model runs once for both directions.
+    # One linearization of the call serves both directions, so the model runs once.
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     call.finish(rest)
-    # J^T is the transpose of the linearized model, so its residuals are kept once.
+    # J^T is the transpose of the linearized model, so residuals are kept only once.
     pull = jax.linear_transpose(lambda tangents: push(*tangents), call.primals)
     (curved,) = _value_grad_and_hvp("gnvp", loss, (out,), (push(*tangents),), "auto", False)[2]
     (products,) = pull(curved)
@@ -210,7 +213,7 @@ def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> An
         value, tangent, rest = jax.jvp(call, primals, tangents, has_aux=True)
         return (value, tangent), rest
 
-    # One pull back serves twice: the gradient of the value, and of the derivative along the tangents, which is H v.
+    # One pullback gives both gradients: of the value, and of the derivative along the tangents, which is H v.
     (value, _), pull, rest = jax.vjp(derivative, *call.primals, has_aux=True)
     one = seed_of(api, value)
     zero = jnp.zeros_like(one)

@@ -55,31 +55,31 @@ def batch_jacobian(
       fun: a function of a batch, whose outputs (and auxiliary outputs) have the samples along axis 0.
       argnums: as for `jacfwd`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(jacobians, aux)`.
-      in_axes: where the samples are in each argument, as for `vmap`; None for what all samples share.
-      rows: "vmap" gives `fun` one sample at a time, as a batch of one, and maps over them. "independent" gives it the
-        whole batch and sums: correct only where no output of a sample depends on another sample, and then cheaper for
-        functions that cost more under `vmap`.
+      in_axes: the axis of samples in each argument, as for `vmap`; None for arguments that all samples share.
+      rows: "vmap" maps over the samples and passes each to `fun` as a batch of one. "independent" passes the whole
+        batch to `fun` and sums over it: correct only if no output of a sample depends on another sample, and then
+        cheaper for functions that are slower under `vmap`.
       mode: as for `jacobian`.
-      chunk_size: for "vmap" how many samples to compute at a time; for "independent" how many columns or rows.
+      chunk_size: for "vmap" the number of samples to compute at a time; for "independent" of columns or rows.
       memory_budget: as for `vmap`, or as for `jacfwd`.
-      check: for "independent", whether to look for samples that depend on others, by one derivative for each sample.
+      check: for "independent", whether to test that no sample depends on another, with one derivative for each sample.
       holomorphic: as for `jacobian`.
 
     Returns:
       A function of the same arguments that returns the Jacobians, nested as by `jacobian`, with arrays of shape
-      `(batch, *output, *argument)`, where output and argument are those of one sample.
+      `(batch, *output, *argument)`, where output and argument are the shapes for one sample.
 
     Raises:
-      TypeError, ValueError: as for `vmap` and `jacobian`; an unknown `rows`; an output without the samples along axis
-        0, for "vmap" also an auxiliary array; for "independent" an argument of `argnums` that all samples share; with
-        `check`, samples that depend on others, which are named, or arguments that are traced.
+      TypeError, ValueError: as for `vmap` and `jacobian`; `rows` is unknown; `check` is set with "vmap"; an output, and
+        for "vmap" also an auxiliary array, does not have the samples along axis 0; for "independent", all samples share
+        an argument in `argnums`; with `check`, samples depend on others (named in the error), or arguments are traced.
 
     Warns:
-      UserWarning: as for `jacfwd`, of a memory budget.
+      UserWarning: as for `jacfwd`, about a memory budget.
 
     Cost:
-      "vmap": a Jacobian for each sample. "independent": one evaluation of the batch, and a derivative of it for each
-      input number (or each output number) of one sample.
+      "vmap": a Jacobian for each sample. "independent": one evaluation of the batch, and one derivative of it for each
+      input element (forward mode) or output element (reverse mode) of one sample.
 
     Source:
       `torch.func.vmap(jacrev(...))`; the summing trick of PyTorch's tutorial on Jacobians and Hessians.
@@ -100,10 +100,10 @@ def batch_jacobian(
     check_budget("batch_jacobian", memory_budget, chunk_size)
     limits: Any = {"chunk_size": chunk_size, "memory_budget": memory_budget}
     kinds: Any = {"holomorphic": holomorphic}
-    # A bound model is an argument of the mapped function, so that its arrays are not closed over.
+    # A model that `fun` is bound to becomes an argument of the mapped function, so that its arrays are not closed over.
     owner, function = bound_model(fun)
     of_one = wrap_like(fun, "batch_jacobian", _of_one(function, in_axes, has_aux))
-    # `of_one` is a new function for each transform; the choice of a mode is remembered by what it is made from.
+    # `of_one` is a new function in each call of this transform, so the chosen mode is cached under its origin.
     origin = fun, HashablePytree.of(in_axes)
     by_sample = jacobian_of("batch_jacobian", of_one, argnums, has_aux, mode, origin=origin, **kinds)
 
@@ -135,15 +135,15 @@ def batch_jacobian(
 
 
 def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Callable[..., Any]:
-    """Return `function` of one sample, which is given to it as a batch of one."""
+    """Return a function of one sample that calls `function` with a batch of one."""
 
     def of_one(*args: Any, owner: Any, kwargs: Any) -> Any:
-        """Return the output of `fun` for a batch of one example, without its axis."""
+        """Return the output of `fun` for a batch of one example, without the batch axis."""
         axes = axes_per_argument("batch_jacobian", in_axes, args)
         out = function(owner, *_expand(args, axes), **kwargs)
         out, aux = pair_of("batch_jacobian", out) if has_aux else (out, None)
         _check_batch("output", out, 1)
-        # Scalars and other values of `aux` are shared by all samples, and are returned as they are.
+        # Scalars and other values in `aux` are shared by all samples, and are returned unchanged.
         _check_batch("aux", jax.tree.map(lambda x: x if getattr(x, "shape", ()) else None, aux), 1)
         only = jax.tree.map(lambda x: jnp.asarray(x)[0] if getattr(x, "shape", ()) else x, (out, aux))
         return only if has_aux else only[0]
@@ -152,7 +152,7 @@ def _of_one(function: Callable[..., Any], in_axes: Axes, has_aux: bool) -> Calla
 
 
 def _check_batch(name: str, out: Any, size: int) -> None:
-    """Raise if an output, with this name in the error, does not have the samples along axis 0."""
+    """Raise if an output, called `name` in the error, does not have the samples along axis 0."""
     for path, leaf in jax.tree.leaves_with_path(out):
         if jnp.shape(leaf)[:1] != (size,):
             what = f"`{leaf_name(name, path)}` is {describe(leaf)}"
@@ -160,7 +160,7 @@ def _check_batch(name: str, out: Any, size: int) -> None:
 
 
 def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
-    """Return `args` with an axis of size 1 where `axes` has one."""
+    """Return `args` with a new axis of size 1 at each position in `axes`."""
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)  # changes of a copied model would be lost
     expanded = []
     for leaf, axis in zip(leaves, broadcast_axes(axes, args, is_leaf=is_model), strict=True):
@@ -171,17 +171,17 @@ def _expand(args: tuple[Any, ...], axes: tuple[Axes, ...]) -> tuple[Any, ...]:
 def _summed(
     function: Any, selected: Any, bare: bool, has_aux: bool, axes: Any, mode: str, check: bool, batch: Any, options: Any
 ) -> Any:
-    """Return the Jacobians of all samples of a batch, which are computed as one, by a sum over the samples.
+    """Return the Jacobians of all samples of a batch from derivatives of the whole batch.
 
-    With f_b the output of sample b, which depends on x_b alone, derivatives by shifts s of the samples are those by the
-    samples, and one pass over the batch gives them for all b:
+    The output f_b of sample b depends on x_b alone. So derivatives with respect to shifts s of the samples equal those
+    with respect to the samples, and one pass over the batch gives them for all b:
 
-        d f_b(x_b + s) / ds = d f_b / d x_b             forward mode: a tangent for each number of one sample's input
-        d sum_c f_c(x_c + s_c) / d s_b = d f_b / d x_b  reverse mode: a cotangent for each number of its output
+        d f_b(x_b + s) / ds = d f_b / d x_b             forward mode: a tangent for each input element of one sample
+        d sum_c f_c(x_c + s_c) / d s_b = d f_b / d x_b  reverse mode: a cotangent for each output element of one sample
     """
 
     def moved(*call: Any) -> Any:
-        """Evaluate `function` at the arguments plus shifts, whose axis 0 is that of the samples."""
+        """Evaluate `function` at the arguments plus shifts, which have the samples along axis 0."""
         *shifts, owner, args, kwargs = call
         sums = list(args)
         for i, shift in zip(selected, shifts, strict=True):
@@ -191,11 +191,11 @@ def _summed(
         return function(owner, *sums, **kwargs)
 
     def shifted(*call: Any) -> Any:
-        """Add one shift to all samples."""
+        """Evaluate `function` with one shift added to all samples."""
         return moved(*jax.tree.map(lambda s: jnp.expand_dims(s, 0), call[:-3]), *call[-3:])
 
     def summed(*call: Any) -> Any:
-        """Add a shift of its own to each sample, and sum the outputs over the samples."""
+        """Evaluate `function` with a separate shift for each sample, and sum the outputs over the samples."""
         out = moved(*call)
         out, aux = out if has_aux else (out, None)
         total = jax.tree.map(lambda x: x.sum(axis=0), out)
@@ -222,18 +222,18 @@ def _summed(
 
 
 def _check_independent(call: Call, size: int) -> None:
-    """Raise if the output of a sample changes with another one: along one sample, the others' derivatives are zero.
+    """Raise if the output of a sample depends on another sample: such derivatives must be zero.
 
-    The call is that of a function of a shift for each sample, along axis 0.
+    The call is a function of shifts, with one for each sample along axis 0.
     """
-    # The same directions in each call: a check that passes once passes again.
+    # A fixed seed, so that the check is deterministic.
     generator = np.random.default_rng(0)
     _, push, _ = jax.linearize(call, *call.primals, has_aux=True)
-    # Along a random direction a dependence is missed only where its derivative happens to be orthogonal to it.
+    # A random direction misses a dependence only if it happens to be orthogonal to the derivative.
     directions = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), call.primals)
 
     def influence(sample: jax.Array) -> jax.Array:
-        """Return for each sample whether its output changes with `sample`."""
+        """Return for each sample whether its output depends on `sample`."""
         moved = push(*jax.tree.map(lambda x: jnp.zeros_like(x).at[sample].set(x[sample]), directions))
         return jnp.stack([(x != 0).reshape(size, -1).any(axis=1) for x in jax.tree.leaves(moved)]).any(axis=0)
 

@@ -1,4 +1,4 @@
-"""Dense Jacobians: unit vectors pushed forward give columns, pulled back they give rows; all at once, or in chunks."""
+"""Dense Jacobians by columns (unit tangents pushed forward) or rows (unit cotangents pulled back), also in chunks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .._core.compat import Tracer, inside_a_transform
 from .._core.weak_types import weak_like
 from .._vmap import vmap
 
-# From a number to that unit vector, as arrays.
+# A function from an index to the unit vector of that index, as arrays.
 Basis = Callable[[Any], list[Any]]
 
 
 def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[list[Any]], Any]:
-    """Return the output, the derivative of each of its arrays by each input array, and the rest of the call."""
-    # Linearized once, whatever the number of columns: each is one evaluation of the linear part.
+    """Return the output, its derivatives (for each output array one for each input array), and the call's `rest`."""
+    # Linearized once; each column is then one evaluation of the linear part.
     out, push, rest = jax.linearize(call, *call.primals, has_aux=True)
     check_output(api, out)
     if call.holomorphic:
@@ -47,7 +47,7 @@ def by_columns(api: str, call: Call, chunk_size: int | None) -> tuple[Any, list[
 
 
 def by_rows(api: str, call: Call, chunk_size: int | None, axis: int = 0) -> tuple[Any, list[list[Any]], Any]:
-    """Return what `by_columns` does, in reverse mode; the axes of the output come before axis `axis` of an argument."""
+    """Return the same as `by_columns`, in reverse mode; the output's axes come before axis `axis` of the argument."""
     # One forward pass, whose residuals serve all rows.
     out, pull, rest = jax.vjp(call, *call.primals, has_aux=True)
     check_output(api, out)
@@ -79,7 +79,7 @@ DENSE = {"forward": by_columns, "reverse": by_rows}
 
 
 def in_form(argnums: Argnums, call: Call, arrays: list[Any]) -> Any:
-    """Arrange one value for each array of the primals as a gradient: a tuple for several `argnums`."""
+    """Arrange values, one for each array of the primals, as a gradient: a tuple if `argnums` is one."""
     trees = jax.tree.unflatten(jax.tree.structure(call.primals), arrays)
     forms = call.form.gradients(trees)
     return forms if isinstance(argnums, (tuple, list)) else forms[0]
@@ -90,8 +90,8 @@ def by_array(
 ) -> list[list[Any]]:
     """Return for each of `arrays` the result of `compute` for the unit vectors of its space, stacked along `axis`.
 
-    Without chunks there is one map over the unit vectors of all arrays. In chunks there is one map for each array:
-    splitting the result of a single one would hold it twice.
+    Without chunks there is one map over the unit vectors of all arrays. With chunks there is one map for each array,
+    since splitting the result of a single map would hold it twice.
     """
     sizes = sizes_of(arrays)
     if chunk_size is not None:
@@ -102,14 +102,14 @@ def by_array(
 
 
 def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
-    """Return zeros like `arrays`, with a one at index `k` of those numbered by `which`, flattened and concatenated."""
+    """Return zeros like `arrays`, with a one at index `k` of the arrays in `which`, flattened and concatenated."""
     units, start = [], 0
     for i, array in enumerate(arrays):
         shape, dtype = jnp.shape(array), jnp.result_type(array)
         unit = jnp.zeros(shape, dtype)
         if i in which:
             size = math.prod(shape)
-            # Compared with `k` where it is used, so that no identity matrix is stored.
+            # A comparison with `k` that XLA fuses into its use, so that no identity matrix is stored.
             unit = (jnp.arange(start, start + size) == k).astype(dtype).reshape(shape)
             start += size
         units.append(sharded_like(unit, array))
@@ -117,21 +117,21 @@ def _unit(arrays: Sequence[Any], which: Sequence[int], k: Any) -> list[Any]:
 
 
 def sharded_like(x: Any, other: Any) -> Any:
-    """Return an array sharded as another one is, where the mesh has explicit axes."""
+    """Return `x` resharded like another array if that is sharded over explicit axes of a mesh."""
     sharding = jax.typeof(other).sharding
     return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
 def unsharded(x: Any) -> Any:
-    """Return an array that is sharded over explicit axes of a mesh as one that is not."""
+    """Return `x` replicated if it is sharded over explicit axes of a mesh."""
     sharding = jax.typeof(x).sharding
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
 
 def mesh_of(tree: Any) -> AbstractContextManager[Any]:
-    """Set the mesh over whose explicit axes an array is sharded, without which JAX compiles no program of it.
+    """Return a context that sets the mesh over whose explicit axes an array is sharded, as JAX needs for compilation.
 
-    Inside a transform, and where a mesh is set, this changes nothing.
+    Inside a transform, or if a mesh is already set, the context does nothing.
     """
     for x in jax.tree.leaves(tree):
         sharded = isinstance(x, jax.Array) and not isinstance(x, Tracer) and any(jax.typeof(x).sharding.spec)
@@ -140,31 +140,31 @@ def mesh_of(tree: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-# A derivative of what is computed in chunks computes each chunk again, instead of keeping the residuals of all of them.
-# In a loop XLA cannot undo that by merging common subexpressions, so nothing needs to prevent it (`prevent_cse`).
+# Differentiating a computation in chunks recomputes each chunk, instead of keeping the residuals of all of them.
+# In a loop XLA cannot undo that by merging common subexpressions, so `prevent_cse` is not needed.
 checkpoint = partial(jax.checkpoint, prevent_cse=False)
 
 
 def map_slices(
     fun: Callable[[Any], list[Any]], slices: int | np.ndarray | jax.Array, axis: int, chunk_size: int | None
 ) -> list[Any]:
-    """Map `fun` over the rows of `slices`, or over `range(slices)`; the results are stacked along `axis`."""
+    """Map `fun` over the rows of `slices`, or over `range(slices)`; stack the results along `axis`."""
     fun = fun if chunk_size is None else checkpoint(fun)
     size = slices if isinstance(slices, int) else len(slices)
-    if size == 1:  # a gradient: mapping it costs a few operations in vain
+    if size == 1:  # a single gradient: mapping would add a few operations
         return [jnp.expand_dims(leaf, axis) for leaf in fun(0 if isinstance(slices, int) else slices[0])]
     over = jnp.arange(size) if isinstance(slices, int) else jnp.asarray(slices)
     if size:
         return vmap(fun, out_axes=axis, chunk_size=chunk_size)(over)
-    return jax.vmap(fun, out_axes=axis)(over)  # our own refuses an axis of size 0
+    return jax.vmap(fun, out_axes=axis)(over)  # no slices: there is nothing to chunk
 
 
 def check_real(api: str, out: Any) -> None:
-    """Raise if an output is not real, which reverse mode needs."""
-    fact = "reverse mode takes real outputs only; use jacfwd for real arguments, return its real and imaginary parts"
+    """Raise if an output is not real, since reverse mode needs real outputs."""
+    fact = "reverse mode needs real outputs; use jacfwd for real arguments, return its real and imaginary parts"
     check_dtypes(api, "output", out, jnp.floating, f"{fact}, or pass holomorphic=True if fun is holomorphic")
 
 
 def sizes_of(tree: Any) -> list[int]:
-    """Return how many numbers each array of a pytree has."""
+    """Return the number of elements of each array of a pytree."""
     return [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]

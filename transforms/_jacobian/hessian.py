@@ -1,4 +1,4 @@
-"""`hessian`: the Jacobian of a Jacobian."""
+"""`hessian`: the Jacobian of a Jacobian, dense or sparse."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def hessian(
 ) -> Jacobian:
     """Compute the Hessian of `fun`, dense or sparse.
 
-    As `jax.hessian`, with what `jacfwd` adds to `jax.jacfwd`.
+    As `jax.hessian`, with the additions of `jacfwd` to `jax.jacfwd`.
 
     Args:
       fun: as for `jacrev`; its output may have any shape.
       argnums: as for `jacfwd`.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(hessian, aux)`.
-      mode: how the outer and the inner Jacobian are taken: "fwd_rev", "rev_rev", "fwd_fwd" or "rev_fwd". All are equal;
-        "auto" takes the first, whose columns are derivatives of one gradient.
-      chunk_size: how many columns (rows, where the outer one is "rev") to compute at a time.
-      memory_budget: as for `jacfwd`, for both Jacobians together: the outer one in chunks, and where one of its columns
-        needs too much, the inner one in chunks for each.
-      sparsity: as for `jacobian`, where a pattern is one of the Hessian.
+      mode: the modes of the outer and the inner Jacobian: "fwd_rev", "rev_rev", "fwd_fwd" or "rev_fwd". The results are
+        equal; "auto" is "fwd_rev", whose columns are derivatives of one gradient.
+      chunk_size: the number of columns (rows, if the outer mode is "rev") to compute at a time.
+      memory_budget: as for `jacfwd`, for both Jacobians together: the outer one is computed in chunks, and if a single
+        column needs too much memory, the inner one too.
+      sparsity: as for `jacobian`; a pattern has the shape of the Hessian.
       check: as for `jacobian`.
       holomorphic: as for `jacfwd`, and as for `jax.hessian`; not together with `sparsity`.
 
     Returns:
       A function of the same arguments that returns the Hessian, nested as the Jacobian of a Jacobian: with arrays of
-      shape `output.shape + first.shape + second.shape`, or with `sparsity` such `BCOO`. It has
-      a method `.explain`, as for `jacobian`.
+      shape `output.shape + first.shape + second.shape`, or with `sparsity` with `BCOO`s of these shapes. It has a
+      method `.explain`, as for `jacobian`.
 
     Raises:
-      TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode; as for `jacobian` with a pattern.
+      TypeError, ValueError: as for `jacfwd` and `jacrev`; `mode` is unknown; as for `jacobian` with a pattern.
       ModuleNotFoundError: as for `jacobian`.
 
     Warns:
       UserWarning: as for `jacobian`.
 
     Cost:
-      That of a gradient for each input number, and for each output number if there are several. A sparse one costs a
-      gradient's derivative for each colour; that of a scalar is symmetric, and an entry is read from any product in
-      which it or its mirror image is not summed with others. Functions with derivative rules of their own
-      (`jax.custom_jvp`) are coloured as any Jacobian, since such rules need not give a symmetric matrix.
+      About one gradient for each input element (for several outputs, for each output element too). A sparse Hessian
+      costs a gradient's derivative for each colour. The Hessian of a scalar is symmetric, so an entry is read from any
+      product in which it or its mirror image is not summed with others. For functions with custom derivative rules
+      (`jax.custom_jvp`) symmetry is not used, since such rules need not give a symmetric matrix.
 
     Source:
       `jax.hessian`; `torch.func.hessian`; for sparse ones Gebremedhin, Tarafdar, Manne and Pothen 2007, "New acyclic

@@ -1,4 +1,4 @@
-"""`jacfwd`, `jacrev` and `jacobian`: by columns, by rows, or whichever is cheaper; in chunks where memory is short."""
+"""`jacfwd`, `jacrev` and `jacobian`: Jacobians by columns, by rows, or in the cheaper mode, also in chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Jacobian(Protocol):
         """Compute the Jacobian at these arguments."""
 
     def explain(self, *args: Any, **kwargs: Any) -> ModeChoice:
-        """Return which mode is taken for these arguments, and why."""
+        """Return the mode that is used for these arguments, and the reason."""
 
 
 def jacfwd(
@@ -40,37 +40,38 @@ def jacfwd(
 ) -> Callable[P, Any]:
     """Compute the Jacobian of `fun` column by column, in forward mode.
 
-    As `jax.jacfwd`, but modules are differentiated with respect to their parameters, arguments are checked by name, the
-    auxiliary output may be anything, and `chunk_size` or `memory_budget` bound the memory.
+    As `jax.jacfwd`, but modules are differentiated with respect to their parameters, errors name the argument, the
+    auxiliary output may be anything, and `chunk_size` or `memory_budget` bounds the memory.
 
     Args:
-      fun: a function, a bound method or a module, of real arrays, with outputs of floating point, complex ones too.
+      fun: a function, a bound method or a module that takes real arrays and returns real or complex floating-point
+        arrays.
       argnums: an int, or a tuple of ints; negative ones count from the end of the positional arguments.
       has_aux: whether `fun` returns `(output, aux)`; the result is then `(jacobian, aux)`.
-      chunk_size: how many columns to compute at a time; None computes all at once. They are written in place.
-      memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in letters
-        of either case. The largest chunk is taken with which the temporaries of the whole Jacobian, as the compiler
-        counts them besides arguments and results, fit into it; inside a `vmap`, a loop or a derivative, those of one
-        slice, iteration or evaluation, with a warning. `fun` must not branch on values then.
-      holomorphic: whether `fun` is a holomorphic function, as for `jax.jacfwd`: its arguments, its outputs and the
-        derivatives are complex. That it is holomorphic is not checked.
+      chunk_size: the number of columns to compute at a time; None computes all at once. They are written in place.
+      memory_budget: bytes, or a string such as "512MiB" (1024 * 1024 bytes each), "2GB" (1000**3) or "1e9", in upper or
+        lower case. The largest chunk is used for which the temporaries of the whole Jacobian fit, as reported by the
+        compiler; arguments and results are not counted. Inside a `vmap`, a loop or a derivative the budget bounds the
+        temporaries of one slice, iteration or evaluation, and a warning is given. `fun` must not branch on values.
+      holomorphic: whether `fun` is holomorphic, as for `jax.jacfwd`: its arguments, its outputs and the derivatives are
+        complex. This is not checked.
 
     Returns:
-      A function of the same arguments that returns the Jacobian: the structure of the output, in place of each of its
-      arrays the structure of the argument (a tuple of them for a tuple of argnums; `nnx.State` for a module), with
-      arrays of shape `output.shape + argument.shape`.
+      A function of the same arguments that returns the Jacobian: the structure of the output with, in place of each
+      array, the structure of the argument (a tuple for a tuple of argnums; an `nnx.State` for a module), and arrays of
+      shape `output.shape + argument.shape`.
 
     Raises:
-      TypeError: `argnums` of a wrong type; an argument that is not real floating point (with `holomorphic` complex, and
-        so the outputs).
-      ValueError: `argnums` empty, out of range, or naming an argument twice; `chunk_size` below 1 or given together
-        with `memory_budget`; a budget that nothing fits; a module whose parameters `fun` assigns.
+      TypeError: `fun` is not callable; `argnums` or `chunk_size` has a wrong type; an argument is not real
+        floating-point (with `holomorphic`, arguments and outputs must be complex).
+      ValueError: `argnums` is empty, out of range, or names an argument twice; `chunk_size` is below 1 or given along
+        with `memory_budget`; no chunk fits into the budget; `fun` assigns parameters of a module.
 
     Warns:
-      UserWarning: a memory budget inside a `vmap`, a loop or a derivative; the program around may need more memory.
+      UserWarning: a memory budget is used inside a `vmap`, a loop or a derivative, so the whole program may need more.
 
     Cost:
-      One linearization, and the work of one derivative for each input number.
+      One linearization, and one forward-mode derivative for each input element.
 
     Source:
       `jax.jacfwd`; `mindspore.jacfwd`; `torch.func.jacfwd`.
@@ -97,29 +98,30 @@ def jacrev(
 ) -> Callable[P, Any]:
     """Compute the Jacobian of `fun` row by row, in reverse mode.
 
-    As `jax.jacrev`, with what `jacfwd` adds to `jax.jacfwd`.
+    As `jax.jacrev`, with the additions of `jacfwd` to `jax.jacfwd`.
 
     Args:
       fun: as for `jacfwd`, but with real outputs.
       argnums: as for `jacfwd`.
       has_aux: as for `jacfwd`.
-      chunk_size: how many rows to compute at a time.
+      chunk_size: the number of rows to compute at a time.
       memory_budget: as for `jacfwd`.
-      holomorphic: as for `jacfwd`. Without it, complex arguments of real outputs give what `jax.jacrev` gives.
-      allow_int: whether `argnums` may name arguments of integers and booleans, as for `jax.jacrev`: their blocks are
-        zeros of the argument's dtype.
+      holomorphic: as for `jacfwd`. Without it, complex arguments of functions with real outputs give the same as
+        `jax.jacrev`.
+      allow_int: whether `argnums` may name integer and boolean arguments, as for `jax.jacrev`: their blocks are zeros
+        of the argument's dtype.
 
     Returns:
       As for `jacfwd`.
 
     Raises:
-      TypeError, ValueError: as for `jacfwd`; an output that is not real floating point (with `holomorphic` complex).
+      TypeError, ValueError: as for `jacfwd`; an output is not real floating-point (with `holomorphic`, not complex).
 
     Warns:
       UserWarning: as for `jacfwd`.
 
     Cost:
-      One evaluation, and the work of one gradient for each output number.
+      One evaluation, and one reverse-mode derivative for each output element.
 
     Source:
       `jax.jacrev`; `mindspore.jacrev`; `torch.func.jacrev`.
@@ -154,47 +156,47 @@ def jacobian(
       fun: as for `jacfwd`.
       argnums: as for `jacfwd`.
       has_aux: as for `jacfwd`.
-      mode: "forward" (as `jacfwd`), "reverse" (as `jacrev`), or "auto": chosen by the numbers of inputs and outputs,
-        and where these are similar by the operations that XLA counts for both. Nothing is timed.
-      chunk_size: how many columns or rows to compute at a time.
+      mode: "forward" (as `jacfwd`), "reverse" (as `jacrev`), or "auto": chosen by the numbers of input and output
+        elements, or where these are similar by the operations that XLA counts for both modes. Nothing is timed.
+      chunk_size: the number of columns or rows to compute at a time.
       memory_budget: as for `jacfwd`.
-      sparsity: None for arrays. "auto" for a sparse result, whose entries are found in the program: those that can
-        differ from zero for any values of the arguments differentiated (a known factor of zero is taken to make zero
-        of infinities too). Or a pattern that has all of these entries: a `BCOO`, such as an earlier result, a SciPy
-        sparse array or an array of booleans, over all outputs and inputs or, nested as the result, for each pair of
-        arrays. Patterns are coloured by `asdex` (extra `sparse`).
-      check: whether a sparse result is compared with the product of the Jacobian and a random vector, to about the
+      sparsity: None for dense arrays. "auto" for a sparse result: its entries are found by analysis of the program, and
+        are those that can be nonzero for some values of the differentiated arguments (the product of a known zero and
+        an infinity counts as zero). Or a pattern that contains all of these entries: a `BCOO`, such as an earlier
+        result, a SciPy sparse array or a boolean array, of shape (outputs, inputs) or, nested as the result, one for
+        each pair of arrays. Patterns are coloured by `asdex` (extra `sparse`).
+      check: whether to compare a sparse result with the product of the Jacobian and a random vector, to about the
         square root of the dtype's precision.
       holomorphic: as for `jacrev`; not together with `sparsity`.
       allow_int: as for `jacrev`; not together with `sparsity` or `mode="forward"`.
 
     Returns:
-      As for `jacfwd`; with `sparsity`, a `jax.experimental.sparse.BCOO` in place of each array, its entries in order.
-      The returned function has a method `.explain(*args, **kwargs)`, which returns the mode that "auto" takes for these
-      arguments, and why, as a `ModeChoice`.
+      As for `jacfwd`; with `sparsity`, a `jax.experimental.sparse.BCOO` in place of each array, with sorted indices.
+      The returned function has a method `.explain(*args, **kwargs)`, which returns a `ModeChoice`: the mode that is
+      used for these arguments, and the reason.
 
     Raises:
-      TypeError, ValueError: as for `jacfwd` and `jacrev`; an unknown mode; a pattern of another type or shape; with
-        `check`, a pattern that lacks entries. Inside `jit` or `vmap` a callback raises the latter when it runs.
-      ModuleNotFoundError: the extra is missing: `pip install 'plurax[sparse]'`.
+      TypeError, ValueError: as for `jacfwd` and `jacrev`; `mode` is unknown; `sparsity` is given with `holomorphic` or
+        `allow_int`; the pattern has a wrong type or shape; with `check`, the pattern lacks entries. Inside `jit` or
+        `vmap` a callback raises the last error at run time.
+      ModuleNotFoundError: `sparsity` needs an extra: `pip install 'plurax[sparse]'`.
 
     Warns:
-      UserWarning: as for `jacfwd`; a primitive has no rule for patterns (a call of Python, one of another library), so
-        that its results are taken to depend on all of its operands; or `fun` branches on values, and every entry is
-        computed and kept.
+      UserWarning: as for `jacfwd`; a primitive has no rule for patterns (such as a callback into Python), so every
+        result is assumed to depend on all operands; or `fun` branches on values, so all entries are computed and kept.
 
     Cost:
-      That of the cheaper one of `jacfwd` and `jacrev`. Where the numbers of inputs and outputs are similar, both are
-      lowered once for each kind of arguments (structure, shapes, dtypes, values of integers and strings), and the mode
-      is remembered as long as the function lives. Closed-over values and other arguments are assumed not to change
-      which mode is cheaper; where they make the remembered mode impossible, it is decided again. `.explain` always
-      decides again, as does each call of an object without weak references (because of its `__slots__`).
+      The cost of the cheaper of `jacfwd` and `jacrev`. If the numbers of input and output elements are similar, both
+      modes are lowered once for each kind of arguments (structure, shapes, dtypes, values of integers and strings), and
+      the choice is remembered as long as the function is alive. Values that `fun` closes over, and other values, are
+      assumed not to change which mode is cheaper; if they make the remembered mode impossible, it is chosen again.
+      `.explain` always chooses again, and so do calls of objects without weak references (because of `__slots__`).
 
-      A sparse one: one linearization and a product for each colour. Columns that share no row have the same colour,
-      or rows that share no column; with mode "auto" a few full rows, or columns, are computed in the other mode than
-      the rest. Where that takes as many products as the dense one, the entries are taken from the dense one. The
-      pattern is found and coloured once for each trace, and outside `jit` for each call: in 0.1 s for 2,000 inputs,
-      0.5 s for 100,000.
+      Sparse: one linearization and one product for each colour. Columns that share no row, or rows that share no
+      column, can have the same colour. In mode "auto" a few dense rows or columns may be computed in the other mode
+      than the rest. If this takes as many products as the dense Jacobian, the entries are read from that. The pattern
+      is found and coloured once for each trace, or outside `jit` at each call: in 0.1 s for 2,000 inputs, 0.5 s for
+      100,000.
 
     Source:
       `jax.jacfwd` and `jax.jacrev`; Griewank and Walther 2008, "Evaluating Derivatives"; for sparse ones Gebremedhin,
@@ -232,11 +234,11 @@ def jacobian_of(
     allow_int: bool = False,
     origin: tuple[Any, Any] | None = None,
 ) -> Any:
-    """Return the Jacobian transform that all public ones here share; `api` is its name in errors.
+    """Return the Jacobian transform that all public transforms here share; errors begin with `api`.
 
-    In reverse mode the axes of the output come before axis `row_axis` of each argument. With `inner` it is the Jacobian
-    of the Jacobian in this mode. Where `fun` is a new wrapper in each call, `origin` is what it is made from, by which
-    the chosen mode is remembered: the user's function and a hashable value.
+    In reverse mode the axes of the output come before axis `row_axis` of each argument. With `inner`, return the
+    Jacobian of the Jacobian in that mode. If `fun` is a new wrapper in each call, `origin` is the key under which the
+    chosen mode is remembered: the user's function and a hashable value.
     """
     check_choice(api, "mode", mode, ("auto", "forward", "reverse"))
     check_callable(api, fun)
@@ -247,12 +249,12 @@ def jacobian_of(
     if sparsity is not None and (holomorphic or allow_int):
         raise ValueError(f"{api}: sparsity is for real arguments; leave out holomorphic and allow_int, or sparsity.")
     if allow_int and mode == "forward":
-        raise ValueError(f'{api}: allow_int=True needs reverse mode; take mode="reverse" or "auto".')
-    # Complex arguments of real outputs have reverse mode only, with the convention of `jax.jacrev`.
+        raise ValueError(f'{api}: allow_int=True needs reverse mode; pass mode="reverse" or "auto".')
+    # Only reverse mode supports complex arguments with real outputs, in the convention of `jax.jacrev`.
     complex_too = mode != "forward" and inner is None and sparsity is None
 
     def prepare(args: Any, kwargs: Any, inner: str | None = inner, inner_chunk: int | None = None) -> Call:
-        """Return the call of `fun`, or of its `inner` Jacobian."""
+        """Return the `Call` of `fun`, or of its Jacobian in mode `inner`."""
         differentiated = fun
         if inner is not None:
             differentiated = jacobian_of(api, fun, argnums, has_aux, inner, inner_chunk, holomorphic=holomorphic)
@@ -261,20 +263,20 @@ def jacobian_of(
         return call
 
     def nest(call: Call, out: Any, blocks: list[list[Any]]) -> Any:
-        """Arrange one block for each pair of an output and an input array in the structure of the result."""
+        """Arrange blocks, one for each pair of an output and an input array, in the structure of the result."""
         return jax.tree.unflatten(jax.tree.structure(out), [in_form(argnums, call, row) for row in blocks])
 
     def sparse_of(call: Call, args: Any, kwargs: Any) -> tuple[Evaluator, ModeChoice]:
-        # Symmetry is a property of the innermost function: its derivative rules must belong together.
+        # Whether the Hessian is symmetric depends on the innermost function: custom rules may be inconsistent.
         symmetric = inner is not None and has_symmetric_hessian(prepare(args, kwargs, None))
         return sparse_evaluator(api, call, partial(nest, call), sparsity, check, mode, symmetric)
 
     def compute(call: Call, evaluator: Evaluator, args: Any, kwargs: Any) -> tuple[Any, list[list[Any]], Any]:
-        """Evaluate in chunks that fit into the budget: the output, the blocks, and the rest for `call.finish`."""
+        """Evaluate in chunks that fit into the budget; return the output, the blocks, and `rest` for `call.finish`."""
         chunk = chunk_size
         if budget is not None:
             # One search serves both Jacobians of a Hessian: k = (slices of the outer one) * (slices of the inner one).
-            # The outer chunk shrinks first; below one outer slice the inner Jacobian is chunked too.
+            # The outer chunk is reduced first; at a single outer slice the inner Jacobian is chunked too.
             inner_size = 1 if inner is None else dense_evaluator(api, prepare(args, kwargs, None), inner).slices()
 
             def chunked(k: int) -> tuple[Call, int]:
@@ -285,13 +287,13 @@ def jacobian_of(
         return evaluator.compute(api, call, chunk)
 
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
-        """Return the Jacobian at these arguments, in the mode that was chosen or asked for."""
+        """Return the Jacobian at these arguments, in the chosen or requested mode."""
         call = prepare(args, kwargs)
 
         def dense(mode: str) -> Any:
             return compute(call, dense_evaluator(api, call, mode, row_axis), args, kwargs)
 
-        with mesh_of((args, kwargs)):  # arrays may be sharded over explicit axes of a mesh that is not set
+        with mesh_of((args, kwargs)):  # for arrays sharded over explicit axes of a mesh that is not set
             if sparsity is not None:
                 found = compute(call, sparse_of(call, args, kwargs)[0], args, kwargs)
             else:
@@ -306,18 +308,18 @@ def jacobian_of(
         options |= {"holomorphic": holomorphic, "allow_int": allow_int}
         return jacobian_of(api, fun, argnums, has_aux, mode, chunk_size, memory_budget, **options)
 
-    # `jacfwd`, `jacrev` and `batch_jacobian` return a plain function, which has nothing to explain.
+    # `jacfwd`, `jacrev` and `batch_jacobian` return a plain function: there is no choice to explain.
     wrapped: Any = wrap_like(fun, api, of_arguments, rebuild)
     if api in ("jacobian", "hessian"):
 
         def explain(*args: Any, **kwargs: Any) -> ModeChoice:
-            """Return the mode for these arguments, and why."""
+            """Return the mode for these arguments, and the reason."""
             call = prepare(args, kwargs)
             with mesh_of((args, kwargs)):
                 if sparsity is not None:
                     return sparse_of(call, args, kwargs)[1]
                 choice = choose_mode(api, call)
-            asked = f'it was asked for by mode="{mode}"' if inner is None else f"the outer Jacobian is in {mode} mode"
+            asked = f'mode="{mode}" was passed' if inner is None else f"the outer Jacobian is in {mode} mode"
             return choice if mode == "auto" else choice._replace(mode=mode, why=asked)
 
         wrapped.explain = explain

@@ -1,4 +1,4 @@
-"""The choice between forward and reverse mode, by sizes and by the operations that XLA counts."""
+"""The choice between forward and reverse mode, by sizes or by the operations that XLA counts."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .._core.compat import NeedsValues
 from .._core.memory import lower_apart
 from .dense import DENSE, by_columns, by_rows, sizes_of
 
-# Where one side is so many times as large as the other, the sizes decide, and nothing is lowered.
+# If inputs outnumber outputs by this factor, or the other way round, sizes decide, and nothing is lowered.
 _DECISIVE = 4
-# What JAX raises where a mode does not differentiate a function: forward mode does not pass through a custom_vjp
-# (TypeError), reverse mode through a while_loop or a callback (ValueError), neither through an operation without a rule
-# (NotImplementedError). A mistake in the function itself was met before, when its output was asked for.
+# Errors of JAX if a mode cannot differentiate a function: forward mode cannot pass through a custom_vjp (TypeError),
+# reverse mode not through a while_loop or a callback (ValueError), neither through an operation without a rule
+# (NotImplementedError). Mistakes in the function itself have raised before, when its output shapes were computed.
 _NO_DERIVATIVE = (TypeError, ValueError, NotImplementedError)
 
 
 class ModeChoice(NamedTuple):
-    """The mode that `jacobian` takes, and why.
+    """The mode that `jacobian` uses, and the reason.
 
     Attributes:
-      mode: "forward" (a column for each input) or "reverse" (a row for each output); "both" for a sparse Jacobian with
-        products of either kind.
-      inputs: how many numbers are differentiated.
-      outputs: how many numbers the output has.
-      flops: the floating-point operations of both modes as XLA counts them; None where the sizes decide, or for a mode
-        that the function does not allow.
-      why: a sentence.
-      colors: how many products in forward and in reverse mode give a sparse Jacobian; None for a dense one.
+      mode: "forward" (a column for each input element) or "reverse" (a row for each output element); "both" for a
+        sparse Jacobian with products of both kinds.
+      inputs: the number of input elements, over all differentiated arguments.
+      outputs: the number of output elements.
+      flops: the floating-point operations of both modes as counted by XLA; None if the sizes decide, or if only one
+        mode is possible.
+      why: the reason, as a sentence.
+      colors: the numbers of products in forward and in reverse mode for a sparse Jacobian; None for a dense one.
     """
 
     mode: str
@@ -45,17 +45,17 @@ class ModeChoice(NamedTuple):
     colors: tuple[int, int] | None = None
 
 
-# From a transform's name, a call, and how many slices to compute at a time to the output, the blocks (for each array of
-# the output one for each array of the input), and the rest of the call.
+# A function from a transform's name, a call, and the number of slices to compute at a time, to the output, the blocks
+# (for each output array one for each input array), and the `rest` of the call.
 Compute = Callable[[str, Call, int | None], tuple[Any, list[list[Any]], Any]]
 
 
 class Evaluator(NamedTuple):
-    """A way to compute a Jacobian.
+    """A method to compute a Jacobian.
 
     Attributes:
       compute: the function that computes it.
-      slices: a function that returns how many columns, rows or products can be computed at a time.
+      slices: a function that returns the number of columns, rows or products, the largest possible chunk.
     """
 
     compute: Compute
@@ -63,7 +63,7 @@ class Evaluator(NamedTuple):
 
 
 def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
-    """Return the product with the Jacobian: of primals and tangents, or in reverse mode of primals and cotangents."""
+    """Return a function of primals and tangents (in reverse mode, cotangents): the product with the Jacobian."""
 
     def fun(*primals: Any) -> Any:
         return call(*primals)[0]
@@ -74,21 +74,21 @@ def product_in(mode: str, call: Call) -> Callable[[Any, Any], Any]:
 
 
 def refused_modes(call: Call, out: Any) -> dict[str, str]:
-    """Return the mode that cannot differentiate a call with this output, if any, and why; raise if neither can."""
+    """Return the mode that cannot differentiate this call, if any, with the reason; raise if neither mode can."""
     if not call.holomorphic:
         if not all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in jax.tree.leaves(call.primals)):
-            return {"forward": "forward mode takes real arguments only"}
+            return {"forward": "forward mode needs real arguments"}
         if any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(out)):
-            return {"reverse": "the output is complex, which reverse mode does not take"}
+            return {"reverse": "the output is complex, but reverse mode needs real outputs"}
     errors: dict[str, Exception] = {}
     for mode, vectors in (("forward", call.primals), ("reverse", out)):
         product = product_in(mode, call)
         try:
             try:
-                # Under `vmap`, because some rules are missed only when the derivative is mapped, as the Jacobian does.
+                # Under `vmap`, as in the Jacobian, because some rules are missing only for a mapped derivative.
                 mapped = jax.vmap(partial(product, call.primals))
                 jax.eval_shape(mapped, jax.tree.map(_batch_of_one, vectors))
-            except NeedsValues:  # with values: does the branch that these take have this derivative?
+            except NeedsValues:  # test the branch that these values take
                 product(call.primals, jax.tree.map(jnp.zeros_like, vectors))
         except _NO_DERIVATIVE as error:
             errors[mode] = error
@@ -98,10 +98,10 @@ def refused_modes(call: Call, out: Any) -> dict[str, str]:
 
 
 def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin: tuple[Any, Any] | None = None) -> Any:
-    """Return the result of `compute` in the cheaper mode, which is decided again where the remembered one fails.
+    """Return the result of `compute` in the cheaper mode, which is chosen again if the remembered one fails.
 
-    Another value that `fun` is given or closes over may have made it impossible: `fun` takes another branch, or its
-    output has become complex.
+    Values that `fun` takes or closes over can make the remembered mode impossible: `fun` takes another branch, or its
+    output is now complex.
 
     Args:
       api: the transform's name in errors.
@@ -110,7 +110,7 @@ def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin:
       origin: as for `jacobian_of`.
     """
     fun, made = origin or (call.fun, None)
-    # A list that is kept for such calls: empty, or with the choice that was made.
+    # The list that is cached for such calls: empty, or with the previous choice.
     choices = call.remembered(fun, made)
     remembered = choices[:]
     choices[:] = remembered or [choose_mode(api, call)]
@@ -126,7 +126,7 @@ def in_cheaper_mode(api: str, call: Call, compute: Callable[[str], Any], origin:
 
 
 def choose_mode(api: str, call: Call) -> ModeChoice:
-    """Choose the mode that there is, or else the cheaper one by sizes, then by XLA's operations."""
+    """Choose the only possible mode, or else the cheaper one by sizes, or by the operations that XLA counts."""
     out = output_shapes(api, call)
     inputs, outputs = sum(sizes_of(call.primals)), sum(sizes_of(out))
     choice = partial(ModeChoice, inputs=inputs, outputs=outputs, flops=None)
@@ -146,9 +146,9 @@ def choose_mode(api: str, call: Call) -> ModeChoice:
             flops[mode] = analysis.get("flops", 0.0)
     except NeedsValues:
         return choice(first, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
-    # A row of reverse mode is written in one piece, a column of forward mode in as many as there are outputs.
+    # Ties go to reverse mode: its rows are contiguous in memory, while the columns of forward mode are strided.
     if flops["reverse"] == flops["forward"]:
-        return choice("reverse", flops=flops, why="XLA counts as many operations either way; rows lie in one piece")
+        return choice("reverse", flops=flops, why="XLA counts as many operations for both; rows are contiguous")
     return choice(min(flops, key=flops.__getitem__), flops=flops, why="XLA counts fewer operations")
 
 
@@ -156,13 +156,13 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of an array with a leading axis of size 1, sharded as the array is."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     spec, sharding = getattr(kind.sharding, "spec", ()), None
-    if any(spec):  # over explicit axes of a mesh, which are part of a type
+    if any(spec):  # sharded over explicit axes of a mesh, which is part of the type
         sharding = NamedSharding(kind.sharding.mesh, PartitionSpec(None, *spec))
     return jax.ShapeDtypeStruct((1, *kind.shape), kind.dtype, sharding=sharding)
 
 
 def output_shapes(api: str, call: Call) -> Any:
-    """Return the output as shapes, or with values where `fun` branches on some."""
+    """Return the output as shapes, or as arrays if `fun` branches on values."""
     try:
         out = jax.eval_shape(lambda: call(*call.primals)[0])
     except NeedsValues:
@@ -172,7 +172,7 @@ def output_shapes(api: str, call: Call) -> Any:
 
 
 def dense_evaluator(api: str, call: Call, mode: str, row_axis: int = 0) -> Evaluator:
-    """Return the way to compute a dense Jacobian in one mode.
+    """Return the `Evaluator` of a dense Jacobian in one mode.
 
     Args:
       api: the transform's name in errors.

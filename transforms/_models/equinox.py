@@ -1,4 +1,4 @@
-"""Equinox modules: pytrees that may hold functions, numbers and text besides their arrays."""
+"""Equinox modules: pytrees that may hold functions, numbers and strings besides arrays."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .split_model import dotted
 
 
 def is_equinox(x: Any) -> bool:
-    """Return whether `x` is an Equinox module, which it cannot be if Equinox has not been imported."""
+    """Return whether `x` is an Equinox module; False if Equinox has not been imported."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(x, equinox.Module)
 
 
 def is_array(x: Any) -> bool:
-    """Return whether `x` is an array of JAX or NumPy."""
+    """Return whether `x` is a JAX or NumPy array."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
@@ -31,13 +31,13 @@ def differentiated(tree: Any, integers: bool = False) -> Any:
     """Return `tree` with None in place of each leaf that is not differentiated.
 
     Args:
-      tree: any pytree. In an Equinox module the arrays of floating point are differentiated, as by `eqx.filter_grad`;
-        in anything else all arrays and numbers.
-      integers: whether arrays and numbers of other dtypes are left out too.
+      tree: any pytree. In an Equinox module the floating-point arrays are differentiated, as by `eqx.filter_grad`; in
+        anything else all arrays and numbers.
+      integers: whether to replace arrays and numbers that are not floating-point too.
     """
 
     def keep(x: Any) -> Any:
-        # Numbers in a module are configuration; elsewhere they are arguments, which JAX takes for 0-d arrays.
+        # Numbers in a module are configuration; elsewhere they are arguments, which JAX treats as 0-d arrays.
         if is_equinox(x):
             return jax.tree.map(lambda leaf: leaf if isinstance(leaf, _ARRAYS) and _is_inexact(leaf) else None, x)
         number = isinstance(x, (bool, int, float, complex))
@@ -46,7 +46,7 @@ def differentiated(tree: Any, integers: bool = False) -> Any:
     return jax.tree.map(keep, tree, is_leaf=is_equinox)
 
 
-# The last is the shape in place of an array in `Primals.outline`.
+# `ShapedArray` is the type of the shapes that replace arrays in `Primals.outline`.
 _ARRAYS = (jax.Array, np.ndarray, jax.core.ShapedArray)
 
 
@@ -57,12 +57,12 @@ def _is_inexact(x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An Equinox module as a pytree of its arrays alone, which a compiled program takes and returns.
+    """An Equinox module as a pytree of its arrays alone, which a compiled program can take and return.
 
     Attributes:
-      arrays: its arrays, in order.
-      paths: their dotted paths.
-      rest: all else in it.
+      arrays: the arrays, in order.
+      paths: the dotted path of each array.
+      rest: everything else in the module.
     """
 
     arrays: Iterable[Any]
@@ -79,7 +79,7 @@ register_pytree_with_keys(
 
 
 def held(tree: Any) -> Any:
-    """Return `tree` with its Equinox modules as pytrees of their arrays alone."""
+    """Return `tree` with each Equinox module replaced by a `Held`."""
 
     def hold(x: Any) -> Any:
         if not is_equinox(x):
@@ -92,7 +92,7 @@ def held(tree: Any) -> Any:
 
 
 def released(tree: Any) -> Any:
-    """Return `tree` with its modules as they were before `held`."""
+    """Return `tree` with each `Held` converted back into its module."""
     return jax.tree.map(
         lambda x: x.rest.join(x.arrays) if isinstance(x, Held) else x, tree, is_leaf=lambda x: isinstance(x, Held)
     )

@@ -1,4 +1,4 @@
-"""Any value as its arrays and the rest of it: hashable, for static arguments of `jax.jit`, or of any kind."""
+"""Separate any value into arrays and the rest, as a hashable value (`HashablePytree`) or as any pytree (`Opaque`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jax.tree_util import register_dataclass
 
 from .split_model import by_value
 
-# What is an array rather than configuration.
+# The types that count as arrays rather than configuration.
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 class Placeholder(Enum):
-    """Marks in place of arrays: members of an Enum, since those stay themselves when they are copied or pickled."""
+    """Markers in place of arrays: members of an Enum, since these keep their identity if copied or pickled."""
 
     ARRAY = "array"
     TRAINABLE = "trainable"
@@ -27,26 +27,26 @@ class Placeholder(Enum):
 
 
 class HashablePytree:
-    """A pytree without its arrays: hashable, and equal only for leaves of one type and value."""
+    """A pytree without its arrays: hashable, and equal only if all leaves have the same types and values."""
 
     __slots__ = ("_key", "_leaves", "_treedef")
 
     def __init__(self, leaves: tuple[Any, ...], treedef: Any) -> None:
         self._leaves = leaves
         self._treedef = treedef
-        # 1, 1.0 and True are equal, but a function may do something else with each.
+        # 1, 1.0 and True are equal, but a function may treat them differently.
         self._key = treedef, by_value(leaves), tuple(map(type, leaves))
 
     @classmethod
     def separate(cls, tree: Any, kinds: tuple[type, ...] = _ARRAYS) -> tuple[list[Any], HashablePytree]:
-        """Return the leaves of `tree` that are of these types, and the rest of it."""
+        """Return the leaves of `tree` of these types, and everything else."""
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
         return arrays, cls(tuple(Placeholder.ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves), treedef)
 
     @classmethod
     def of(cls, tree: Any) -> HashablePytree:
-        """Return `tree` as a hashable value."""
+        """Return the whole `tree`, arrays included, as a hashable value."""
         return cls.separate(tree, ())[1]
 
     @staticmethod
@@ -55,7 +55,7 @@ class HashablePytree:
         return isinstance(x, _ARRAYS)
 
     def join(self, arrays: Iterable[Any]) -> Any:
-        """Return the tree that `separate` was given, with these arrays."""
+        """Return the tree that was passed to `separate`, with these arrays."""
         rest = iter(arrays)
         return self.map(lambda leaf: next(rest) if leaf is Placeholder.ARRAY else leaf)
 
@@ -65,11 +65,11 @@ class HashablePytree:
 
     @property
     def value(self) -> Any:
-        """Return the tree that `of` was given."""
+        """Return the tree that was passed to `of`."""
         return self.join([])
 
     def __reduce__(self) -> Any:
-        return HashablePytree, (self._leaves, self._treedef)  # the types in the key may have no name to be pickled by
+        return HashablePytree, (self._leaves, self._treedef)  # without the key, since types in it may not be picklable
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, HashablePytree) and self._key == other._key)
@@ -81,12 +81,12 @@ class HashablePytree:
 @partial(register_dataclass, data_fields=["arrays"], meta_fields=["join"])
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """Any value as a pytree of its JAX arrays, so that it passes through a transform of JAX as an output.
+    """Any value as a pytree of its JAX arrays, so that a function transformed by JAX can return it.
 
     Attributes:
-      arrays: the arrays; others after a transform.
-      join: the function from arrays to the value. It is a bound method, which Python compares by identity: what is not
-        an array may be anything, and need not have `==` or a hash.
+      arrays: the arrays; after a transform, its results for them.
+      join: a function from arrays to the value. It is a bound method of an object that is compared by identity, so the
+        rest of the value may be anything, without `==` or a hash.
     """
 
     arrays: list[Any]
@@ -94,11 +94,11 @@ class Opaque:
 
     @classmethod
     def of(cls, value: Any) -> Opaque:
-        """Return a value as such a pytree."""
+        """Return `value` as an `Opaque`."""
         arrays, rest = HashablePytree.separate(value, (jax.Array,))
         return cls(arrays, rest.join)
 
     @property
     def value(self) -> Any:
-        """Return the value, with the arrays of this pytree."""
+        """Return the value with the current arrays."""
         return self.join(self.arrays)

@@ -1,8 +1,8 @@
-"""State that a call changes in its models: found, checked, and written back; and state that merely passes through.
+"""Find, check and write back the state that a call changes in its models.
 
-A change is found by identity: an array that a traced function leaves alone is the same object afterwards. Inner
-transforms of NNX break that, since they hand back every array as a new object; then the program of the call decides
-(`passing_through`).
+Changes are detected by identity: an array that a traced function does not change is the same object afterwards. Inner
+transforms of NNX return every array as a new object; then the program of the call decides which arrays it passes
+through unchanged (`passing_through`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def call_with_models(function: Callable[..., Any], arguments: Any) -> tuple[Any,
 
     `arguments` is the triple of `owner`, `args` and `kwargs`, with split models.
     """
-    # `function` gets merged copies: what it assigns is found in them afterwards, and the user's models stay as they
-    # are until the caller knows that the whole call has succeeded.
+    # `function` receives merged copies, which contain its assignments afterwards. The user's models do not change until
+    # the caller knows that the whole call has succeeded.
     owner, args, kwargs = merged = merge_tree(arguments)
     out = function(owner, *args, **kwargs)
     return out, models_of(merged)
@@ -46,8 +46,8 @@ def call_purely(
     """Return `function(owner, *args, **kwargs)`, and for each model the arrays that it has changed, by dotted path.
 
     Raises:
-      ValueError: the call changes the structure of a model, or assigns a trainable array (which it `may_assign` in
-        modules).
+      ValueError: the call changes the structure of a model, or assigns a trainable array (allowed in modules with
+        `may_assign`).
     """
     out, models = call_with_models(function, arguments)
     changed = []
@@ -57,26 +57,24 @@ def call_purely(
         assigned = set(paths) & set(named_arrays(after.trainable))
         if assigned and not (may_assign and is_module(model)):
             cure = "keep values that fun computes in another kind of variable, such as nnx.BatchStat"
-            raise ValueError(
-                f"{api}: fun assigns the parameter `{min(assigned)}`, but it is one for all calls; {cure}."
-            )
+            raise ValueError(f"{api}: fun assigns the parameter `{min(assigned)}`, but all calls share it; {cure}.")
         changed.append({path: array for path, array in after.arrays().items() if path in paths})
     return out, changed
 
 
 def check_structure(who: str, whose: str, before: SplitModel, after: SplitModel) -> None:
-    """Raise if a call has added or removed variables of a model, or changed its configuration."""
+    """Raise if a call has added or removed variables of a model or changed its configuration."""
     if after.structure != before.structure:
         path = min(after.arrays().keys() ^ before.arrays().keys(), default="configuration")
-        cure = "only the values of its variables may change; do not add any (such as by sow), nor change attributes"
+        cure = "only values of variables may change; do not add variables (such as by sow) or change attributes"
         raise ValueError(f"{who} changes the structure of {whose} (`{path}`), but {cure}.")
 
 
 def with_changes(parts: Sequence[SplitModel], changed: Sequence[dict[str, Any]]) -> list[SplitModel]:
-    """Return split models with the arrays in place that `call_purely` reports as changed."""
+    """Return split models with the changed arrays that `call_purely` returned put in place."""
 
     def put(before: SplitModel, new: dict[str, Any]) -> SplitModel:
-        # Each half has its own names: no path is in both.
+        # No path is in both halves.
         put_half = partial(jax.tree.map_with_path, lambda path, x: new.get(array_name(path), x))
         halves = put_half(before.trainable), put_half(before.rest)
         return SplitModel(before.structure, *halves)
@@ -91,23 +89,23 @@ def update(
     after: Sequence[SplitModel],
     passing: Callable[[], list[set[str]]] | None = None,
 ) -> None:
-    """Write into models what differs between them `before` and `after` a call.
+    """Write the differences between split models `before` and `after` a call into the models.
 
     Args:
-      api: what the user called.
+      api: the transform's name in errors.
       models: the models.
-      before: the models, split, as they are.
-      after: the models, split, as they should be.
-      passing: returns what `passing_through` finds for the call, if `after` has other objects for unchanged arrays.
+      before: the models, split, in their current state.
+      after: the models, split, in their new state.
+      passing: returns the result of `passing_through` for the call; needed if unchanged arrays can be new objects.
 
     Raises:
-      ValueError: what differs belongs to a module from outside of a transform that we are inside of, where `nnx.update`
-        would leave tracers in it. Nothing is written then.
+      ValueError: a changed module was created outside a surrounding transform, where `nnx.update` would leave tracers
+        in it. Nothing is written then.
     """
     changed = [then.changes(now) for then, now in zip(before, after, strict=True)]
     lost = next(filter(None, map(_out_of_reach, models, changed)), None)
     if lost and passing:
-        # Perhaps nothing has really changed: only then is the call traced once more, which is slow.
+        # Perhaps nothing has really changed. To find out, the call is traced once more, which is slow.
         arrays = [parts.arrays() for parts in after]
         new = [{path: x for path, x in a.items() if path not in b} for a, b in zip(arrays, passing(), strict=True)]
         update(api, models, before, with_changes(before, new))
@@ -128,7 +126,7 @@ def update(
 
 
 def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
-    """Return the first variable with one of these arrays that Flax would not let its user assign here."""
+    """Return the first variable with one of these arrays that Flax does not allow to be assigned in this trace."""
     if not paths or not is_module(model):
         return None
     from flax import errors, nnx
@@ -137,7 +135,7 @@ def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
         name = array_name(path)
         if not any(f"{changed}.".startswith(f"{name}.") for changed in paths):
             continue
-        try:  # to assign what it holds already, which changes nothing but makes Flax check its trace
+        try:  # assigning the present value changes nothing, but makes Flax check the trace
             if isinstance(x, nnx.Variable):
                 x.set_raw_value(x.get_raw_value())
             else:
@@ -150,7 +148,7 @@ def _out_of_reach(model: Any, paths: Sequence[str]) -> str | None:
 def changes(
     function: Callable[..., Any], arguments: Any, models: list[Any], returned: Sequence[Any] = ()
 ) -> list[list[str]]:
-    """Return for each of the `models` after a call the paths of what it changed; none for those it has `returned`."""
+    """Return for each of the `models` after a call the paths of changed arrays; none for models it has `returned`."""
     found = [
         [] if any(x is model for x in returned) else before.changes(split(model))
         for before, model in zip(splits_of(arguments), models, strict=True)
@@ -170,9 +168,9 @@ def refuse_changes(
     more: str = "",
     returned: Sequence[Any] = (),
 ) -> None:
-    """Raise if a call has changed the state of one of its models, but for those that it has `returned`.
+    """Raise if a call has changed the state of one of its models, except models that it has `returned`.
 
-    The error goes from `why` that is refused to the model's evaluation mode, and ends with what `more` there is to do.
+    `why` is the reason in the error, and leads over to the evaluation mode as the remedy; `more` is a further remedy.
     """
     for model, paths in zip(models, changes(function, arguments, models, returned), strict=True):
         if paths:
@@ -182,10 +180,10 @@ def refuse_changes(
 
 
 def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[str]]:
-    """Return for each model in `arguments` the paths of the arrays that `function` leaves as they are, by its program.
+    """Return for each model in `arguments` the paths of arrays that `function` does not change, from its program.
 
-    An inner transform of `nnx` returns every array of a module as a new object, whether it has changed or not;
-    so where objects differ, `function` is traced once more and each output is followed back through its program.
+    An inner transform of `nnx` returns every array of a module as a new object, whether it has changed or not. So if
+    objects differ, `function` is traced once more, and each output is followed back through its program.
     """
     before = splits_of(arguments)
     outputs: list[tuple[int, str]] = []
@@ -198,7 +196,7 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
 
     jaxpr = jax.make_jaxpr(arrays_after)(before).jaxpr
     inputs = [(i, path) for i, parts in enumerate(before) for path in parts.arrays()]
-    # Each input is known by its number, and by the order of its axes: an array that is transposed twice is that input.
+    # An input is identified by its index and the order of its axes: an array transposed twice is the input again.
     known = [(number, _axes(variable)) for number, variable in enumerate(jaxpr.invars)]
     kept = [
         name
@@ -208,17 +206,17 @@ def passing_through(function: Callable[..., Any], arguments: Any) -> list[set[st
     return [{path for j, path in kept if j == i} for i in range(len(before))]
 
 
-# What a value of a program is: an input, by number and the order of its axes, or None where it is computed.
+# The source of a value in a program: an input, by its index and the order of its axes, or None if it is computed.
 _Source = tuple[int, tuple[int, ...]] | None
 
 
 def _sources(jaxpr: Any, known: Sequence[_Source]) -> list[_Source]:
-    """Return for each output of `jaxpr` what it is, from what its arguments are."""
+    """Return the source of each output of `jaxpr`, given the sources of its arguments."""
     return interpret(jaxpr, [None] * len(jaxpr.constvars), known, _sources_of_results, lambda _: None)
 
 
 def _sources_of_results(eqn: Any, known: list[_Source]) -> Sequence[_Source]:
-    """Return for each result of an operation what it is, from what its operands are."""
+    """Return the source of each result of an operation, given the sources of its operands."""
     name, params = eqn.primitive.name, eqn.params
     if name in IDENTITIES:
         return known[: len(eqn.outvars)]
@@ -227,11 +225,11 @@ def _sources_of_results(eqn: Any, known: list[_Source]) -> Sequence[_Source]:
     if name in CALLS:
         return _sources(called(eqn)[0], known)
     if name == "cond":
-        # The first operand is the number of the branch: if the branches return different inputs, that decides.
+        # The first operand is the branch index. If branches return different inputs, the result depends on it.
         branches = zip(*(_sources(branch.jaxpr, known[1:]) for branch in params["branches"]), strict=True)
         return [found[0] if len(set(found)) == 1 else None for found in branches]
-    # A loop leaves a result alone if its body does in every iteration: the output at a place of the carry (or of the
-    # slices, in a scan) is the input at the same place.
+    # A loop does not change a result if its body does not: the output at each position of the carry (in a scan, also of
+    # the slices) is then the input at the same position.
     if name in ("scan", "while"):
         body = (params["jaxpr"] if name == "scan" else params["body_jaxpr"]).jaxpr
         shared = scan_counts(params)[0] if name == "scan" else params["body_nconsts"]

@@ -1,20 +1,21 @@
-"""Models, split into arrays and a static structure, and merged from them.
+"""Split models into arrays and a static structure, and merge them.
 
-JAX sees a model as `SplitModel`: a static structure, the trainable arrays and the other arrays. A model is a Flax NNX
+For JAX a model is a `SplitModel`: a static structure, the trainable arrays and the other arrays. A model is a Flax NNX
 module, or an object with two methods:
 
 - `__plurax_split__()` returns the structure, the trainable arrays and the other arrays: pytrees that have no path in
   common;
-- `__plurax_update__(rest)` replaces the other arrays by those that a call has left.
+- `__plurax_update__(rest)` replaces the other arrays with those after a call.
 
-Several models of one structure, whose axis 0 of every array is the members, have three methods; `vmap` passes a
-function one of them as an ordinary model:
+An ensemble, several models of one structure stacked along axis 0 of every array, has three methods, with which `vmap`
+passes one member at a time to a function, as an ordinary model:
 
-- `__len__()` returns how many there are, or raises a ValueError if axis 0 is not the members;
-- `__plurax_member__()` returns the one model that is left when axis 0 has been mapped away;
-- `__plurax_stack__(model)` is its inverse: it returns `model` as members without axis 0, which `vmap` adds.
+- `__len__()` returns the number of members, or raises a ValueError if axis 0 does not index the members;
+- `__plurax_member__()` returns one model, if `vmap` has removed axis 0 from the arrays;
+- `__plurax_stack__(model)` is its inverse: it returns an ensemble with the arrays of `model`, to which `vmap` adds the
+  axis.
 
-Flax is never imported here before somebody else has: without `flax.nnx` there is no NNX module to meet.
+This file never imports Flax first: if `flax.nnx` is not loaded, no value can be an NNX module.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class Structure(Protocol):
 
 def is_module(x: Any) -> bool:
     """Return whether `x` is a Flax NNX module (or another NNX object: an optimizer, a metric, `Rngs`)."""
-    # Looked up and not imported: Flax takes a second to import, and whoever has a module has imported it.
+    # Looked up instead of imported: Flax takes a second to import, and a module exists only if it was imported.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
 def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
-    """Return `argnums` with plain positions for `nnx.DiffState`s, and the filters of those by position."""
+    """Return `argnums` with each `nnx.DiffState` replaced by its position, and the filters by position."""
     nnx = sys.modules.get("flax.nnx")
     kinds = nnx.DiffState if nnx else ()
     several = isinstance(argnums, (tuple, list))
@@ -64,42 +65,42 @@ def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
 
 
 def is_members(x: Any) -> bool:
-    """Return whether `x` holds several models along axis 0."""
+    """Return whether `x` is an ensemble: several models along axis 0."""
     return hasattr(type(x), "__plurax_member__")
 
 
 def is_model(x: Any) -> bool:
-    """Return whether `x` is a model: an NNX module or an object that can be split like one."""
+    """Return whether `x` is a model: an NNX module, or an object with `__plurax_split__`."""
     return is_module(x) or hasattr(type(x), "__plurax_split__")
 
 
 def by_value(x: Any) -> Any:
-    """Return a value to compare `x` by: partials, which Python compares by identity, are equal if their parts are."""
+    """Return a key to compare `x` by: unlike in Python, partials are equal if their parts are."""
     if type(x) is tuple:
         return tuple(map(by_value, x))
     if type(x) is not partial:
         return x
     leaves = (x.func, *x.args, *(value for _, value in sorted(x.keywords.items())))
-    # 1, 1.0 and True are equal, but a function may do something else with each.
+    # 1, 1.0 and True are equal, but a function may treat them differently.
     value = (partial, tuple(map(by_value, leaves)), tuple(map(type, leaves)), tuple(sorted(x.keywords)))
     try:
         hash(value)
     except TypeError:
-        return x  # bound to an array, say: by identity, as Python has it
+        return x  # bound to an array, for example: compared by identity, as in Python
     return value
 
 
 @dataclass(eq=False, repr=False)
 class ModuleStructure:
-    """A `GraphDef` and the places of its arrays.
+    """A `GraphDef` and the paths of its arrays.
 
-    The key that it is compared by is computed once: it takes 0.3 ms for a small network.
+    The key for comparisons is computed only once, since it takes 0.3 ms for a small network.
 
     Args:
       graphdef: the static part of a module.
       paths: for each variable of the module, in the order of `graphdef`, its path and whether it trains. A variable
         that holds a pytree has one path.
-      trains: which variables train, as a filter of NNX; None for `nnx.Param`.
+      trains: an NNX filter that selects the variables that train; None for `nnx.Param`.
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -110,13 +111,13 @@ class ModuleStructure:
         """Return the module with these arrays."""
         from flax import nnx
 
-        # A list, since dicts of nested dicts do not say where a variable that holds a dict begins.
+        # A list, since in nested dicts it is ambiguous where a variable that holds a dict begins.
         return nnx.merge(
             self.graphdef, [reduce(getitem, path, trainable if trains else rest) for path, trains in self.paths]
         )
 
     def gradient(self, trainable: Any, rest: Any) -> Any:
-        """Return the `nnx.State` of parameters that `nnx.grad` gives."""
+        """Return the gradient as an `nnx.State` of parameters, as `nnx.grad` does."""
         from flax import nnx
 
         return nnx.state(self.merge(trainable, rest), nnx.Param if self.trains is None else self.trains)
@@ -126,19 +127,19 @@ class ModuleStructure:
         return root.type.__name__
 
     def __deepcopy__(self, _: Any) -> ModuleStructure:
-        return self  # it never changes, and functions in a copied `GraphDef` would no longer be equal
+        return self  # immutable, and functions in a copied `GraphDef` would no longer be equal
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, ModuleStructure) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return hash(tuple(self.paths))  # much faster than that of the graph, and as good where structures are alike
+        return hash(tuple(self.paths))  # much faster than hashing the graph, and distinguishes most structures
 
     @cached_property
     def _key(self) -> nnx.GraphDef[Any]:
-        """Return the graph to compare by."""
+        """Return the graph in a form to compare by."""
 
-        # Python compares partials by identity, so that two models built alike would differ.
+        # Python compares partials by identity, so that two models built in the same way would differ.
         def compared(attribute: Any) -> Any:
             value = getattr(attribute, "value", None)
             return replace(attribute, value=by_value(value)) if isinstance(value, (tuple, partial)) else attribute
@@ -150,7 +151,7 @@ class ModuleStructure:
 @partial(register_dataclass, data_fields=["trainable", "rest"], meta_fields=["structure"])
 @dataclass(eq=False, repr=False, slots=True)
 class SplitModel:
-    """A model as a pytree of its arrays, with a static structure."""
+    """A model as a pytree of its arrays, with its structure as static data."""
 
     structure: Structure
     trainable: Any
@@ -161,12 +162,12 @@ class SplitModel:
         return self.structure.merge(self.trainable, self.rest)
 
     def arrays(self) -> dict[str, Any]:
-        """Return all arrays by their names, in the order of the leaves."""
+        """Return all arrays by name, in the order of the leaves."""
         return named_arrays(self.trainable) | named_arrays(self.rest)
 
     def changes(self, after: SplitModel) -> list[str]:
-        """Return the dotted paths of the arrays that are other objects `after` a call, or "configuration"."""
-        # By identity, since traced values cannot be compared: an array that a call leaves alone is the same object.
+        """Return the dotted paths of arrays that are different objects `after` a call, or "configuration"."""
+        # By identity, since traced values cannot be compared: an array that a call does not change is the same object.
         then, now = self.arrays(), after.arrays()
         paths = [path for path in now if path not in then or now[path] is not then[path]]
         paths += [path for path in then if path not in now]
@@ -174,15 +175,15 @@ class SplitModel:
 
 
 def split(model: Any, trains: Any = None) -> SplitModel:
-    """Return `model` split; of an NNX module the variables train that match the filter `trains`, or are `nnx.Param`."""
+    """Return `model` split; in an NNX module variables that match `trains` (default `nnx.Param`) are trainable."""
     if not is_module(model):
         return SplitModel(*model.__plurax_split__())
     from flax import nnx
 
-    # Pure: a `State` would hold the module's own variables, and a copy made from it would change with the original.
+    # Pure dicts: a `State` would hold the module's own variables, and a copy of it would change with the original.
     parts: Any = nnx.split(model, nnx.Param if trains is None else trains, ...)
     graphdef, trainable, rest = parts
-    # In the order of the leaves of `graphdef`, in which `merge` has to give them back.
+    # In the order of the leaves of `graphdef`, in which `merge` has to pass them.
     paths = sorted(
         (path, trains) for state, trains in ((trainable, True), (rest, False)) for path, _ in nnx.to_flat_state(state)
     )
@@ -192,12 +193,12 @@ def split(model: Any, trains: Any = None) -> SplitModel:
 
 
 def _held(variable: Any) -> Any:
-    """Return what a variable holds, which is not what it shows where its class or a hook computes that."""
+    """Return the stored value of a variable, which differs from its visible value if a class or hook computes that."""
     return variable.get_raw_value() if hasattr(variable, "get_raw_value") else variable
 
 
 def to_pure(tree: Any) -> Any:
-    """Return an `nnx.State` as plain dicts of arrays, and anything else as it is."""
+    """Return an `nnx.State` as plain dicts of arrays, and anything else unchanged."""
     nnx = sys.modules.get("flax.nnx")
     return nnx.to_pure_dict(tree) if nnx is not None and isinstance(tree, nnx.State) else tree
 
@@ -218,7 +219,7 @@ def merge_tree(tree: Any) -> Any:
 
 
 def with_splits(tree: Any, parts: Sequence[SplitModel]) -> Any:
-    """Return `tree` with other split models in place of those in it, in order."""
+    """Return `tree` with its split models replaced by `parts`, in order."""
     given = iter(parts)
     return jax.tree.map(lambda x: next(given) if is_split(x) else x, tree, is_leaf=is_split)
 
@@ -234,7 +235,7 @@ def splits_of(tree: Any) -> list[SplitModel]:
 
 
 def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
-    """Return the model whose state `fun` uses, or None, and `fun` as a function that takes that model first.
+    """Return the model that `fun` is bound to, or None, and `fun` as a function that takes the model first.
 
     `fun` may be a model, a method of one, or a transform or partial of either.
     """
@@ -243,8 +244,8 @@ def bound_model(fun: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
 
 
 def _binding(fun: Callable[..., Any]) -> tuple[Any, Callable[[Any], Callable[..., Any]]]:
-    """Return the model that `fun` is bound to, or None, and a function that binds it to another one."""
-    # A call has a merged copy of the model, which has to take the place of the user's own wherever that is.
+    """Return the model that `fun` is bound to, or None, and a function that binds `fun` to another model."""
+    # In a call the merged copy of the model has to replace the user's model, wherever `fun` holds it.
     if is_model(fun) or is_members(fun):
         return fun, lambda owner: owner
     if isinstance(fun, MethodType) and is_model(fun.__self__):
@@ -261,7 +262,7 @@ def _binding(fun: Callable[..., Any]) -> tuple[Any, Callable[[Any], Callable[...
 def refuse_shared_state(
     api: str, fun: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise if NNX modules of one call share a variable: split one by one they would stop sharing it."""
+    """Raise if NNX modules of one call share a variable: modules that are split separately would stop sharing it."""
     named = [("fun", model) for model in models_of(owner)]
     named += [(argument_name(fun, args, i), model) for i, value in enumerate(args) for model in models_of(value)]
     named += [(name, model) for name, value in kwargs.items() for model in models_of(value)]
@@ -273,7 +274,7 @@ def refuse_shared_state(
 
 
 def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, str]] | None:
-    """Return the first variable that two of the models hold, as the number and path in each; None if there is none."""
+    """Return the first variable shared by two models, as each model's index and path; None if there is none."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or len(models) < 2:
         return None
@@ -282,20 +283,20 @@ def shared_variable(models: Sequence[Any]) -> tuple[tuple[int, str], tuple[int, 
         for path, node in nnx.iter_graph(model) if is_module(model) else ():
             if isinstance(node, nnx.Variable):
                 place = i, dotted(path)
-                # By identity: two variables with equal values are still two.
+                # By identity: variables with equal values are not shared.
                 first = places.setdefault(id(node), place)
-                if first[0] != i:  # shared within one module it stays shared, since that is split as a whole
+                if first[0] != i:  # sharing within one module is fine, since a module is split as a whole
                     return first, place
     return None
 
 
 def dotted(path: Iterable[Any]) -> str:
-    """Return a path of a pytree or of Flax with dots, such as `blocks.0.kernel`."""
+    """Return a path of a pytree or of Flax as dotted text, such as `blocks.0.kernel`."""
     return keystr(tuple(path), simple=True, separator=".")
 
 
 def array_name(path: Sequence[Any]) -> str:
-    """Return a dotted path in which keys that have a dot are in brackets: `a.b` may be the entry `b` of `a`, too."""
+    """Return a dotted path with keys that contain a dot in brackets, since `a.b` is also the entry `b` of `a`."""
     name = dotted(path)
     if name.count(".") < len(path):
         return name
@@ -303,5 +304,5 @@ def array_name(path: Sequence[Any]) -> str:
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
-    """Return the arrays of one part of a split model by their names."""
+    """Return the arrays in one part of a split model by name."""
     return {array_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

@@ -1,4 +1,4 @@
-"""Several models of one architecture stacked into one, along axis 0 of every array, or the first difference named."""
+"""Stack models of one architecture along axis 0 of every array, or raise with the first difference between them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from .split_model import SplitModel, dotted, is_module, shared_variable, split
 
 
 def stack_models(api: str, noun: str, remedy: tuple[str, str], models: Sequence[Any]) -> SplitModel:
-    """Return the models as one, with their axis in front of each array.
+    """Return the models stacked into one, along a new axis 0 of each array.
 
     Args:
-      api: what the user called.
-      noun: what one of the models is called there.
-      remedy: what to do where configurations differ, and where they differ only in the identity of objects.
+      api: the function's name in errors.
+      noun: the word for one model in errors.
+      remedy: the remedies for configurations that differ, and for those that differ only in the identity of objects.
       models: the models.
 
     Raises:
       TypeError: the classes differ, or a variable holds something that is not an array.
-      ValueError: the models share a variable; an array of one is missing, added, or of another shape or dtype; the
-        configurations differ.
+      ValueError: models share a variable; arrays differ in presence, shape or dtype; the configurations differ.
     """
     shared = shared_variable(models)
     if shared:
         (i, path), (j, other_path) = shared
-        which = f"`{path}` of the one and `{other_path}` of the other"
-        cure = f"build each with an nnx.Rngs of its own, or pass nnx.clone({noun}) where equal copies are meant"
+        which = f"`{path}` of the first and `{other_path}` of the second"
+        cure = f"build each with a separate nnx.Rngs, or pass nnx.clone({noun}) if equal copies are intended"
         raise ValueError(f"{api}: {noun}s {i} and {j} share a variable, {which}; {cure}.")
-    # All of them before any is compared: an error names the first difference, in the order of the models.
+    # Split and check all before comparing, so that the error names the first difference in the order of the models.
     parts = [split(model) for model in models]
     for i, part in enumerate(parts):
         check_leaves(api, f"{noun} {i}", part)
@@ -46,7 +45,7 @@ def stack_models(api: str, noun: str, remedy: tuple[str, str], models: Sequence[
         if type(model) is not type(models[0]):
             first = f"{noun} 0 is a {type(models[0]).__name__}"
             raise TypeError(f"{whose} is a {type(model).__name__}, but {first}; stack models of one class.")
-        # Arrays before configuration: one that is missing changes the configuration too, but its path is more helpful.
+        # Arrays before configuration: a missing array changes the configuration too, but its path is more helpful.
         found = _outlines(part)
         for path in [*expected, *found]:
             if expected.get(path) != found.get(path):
@@ -68,12 +67,12 @@ def check_leaves(api: str, whose: str, parts: SplitModel) -> None:
 
 
 def stack(trees: Sequence[Any]) -> Any:
-    """Return one pytree with the given ones along axis 0 of its arrays."""
+    """Return pytrees stacked into one, along axis 0 of each array."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def strong(tree: Any) -> Any:
-    """Return `tree` without weak types: an update makes them strong, and a program would be compiled for both."""
+    """Return `tree` without weak types: an update makes them strong, so programs would be compiled for both."""
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
@@ -91,24 +90,24 @@ def _say(found: tuple[tuple[int, ...], Any] | None) -> str:
 
 
 def _difference(model: Any, other: Any) -> tuple[str, bool]:
-    """Return where two models first differ in their configuration, and whether only in the identity of an object."""
+    """Describe the first difference between two configurations; return it and whether only object identity differs."""
     expected, found = _configuration(model), _configuration(other)
     for place, value in expected.items():
         theirs = found.get(place)
-        # By type and value: 1, 1.0 and True are equal, but a function may do something else with each.
+        # By type and value: 1, 1.0 and True are equal, but a function may treat them differently.
         if HashablePytree.of(theirs) == HashablePytree.of(value):
             continue
-        # Two objects that read alike but for their address are most likely made by one constructor twice.
+        # Two objects whose reprs differ only in the address were most likely made by two calls of one constructor.
         if len({re.sub(" at 0x[0-9a-f]+", "", repr(x)) for x in (value, theirs)}) == 1:
             return f"{place} is {short(value)}, a different object in each", True
         return f"{place} is {short(theirs)}, but there {short(value)}", False
-    return "their variables are in other containers, shared otherwise, or train in other places", False
+    return "they differ in the containers, the sharing or the trainable parts of their variables", False
 
 
 def _configuration(model: Any) -> dict[str, Any]:
-    """Return what is not an array in a model, by its place.
+    """Return everything in a model that is not an array, by its path.
 
-    NNX modules are walked node by node: `GraphDef`s compare as a whole, and would not tell where they differ.
+    NNX modules are traversed node by node, since a comparison of `GraphDef`s would not show where they differ.
     """
     if not is_module(model):
         leaves = jax.tree.leaves_with_path(model.variables)
@@ -122,7 +121,7 @@ def _configuration(model: Any) -> dict[str, Any]:
         place = dotted(path) or "the model"
         found[f"the class of {place}"] = type(node).__name__
         for name, value in (node.get_metadata() if isinstance(node, nnx.Variable) else vars(node)).items():
-            # Without NNX's own bookkeeping, and arrays and modules, which are compared elsewhere.
+            # Except NNX's own bookkeeping, and arrays and modules, which are compared elsewhere.
             if not name.startswith("_pytree__") and not nnx.is_data(value):
                 found[f"{name} of {place}"] = value
     return found

@@ -1,7 +1,7 @@
-"""Named NumPy arrays in a directory: zarr in an OCDBT database, which is how orbax stores them, by tensorstore itself.
+"""Store named NumPy arrays in a directory, with tensorstore: zarr in an OCDBT database, the format of orbax.
 
-Orbax writes NumPy arrays in the first of several processes only, and in the others nothing, in silence. Here a process
-writes and reads on its own.
+Orbax writes NumPy arrays only in the first of several processes, and silently nothing in the others. Here each process
+writes and reads independently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def put(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a new directory, all of them or, if one fails, none."""
+    """Write arrays to a new directory; if one fails, write none."""
     import tensorstore as ts
 
     context, transaction = ts.Context(), ts.Transaction()
@@ -25,20 +25,20 @@ def put(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
             create=True,
             dtype=ts.dtype(array.dtype),
             shape=array.shape,
-            chunk_layout=ts.ChunkLayout(chunk_shape=array.shape),  # one chunk: no array is ever read in part
+            chunk_layout=ts.ChunkLayout(chunk_shape=array.shape),  # one chunk: arrays are always read whole
             context=context,
             transaction=transaction,
         )
         for name, array in arrays.items()
     ]
-    # Every write is started before any is waited for: they run side by side.
+    # Start all writes before waiting for any, so that they run concurrently.
     for written in [store.result().write(array) for store, array in zip(stores, arrays.values(), strict=True)]:
         written.result()
     transaction.commit_sync()
 
 
 def get(directory: Path, names: list[str]) -> dict[str, np.ndarray]:
-    """Return some of the arrays of a directory, and read no others."""
+    """Return the arrays with these names; other arrays are not read."""
     import tensorstore as ts
 
     # One context for all arrays: their reads share its cache of the database, and its threads.
@@ -49,6 +49,6 @@ def get(directory: Path, names: list[str]) -> dict[str, np.ndarray]:
 
 
 def _spec(directory: Path, name: str) -> dict[str, Any]:
-    """Return where tensorstore finds an array; all of a directory are in one database, so they are few files."""
+    """Return tensorstore's spec of an array; all arrays of a directory share a database, so there are few files."""
     base = {"driver": "file", "path": f"{directory}/"}
     return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}

@@ -1,4 +1,4 @@
-"""Files that are complete or not there."""
+"""Write files atomically, so that they are complete or absent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
-    """Write a file, or replace it in one step once the new one is on the disk; make its folder if it is missing.
+    """Write a file, or replace it in one step once the new one is on the disk; create a missing folder.
 
-    Its permissions are `mode`, without those that the umask of the process takes away.
+    The file's permissions are `mode`, restricted by the umask of the process.
 
     Raises:
-      OSError: it cannot be written. Whatever was there before is still there, and no unfinished file besides.
+      OSError: the file cannot be written. A previous file is unchanged, and no unfinished file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
@@ -23,16 +23,16 @@ def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], mode: int
         with open(unfinished, "xb", opener=partial(os.open, mode=mode)) as file:
             file.writelines(pieces)
             file.flush()
-            # Before the rename: a file system may write the new name first, and lose the contents in a power cut.
+            # Before the rename: a file system may write the new name first, and lose the contents in a power failure.
             os.fsync(file.fileno())
         unfinished.replace(path)
-        sync(path.parent)  # the name is in the folder, which has to reach the disk too
+        sync(path.parent)  # the new name is stored in the folder, which has to reach the disk too
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Flush to the disk what was written to a file, or the names of the files in a folder."""
+    """Flush the contents of a file, or the file names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

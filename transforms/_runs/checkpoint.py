@@ -1,10 +1,10 @@
 """Checkpoints: arrays of one or several members on disk, one subtree per member.
 
-A checkpoint is a directory: `arrays/0/` and so on, one for each process that has written its members, with arrays
-called `members.000003.ensemble.0000`; `history.npz`, where there is a history; and `plurax.json`, which names every
-array with its path, shape, dtype and checksums, and every file with its size. It is written under another name and
-renamed when it is complete, so a directory with its name is complete, unless somebody damages it later; the sizes and
-the checksums show that.
+A checkpoint is a directory with: `arrays/0/` and so on, one for each process that has written members, with arrays
+named like `members.000003.ensemble.0000`; `history.npz`, if there is a history; and `plurax.json`, the manifest, which
+lists every array with its path, shape, dtype and checksums, and every file with its size. The directory is written
+under a temporary name and renamed when it is complete, so under its final name it is complete. Sizes and checksums
+detect later damage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import array_store
 from .atomic_write import sync
 from .processes import Damaged, Group
 
-# The arrays of a part: for each its path, shape and dtype, and how it is stored; see `outline`.
+# For each array of a part its path, shape and dtype, and the stored shape and dtype; see `outline`.
 Outline = list[dict[str, Any]]
 
 _FORMAT = "plurax checkpoint"
@@ -42,7 +42,7 @@ _HISTORY = "history.npz"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest was read, and whose files have the sizes that it names."""
+    """A checkpoint whose manifest has been read, and whose files have the sizes listed there."""
 
     api: str
     path: Path
@@ -50,12 +50,18 @@ class Checkpoint:
 
     @classmethod
     def open(cls, api: str, path: str | os.PathLike[str]) -> Checkpoint:
-        """Read the manifest, check that every file has the size that it names, and return the checkpoint."""
+        """Read the manifest, check the sizes of all files, and return the checkpoint.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint at `path`.
+          Damaged: there is no manifest, or it has changed, or a file is missing or has another size.
+          ValueError: the checkpoint has another version.
+        """
         path = Path(path).resolve()
         if not path.exists():
-            # A process killed between the two renames of `_replace` leaves the old one under this name.
+            # A process killed between the two renames of `_replace` leaves the old checkpoint under this name.
             earlier = sorted(path.parent.glob(f".{path.name}.*.replaced"))
-            hint = f" The one that a save was replacing is at {earlier[-1]}; rename it back." if earlier else ""
+            hint = f" An interrupted save left the previous one at {earlier[-1]}; rename it back." if earlier else ""
             raise FileNotFoundError(f"{api}: there is no checkpoint at {path}.{hint}")
         manifest = _manifest(path)
         if manifest is None:
@@ -80,24 +86,24 @@ class Checkpoint:
         return Damaged(f"{self} is damaged: {fact}.")
 
     def __str__(self) -> str:
-        """Return how errors begin."""
+        """Return the beginning of errors about this checkpoint."""
         return f"{self.api}: the checkpoint at {self.path}"
 
     def history(self) -> dict[str, np.ndarray]:
-        """Return the arrays that `write` was given as its history."""
+        """Return the history that was passed to `write`, as arrays by name."""
         try:
             with np.load(self.path / _HISTORY, allow_pickle=False) as file:
                 return {name: file[f"{i}"] for i, name in enumerate(self.manifest["history"])}
-        except Exception as error:  # numpy and zipfile raise many kinds for one fact: the bytes cannot be read
+        except Exception as error:  # numpy and zipfile raise many kinds of errors if bytes cannot be read
             raise self.damaged(f"{_HISTORY}: {error}") from error
 
     def load(self, likes: Mapping[str, Any], outlines: Mapping[str, Outline], size: int) -> dict[str, Any]:
-        """Return trees of arrays with the values of the checkpoint; raise if it has other arrays, or they are damaged.
+        """Return trees of arrays with the checkpoint's values; raise if its arrays differ or are damaged.
 
         Args:
-          likes: for each part a tree of arrays, or of their shapes, with the members along axis 0.
-          outlines: for each part its arrays as `outline` describes them.
-          size: how many members there are.
+          likes: for each part a tree of arrays, or of shapes, with the members along axis 0.
+          outlines: for each part the result of `outline` for its arrays.
+          size: the number of members.
         """
         members = _members_on_devices(likes, size)
 
@@ -111,12 +117,12 @@ class Checkpoint:
         return {part: of_part(part, like) for part, like in likes.items()}
 
     def member(self, i: int, part: str, expected: Outline) -> list[jax.Array]:
-        """Return the arrays of one member's part, which are those expected; read no others."""
+        """Return the arrays of one part of one member; raise if they differ from `expected`. No others are read."""
         rows = self._read(part, expected, [i], self.manifest["size"])
         return [_as_saved(row[i], entry["dtype"]) for row, entry in zip(rows, expected, strict=True)]
 
     def _read(self, part: str, expected: Outline, members: list[int], size: int) -> list[dict[int, np.ndarray]]:
-        """Return for each of the arrays expected in a part those of some members, as stored."""
+        """Return for each expected array of a part a dict from members to stored arrays."""
         order = self._order(part, expected, size)
         entries, wanted = self.manifest["arrays"][part], defaultdict[int, list[str]](list)
         for i in members:
@@ -125,15 +131,15 @@ class Checkpoint:
         try:
             for owner, names in wanted.items():
                 stored |= array_store.get(self.path / f"arrays/{owner}", names)
-        except Exception as error:  # tensorstore raises many kinds for one fact: the bytes cannot be read
+        except Exception as error:  # tensorstore raises many kinds of errors if bytes cannot be read
             raise self.damaged(error) from error
         return [{i: self._array(i, part, j, stored.get(_name(i, part, j))) for i in members} for j in order]
 
     def _order(self, part: str, expected: Outline, size: int) -> list[int]:
-        """Return the place of each expected array in the checkpoint; raise if it has others, or lacks some."""
+        """Return the position of each expected array in the checkpoint; raise if its arrays differ."""
         if part not in self.manifest["arrays"]:
             held = ", ".join(self.manifest["arrays"])
-            raise ValueError(f"{self} holds {held}, and no {part}; read it with what wrote it.")
+            raise ValueError(f"{self} holds {held}, but no {part}; read it with the function for what it holds.")
         if size != self.manifest["size"]:
             raise ValueError(f"{self} has {self.manifest['size']} members, but like has {size}; pass one of that size.")
         written = {array["key"]: array for array in self.manifest["arrays"][part]}
@@ -147,7 +153,7 @@ class Checkpoint:
         return [places[key] for key in wanted]
 
     def _array(self, i: int, part: str, j: int, stored: np.ndarray | None) -> np.ndarray:
-        """Return array `j` of a part of member `i`, checked."""
+        """Return array `j` of a part of member `i`, after checking shape, dtype and checksum."""
         entry = self.manifest["arrays"][part][j]
         if stored is None:  # an array without elements is not written
             stored = np.zeros(entry["stored"], entry["stored_dtype"])
@@ -174,16 +180,17 @@ def write(
     """Write a checkpoint atomically, together with the other processes that hold parts of it.
 
     Args:
-      api: who writes it, for errors.
-      path: the directory to make, or a checkpoint to replace.
+      api: the caller's name in errors.
+      path: the directory to create, or a checkpoint to replace.
       parts: pytrees of arrays by name, with the members along axis 0 of every array.
-      size: how many members there are.
-      outlines: for each part its arrays as `outline` describes them, in the order of its leaves.
-      about: further entries of its manifest; values for JSON.
-      history: arrays to write besides those of the members.
+      size: the number of members.
+      outlines: for each part the result of `outline` for its arrays, in the order of its leaves.
+      about: further entries of the manifest; must be valid JSON.
+      history: arrays to write in addition to the members.
 
     Raises:
       FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
+      ValueError: no process has all arrays of a member.
     """
     path = path.resolve()
     group = Group.of(parts)
@@ -191,7 +198,7 @@ def write(
     try:
 
         def prepare() -> dict[str, list[dict[int, tuple[Any, int]]]]:
-            """Make the directory in the first process; return the members whose arrays this process has."""
+            """Create the directory in the first process; return the members whose arrays this process has."""
             if group.is_first:
                 _check_replaceable(api, path)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +206,7 @@ def write(
             return {part: [_held(leaf, size) for leaf in jax.tree.leaves(tree)] for part, tree in parts.items()}
 
         def write_members() -> dict[str, Any]:
-            """Write the members that this process owns; return what the manifest needs of them."""
+            """Write the members that this process owns; return their checksums and file sizes for the manifest."""
             mine = [i for i in range(size) if owners[i] == jax.process_index()]
             arrays: dict[str, np.ndarray] = {}
             for part, leaves in held.items():
@@ -210,7 +217,7 @@ def write(
                 array_store.put(home, {name: array for name, array in arrays.items() if array.size})
                 for file in [*home.rglob("*"), home]:
                     sync(file)
-            # CRC-32 finds damage, which is what it is for; it protects from nobody who changes a file on purpose.
+            # CRC-32 detects accidental damage, but does not protect against deliberate changes.
             checksums = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
             files = {f.relative_to(unfinished).as_posix(): f.stat().st_size for f in home.rglob("*") if f.is_file()}
             return {"checksums": checksums, "files": files}
@@ -227,19 +234,19 @@ def write(
             manifest: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "size": size, **(about or {})}
             manifest |= {"arrays": outlines, "owners": owners, "checksums": checksums, "files": files}
             if history is not None:
-                # Under numbers: a name may be anything, but savez has parameters of its own.
+                # Saved by index: a metric's name may be anything, including the name of a parameter of savez.
                 manifest["history"] = list(history)
                 numbered = {f"{i}": array for i, array in enumerate(history.values())}
                 np.savez(unfinished / _HISTORY, allow_pickle=False, **numbered)
                 files[_HISTORY] = (unfinished / _HISTORY).stat().st_size
             (unfinished / _MANIFEST).write_text(json.dumps({**manifest, "checksum": _checksum(manifest)}))
-            # On the disk before the rename, or a power cut could leave the final name with files that are not.
+            # Flush before the rename, or a power failure could leave the final name with incomplete files.
             for file in [*unfinished.iterdir(), unfinished]:
                 sync(file)
             _replace(unfinished, path)
 
-        # Each step in all processes before the next in any: a directory is there before others write into it, and all
-        # arrays are written before the first process renames it.
+        # All processes finish each step before any starts the next: the directory exists before others write into it,
+        # and all arrays are written before the first process renames it.
         held = group.agree(prepare)
         whole = [i for i in range(size) if all(i in leaf for leaves in held.values() for leaf in leaves)]
         # The first process that has all arrays of a member writes them.
@@ -247,7 +254,7 @@ def write(
         owners = [next((process for process, members in holders if i in members), None) for i in range(size)]
         if None in owners:
             lost = owners.index(None)
-            raise ValueError(f"{api}: no process has member {lost} whole; give all arrays one sharding of axis 0.")
+            raise ValueError(f"{api}: no process has all of member {lost}; shard all arrays alike along axis 0 alone.")
         written = group.gather(group.agree(write_members))
         group.agree(finish)
     finally:
@@ -256,8 +263,8 @@ def write(
 
 
 def _held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
-    """Return for each member whose whole array this process has an array that it is in, and its place there."""
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # the shards of keys have their data's indices
+    """Return for each member that is complete in this process an array that contains it, and its index there."""
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf  # shards of keys are indexed like their data
     if getattr(leaf, "is_fully_addressable", True):
         return {i: (leaf, i) for i in range(size)}
     return {
@@ -269,7 +276,7 @@ def _held(leaf: Any, size: int) -> dict[int, tuple[Any, int]]:
 
 
 def _members_on_devices(tree: Any, size: int) -> list[int]:
-    """Return the members whose arrays this process needs to make a tree like this one."""
+    """Return the members that this process needs to create its shards of a tree like this one."""
     leaves = jax.tree.leaves(tree)
     if not all(map(_is_spread, leaves)):
         return list(range(size))
@@ -287,13 +294,13 @@ def _stacked(like: Any, dtype: str, rows: Mapping[int, np.ndarray]) -> jax.Array
         members, *others = index
         return np.stack([rows[i] for i in range(*members.indices(size))])[(slice(None), *others)]
 
-    # A sharding of keys is one of their data too: that has more axes behind.
+    # The sharding of keys applies to their data too, which has additional trailing axes.
     shape = (size, *next(iter(rows.values())).shape)
     return _as_saved(jax.make_array_from_callback(shape, like.sharding, of_shard), dtype)
 
 
 def _as_saved(data: Any, dtype: str) -> jax.Array:
-    """Return stored data as an array, of keys where it held keys."""
+    """Return stored data as an array, converted back to keys if it was an array of keys."""
     if not dtype.startswith("key<"):
         return jnp.asarray(data)
     return jax.random.wrap_key_data(jnp.asarray(data), impl=dtype.removeprefix("key<").removesuffix(">"))
@@ -309,14 +316,14 @@ def _name(i: int, part: str, j: int) -> str:
 
 
 def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
-    """Return path, shape and dtype of the arrays of one member, and how they are stored; plain values, for JSON."""
+    """Return path, shape, dtype, stored shape and stored dtype of one member's arrays, as plain values for JSON."""
 
     def of_leaf(path: Any, leaf: Any) -> dict[str, Any]:
         """Return the entry of one array in the manifest."""
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # a variable of one model may hold a number
-        # The key tells paths apart that read alike: `a.b` may be an entry of `a`, or one called "a.b".
+        # The key distinguishes paths with the same text: `a.b` may be an entry of `a`, or an entry named "a.b".
         named = {"key": jax.tree_util.keystr(path), "path": dotted(path)}
-        # Keys are stored as their data, of which the dtype does not tell the implementation: its name does.
+        # Keys are stored as their data, whose dtype does not determine the implementation, so that is stored by name.
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         dtype = f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>" if is_key(leaf) else str(leaf.dtype)
         shape, stored = (list(x.shape[1:] if drop_axis else x.shape) for x in (leaf, data))
@@ -326,12 +333,12 @@ def outline(tree: Any, *, drop_axis: bool = False) -> list[dict[str, Any]]:
 
 
 def _check_replaceable(api: str, path: Path) -> None:
-    """Raise if `path` is something that `write` did not write, or holds files that it did not write."""
+    """Raise if `path` was not written by `write`, or contains files that were not."""
     if not path.exists():
         return
     manifest = _manifest(path)
     if manifest is None:
-        raise FileExistsError(f"{api}: {path} exists and is not a checkpoint; give another path.")
+        raise FileExistsError(f"{api}: {path} exists and is not a checkpoint; pass another path.")
     files = {file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()}
     others = sorted(files - {_MANIFEST, *manifest.get("files", {})})
     if others:
@@ -339,8 +346,8 @@ def _check_replaceable(api: str, path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Put the directory `new` where `path` is. Between the two renames `path` is absent, but never half written."""
-    # A directory that is not empty cannot be replaced by a single rename.
+    """Replace the directory `path` with `new`. Between the two renames `path` is absent, but never incomplete."""
+    # A single rename cannot replace a directory that is not empty.
     old = new.with_suffix(".replaced")
     if not path.exists():
         new.rename(path)

@@ -1,4 +1,4 @@
-"""The history of a run: recorded in arrays, returned as rows."""
+"""The history of a run, recorded in arrays and returned as rows."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 History = list[dict[str, Any]]
 
-# The entry of a record with the members that have it; no metric has this name.
+# The entry of a record that marks the members with values; no metric has this name.
 _MEMBERS = "members"
 
 
 class Recorder:
-    """A record of the metrics that are one number for each member; not all members need to have one.
+    """A recorder of metrics with one number for each member; some members may have none.
 
     Args:
       every: steps between two records.
-      arrays: what an earlier run recorded, as `arrays` gives it.
+      arrays: the records of an earlier run, as returned by `arrays`.
     """
 
     def __init__(self, every: int, arrays: Mapping[str, np.ndarray] | None = None) -> None:
         self._every = every
         self._steps: list[int] = []
-        # For each record a dict of metrics: they may differ from step to step.
+        # One dict of metrics for each record, since metrics may differ from step to step.
         self._metrics: list[dict[str, np.ndarray]] = []
         if arrays:
             self._steps = arrays["step"].tolist()
@@ -37,13 +37,13 @@ class Recorder:
     def add(
         self, step: int, metrics: Mapping[str, Any], members: np.ndarray | None = None, *, always: bool = False
     ) -> bool:
-        """Record the metrics of a step if it is one to be recorded; return whether it is.
+        """Record the metrics of a step if `every` divides it; return whether it was recorded.
 
         Args:
-          step: its number.
-          metrics: its metrics; those with one number for each member are recorded.
-          members: whether each member has any, or None if all have.
-          always: whether to record the step whatever its number.
+          step: the number of the step.
+          metrics: the metrics of the step; those with one number for each member are recorded.
+          members: for each member whether it has metrics, or None if all have.
+          always: whether to record the step in any case.
         """
         if step % self._every and not always:
             return False
@@ -55,7 +55,7 @@ class Recorder:
         return True
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return what was recorded: "step", and for each metric the records that have it and their values by member."""
+        """Return the records as arrays: "step", and for each metric the records that have it and their values."""
         arrays = {"step": np.asarray(self._steps, np.int64)}
         for name in dict.fromkeys(name for metrics in self._metrics for name in metrics):
             having = [record for record, metrics in enumerate(self._metrics) if name in metrics]
@@ -81,6 +81,6 @@ def is_recorded(value: Any) -> bool:
 
 
 def numbers(value: Any) -> np.ndarray:
-    """Return an array in one of NumPy's own dtypes, for files: bfloat16 and the like become float32, without loss."""
+    """Return an array in a native NumPy dtype, for files: bfloat16 and the like become float32, without loss."""
     array = np.asarray(value)
     return array if array.dtype.kind in "biufc" else array.astype(np.float32)

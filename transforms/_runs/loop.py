@@ -1,4 +1,4 @@
-"""The training loop: a step for each batch, with progress, checkpoints and a clean end on Ctrl-C."""
+"""The training loop: a step for each batch, with progress, checkpoints and a clean stop on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .._core.arguments import check_count, describe
 
 State = TypeVar("State")
 
-# Steps that may be waiting on the device: enough to hide the host's work between them, few enough to bound memory,
-# since each holds its batch and metrics until it is done.
+# The number of steps that may be queued on the device: enough to hide the host's work between steps, but few, since
+# each keeps its batch and metrics in memory until it is done.
 _AHEAD = 2
 
 
@@ -42,26 +42,26 @@ def run(
     """Take steps until the target, the end of the batches or Ctrl-C.
 
     Args:
-      state: where to start; anything that `advance` takes.
+      state: the initial state; anything that `advance` accepts.
       source: the batches. A batch is taken only when it is used.
-      advance: one step: from a state and a batch to the next state and the metrics. The state it is given is not used
-        again.
-      step: how many steps `state` has taken.
-      target: how many steps the last state should have taken; None for as many as there are batches.
-      record: takes the number of each step and its metrics, once they are computed and before its state is saved.
-      say: what the bar shows after a step, from its number and metrics.
+      advance: one step: a function from a state and a batch to the next state and the metrics. The state passed to it
+        is not used again.
+      step: the number of steps that `state` has taken.
+      target: the number of steps of the last state; None to use all batches.
+      record: receives the number and the metrics of each step, once they are computed and before its state is saved.
+      say: returns the text that the bar shows after a step, from its number and metrics.
       save: writes a checkpoint of a state; None for no checkpoints.
       checkpoint_every: steps between checkpoints; None for one at the end only. There is always one at the end.
       progress: whether to show the bar.
       interruptible: whether Ctrl-C ends the loop after the current step; otherwise it interrupts the step.
-      done: how many steps of the bar were taken before.
-      total: how many steps the bar has, if known.
-      finished: returns before each step whether there is no more to do.
+      done: the number of steps of the bar that were taken before.
+      total: the total number of steps of the bar, if known.
+      finished: called before each step; returns whether to stop.
 
     Returns:
-      The last state, how many steps it has taken, and whether Ctrl-C ended the loop.
+      The last state, its number of steps, and whether Ctrl-C ended the loop.
     """
-    from tqdm import tqdm  # not when the library is imported: that loads JAX alone
+    from tqdm import tqdm  # imported here, since importing the library should load only JAX
 
     saved = step
     waiting: deque[tuple[int, Any]] = deque()
@@ -72,7 +72,7 @@ def run(
         # JAX returns before a step is computed. Waiting for the oldest of several, not for the newest, keeps the device
         # busy while the host records and prepares the next batch.
         def settle(leave: int) -> None:
-            """Wait for the oldest steps until only `leave` are on the way, and record them."""
+            """Wait for the oldest steps until only `leave` are queued, and record them."""
             while len(waiting) > leave:
                 settled, metrics = waiting.popleft()
                 jax.block_until_ready(metrics)
@@ -85,7 +85,7 @@ def run(
                 batch = next(source)
             except StopIteration:
                 break
-            except KeyboardInterrupt:  # raised while a batch was made, where our handler is not installed
+            except KeyboardInterrupt:  # raised while a batch was made, if our handler is not installed
                 if interrupt.requested or not interruptible:
                     raise
                 interrupt.requested = True
@@ -109,7 +109,7 @@ def run(
 @contextmanager
 def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
     """Yield an object whose `requested` Ctrl-C sets, if `wanted`; a second Ctrl-C raises `KeyboardInterrupt`."""
-    # No `threading.Event`: setting one takes a lock, at which a second signal inside the handler would wait for ever.
+    # Not a `threading.Event`: setting one takes a lock, so a second signal inside the handler would deadlock.
     interrupt = SimpleNamespace(requested=False)
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -117,7 +117,7 @@ def _on_interrupt(wanted: bool) -> Iterator[SimpleNamespace]:
             signal.default_int_handler(number, frame)
         interrupt.requested = True
 
-    # Python lets only the main thread set a handler, and a program's own handler stays in place.
+    # Only the main thread may set a handler, and a handler of the user's program stays in place.
     main = threading.current_thread() is threading.main_thread()
     ours = wanted and main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
@@ -139,16 +139,16 @@ def iterate(api: str, batches: Iterable[Any]) -> Iterator[Any]:
 
 def skip(api: str, source: Iterator[Any], count: int) -> None:
     """Skip the batches that a checkpoint has used; raise if there are fewer."""
-    # A source with a `skip` of its own need not make the batches that it skips.
+    # A source with a method `skip` need not create the batches that it skips.
     skipped = source.skip(count) if hasattr(source, "skip") else sum(1 for _ in islice(source, count))
     if skipped < count:
-        raise ValueError(f"{api}: the checkpoint has used {count} batches, not {skipped}; pass the same again.")
+        raise ValueError(f"{api}: the checkpoint has used {count} batches, but got {skipped}; pass the same batches.")
 
 
 def total_steps(batches: Any, steps: int | None) -> int | None:
-    """Return how many steps there will be, if known."""
+    """Return the total number of steps, if known."""
     known = [] if steps is None else [steps]
-    with suppress(TypeError):  # an iterator, or batches without end
+    with suppress(TypeError):  # an iterator, or endless batches
         known.append(len(batches))
     return min(known, default=None)
 
@@ -156,10 +156,10 @@ def total_steps(batches: Any, steps: int | None) -> int | None:
 def check_options(
     api: str, steps: Any, checkpoint_dir: Any, checkpoint_every: Any, checkpoint_keep: Any, history_every: Any
 ) -> None:
-    """Raise if an option of a `fit` has a wrong type, is too small, or lacks another that it needs."""
+    """Raise if an option of `fit` has a wrong type, is too small, or needs another option."""
     check_count(api, "steps", steps, 0, optional=True)
     check_count(api, "checkpoint_every", checkpoint_every, 1, optional=True)
     check_count(api, "checkpoint_keep", checkpoint_keep, 1)
     check_count(api, "history_every", history_every, 1)
     if checkpoint_every is not None and checkpoint_dir is None:
-        raise ValueError(f"{api}: checkpoint_every needs a checkpoint_dir to write to.")
+        raise ValueError(f"{api}: checkpoint_every needs a checkpoint_dir to write to; pass one.")

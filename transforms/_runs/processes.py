@@ -1,4 +1,4 @@
-"""Messages between the processes that share some arrays: small values, and whether all have succeeded."""
+"""Exchange small values between processes that share arrays, and agree on success or failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Group:
-    """The processes over whose devices some arrays spread: this one alone, or all.
+    """The processes whose devices hold some arrays: this process alone, or all processes.
 
     Attributes:
       processes: their indices.
@@ -29,7 +29,11 @@ class Group:
 
     @classmethod
     def of(cls, tree: Any) -> Group:
-        """Return the processes of the arrays in a tree; this one alone if it can read all of them by itself."""
+        """Return the processes that hold the arrays in a tree; this process alone if it can read all of them.
+
+        Raises:
+          ValueError: the arrays spread over some, but not all, of several processes.
+        """
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
         spread = [x for x in shardings if x is not None and not x.is_fully_addressable]
         found = {device.process_index for sharding in spread for device in sharding.device_set}
@@ -44,25 +48,25 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the process that does for all what only one may do, such as renaming a directory."""
+        """Return whether this process does what only one process may do, such as renaming a directory."""
         return jax.process_index() == self.processes[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each process gives, by process; plain values, for JSON. Wait until all have given theirs."""
+        """Wait for all processes, and return the values that they pass, in their order. Values must be valid JSON."""
         if self.is_alone:
             return [value]
         from jax.experimental.multihost_utils import process_allgather
 
-        # JAX can exchange arrays of one shape only: first the lengths, then the bytes, padded to the longest.
+        # JAX can only exchange arrays of one shape: first the lengths, then the bytes, padded to the longest.
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = process_allgather(np.int32(data.size))
-        # Powers of two, since each length is a program to compile.
+        # Padded to powers of two, since each length needs a compiled program.
         padded = np.zeros(max(1024, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
         padded[: data.size] = data
         return [json.loads(row[:size].tobytes()) for row, size in zip(process_allgather(padded), sizes, strict=True)]
 
     def agree(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` gives in this process once it has succeeded in all; raise in all if it fails in one."""
+        """Return the result of `work` in this process once all have succeeded; raise in all if one fails."""
         result, error = None, None
         try:
             result = work()
@@ -71,14 +75,14 @@ class Group:
         failures = self.gather(None if error is None else [type(error).__name__, str(error)])
         for process, failure in zip(self.processes, failures, strict=True):
             if failure is not None:
-                # The first failure, the same in all processes, so that all do the same about it.
+                # The first failure, which is the same in all processes, so that all handle it in the same way.
                 mine = process == jax.process_index()
                 raise error if error is not None and mine else _error(failure[0], failure[1], process)
-        return result  # type: ignore[return-value]  # nobody has failed, so it has one
+        return result  # type: ignore[return-value]  # no process has failed, so it has a value
 
 
 def _error(name: str, message: str, process: int) -> Exception:
-    """Return an error like that of another process, of its kind where that is made of a message."""
+    """Return an error like that of another process, of the same class if that takes a message alone."""
     for kind in (Damaged, ValueError, TypeError, OSError, FileExistsError, FileNotFoundError, PermissionError):
         if kind.__name__ == name:
             return kind(f"{message} (In process {process}.)")

@@ -1,16 +1,17 @@
-"""Flax modules: what trains, in which precision they compute, how they begin, and files of parameters.
+"""Tools for Flax modules: freeze parameters, set the precision, initialize again, save and load parameters.
 
-A module (or an ensemble of them) comes in, a new one with variables of its own goes out; the given one never changes.
+Each function that changes a module (or an ensemble) returns a new one with separate variables; its argument never
+changes.
 
 - `_places.py` lists every module and variable by its path, shared ones by each of their paths, and copies a module
-  with some variables replaced. It also finds which rule applies to a module (rules are a dict from kind of module to
-  rule), and which module owns a variable. All other files here use it.
-- `_parameters.py`: `named_parameters`; `freeze` and `unfreeze`, parameters taken out of training as variables of kind
-  `Frozen` and put back; which variables a filter of Flax, a name or a kind selects.
+  with some variables replaced. It also finds the rule for a module (rules are a dict from kinds of modules) and the
+  module that owns a variable. All other files here use it.
+- `_parameters.py`: `named_parameters`; `freeze` and `unfreeze`, which exclude parameters from training as variables of
+  kind `Frozen` and undo this; selection of variables by a Flax filter, a name or a kind.
 - `_precision.py`: `with_precision`, the dtype in which layers compute.
-- `_reinitialize.py`: `reinitialize`, parameters drawn again by kind of layer, from a key and their paths.
-- `_files.py`: `save_params` and `load_params`: names, renaming, and what does not fit; `_safetensors.py`: the format
-  on the disk, its checksum, and the errors of damaged files. A file is made atomic by `_runs/atomic_write.py`.
+- `_reinitialize.py`: `reinitialize`, which draws parameters again by kind of layer, from a key and their paths.
+- `_files.py`: `save_params` and `load_params`: names, renaming, and mismatches; `_safetensors.py`: the file format, its
+  checksum, and errors for damaged files. `_runs/atomic_write.py` writes the file atomically.
 """
 
 from ._files import load_params, save_params

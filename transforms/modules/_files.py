@@ -1,4 +1,4 @@
-"""`save_params` and `load_params`: parameters in files, by their names; renamed, transformed, and what does not fit."""
+"""`save_params` and `load_params`: save and load named parameters, with renaming, transformation and checks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from .._models.stacking import outline
 from ._places import check_module, named_leaves, with_leaves
 from ._safetensors import DTYPES, read_array, reading, write
 
-# Not written: random streams, and values that a call leaves behind.
+# Not written: random streams, and values that a call stores in the module.
 _LEFT_OUT = (nnx.RngState, nnx.Cache, nnx.Intermediate)
 _SHOWN = 8
 
 
 def save_params(path: str | os.PathLike[str], model: Any) -> None:
-    """Write the parameters of a module to a file in the format of safetensors.
+    """Write the parameters of a module to a file in the safetensors format.
 
-    Everything that a network needs to compute again is written, under the names that `named_parameters` gives:
-    parameters, frozen or not, BatchNorm statistics and other state. Not written are random streams, caches and
-    intermediate values (`nnx.RngState`, `nnx.Cache`, `nnx.Intermediate`), nor the class and its arguments. Such a file
-    contains no code, and PyTorch and others read it. For ensembles there is `plurax.ensemble.save`.
+    The file contains all arrays that the network computes with, under the names of `named_parameters`: parameters,
+    frozen or not, BatchNorm statistics and other state. It does not contain random streams, caches and intermediate
+    values (`nnx.RngState`, `nnx.Cache`, `nnx.Intermediate`), nor the class and its arguments. It contains no code, and
+    can be read by PyTorch and other libraries. For ensembles use `plurax.ensemble.save`.
 
     Args:
-      path: of the file, in which `~` is your home. An existing file is replaced once the new one is complete and on the
-        disk. Missing folders are made.
+      path: the path of the file; `~` is the home directory. An existing file is replaced after the new one is complete
+        and on the disk. Missing folders are created.
       model: an NNX module.
 
     Raises:
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[files]'`.
-      TypeError: `model` is not a module; a variable holds something other than arrays with values.
-      ValueError: two arrays have one name, one has a dtype that the format lacks (complex128, int4), or one is spread
+      TypeError: `model` is not a module; a variable holds something other than arrays with values; an array is spread
         over several processes.
+      ValueError: two arrays have the same name; an array has a dtype that the format lacks (complex128, int4).
       OSError: the file cannot be written.
 
     Cost:
@@ -74,35 +74,35 @@ def load_params(
     strict: bool = True,
     transform: Callable[[str, np.ndarray], Any] | None = None,
 ) -> Any:
-    """Read parameters from a file in the format of safetensors, one of `save_params` or of another library.
+    """Read parameters from a safetensors file, written by `save_params` or by another library.
 
     Args:
-      path: of the file, as for `save_params`.
-      model: an NNX module of the architecture, whose values do not matter (`nnx.eval_shape` gives one without any).
-      rename: what the arrays of the file are called in the module: a dict from names in the file, in which others keep
-        theirs, or a function of a name in the file. None in place of a name leaves that array out.
-      strict: whether every array that `save_params` would write must be in the file, and nothing else. False loads what
-        both have, and warns of the rest. Shapes and dtypes must be the module's in any case.
-      transform: a function of the name in the module and the array, for other orders of axes or dtypes, such as
-        `lambda name, x: x.T if x.ndim == 2 else x`. No array is converted without it.
+      path: the path of the file, as for `save_params`.
+      model: an NNX module of the architecture; its values are ignored (`nnx.eval_shape` gives a module without values).
+      rename: a dict from names in the file to names in the module, or a function of the name in the file. Names that
+        are not in the dict stay. None as the new name skips the array.
+      strict: whether the file must contain exactly the arrays that `save_params` would write. False loads the arrays
+        that module and file have in common, and warns about the others. Shapes and dtypes must match in any case.
+      transform: a function of the name in the module and the array, to change dtypes or the order of axes, such as
+        `lambda name, x: x.T if x.ndim == 2 else x`. Without it no array is converted.
 
     Returns:
-      A new module with variables of its own, on the devices on which those of `model` are kept. What files do not hold,
-      such as random streams, is as in `model`.
+      A new module with separate variables, on the devices of the variables of `model`. State that is not in files, such
+      as random streams, is as in `model`.
 
     Raises:
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[files]'`.
       FileNotFoundError: there is no such file.
-      TypeError: `model` is not a module, or an argument is of a wrong type.
-      ValueError: the file is damaged (those of `save_params` have a checksum), or does not fit: all arrays that are
-        missing, unknown, or of another shape or dtype are named; `rename` names an array that the file does not have,
-        or gives two one name. Nothing is changed then.
+      TypeError: `model` is not a module, or an argument has a wrong type.
+      ValueError: the file is damaged (files of `save_params` have a checksum), or does not fit: the error lists all
+        arrays that are missing, unknown, or have another shape or dtype; `rename` has a name that is not in the file,
+        or maps two names to one; a dtype needs `jax_enable_x64`. Nothing is changed then.
 
     Warns:
-      UserWarning: with `strict=False`, of what is missing or unknown.
+      UserWarning: with `strict=False`, arrays are missing or unknown.
 
     Cost:
-      Two passes over the file, one array in host memory at a time besides those that are loaded.
+      Two passes over the file; host memory for the loaded arrays and one more.
 
     Source:
       `mindspore.load_param_into_net`; `torch.nn.Module.load_state_dict`.
@@ -131,16 +131,16 @@ def load_params(
     if transform is not None:
         check_callable("load_params", transform, "transform")
     expected = {name: outline(leaf) for name, leaf in _kept("load_params", model).items()}
-    # A module of `nnx.eval_shape` may ask for 64 bits, of which JAX would keep 32 without an error.
+    # A module from `nnx.eval_shape` may need 64 bits, which JAX would silently truncate to 32.
     for name, (_, dtype) in expected.items():
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(f"load_params: `{name}` has dtype {dtype}, which needs jax_enable_x64; enable it.")
     file = Path(path).expanduser().resolve()
-    # Everything is read and compared before the copy is made, so that an error changes nothing.
+    # Everything is read and compared before the copy is made, so that an error has no effect.
     with reading("load_params", file) as opened:
         sources = _renamed(opened.keys(), rename, file)
         found = {name: read_array("load_params", opened, file, sources[name]) for name in expected if name in sources}
-    # After renaming, so that the transform is asked by the module's own names.
+    # After renaming, so that the transform receives the module's names.
     if transform is not None:
         found = {name: transform(name, x) for name, x in found.items()}
     missing = [f"`{name}`" for name in expected if name not in sources]
@@ -154,7 +154,7 @@ def load_params(
     report = f"load_params: {file} does not fit the {type(model).__name__}: it " + ", and ".join(
         f"{fact} {_some(names)}" for fact, names in facts if names
     )
-    # Even with strict=False a file that has nothing of the module is an error: its names need `rename`.
+    # Even with strict=False a file with no array of the module is an error: its names need `rename`.
     if wrong or (strict and (missing or unknown)) or (missing and not found):
         cure = "rename= is for other names, transform= for other shapes and dtypes, strict=False for a part of them"
         raise ValueError(f"{report}; {cure}.")
@@ -168,8 +168,8 @@ def _kept(api: str, model: Any) -> dict[str, Any]:
     leaves = named_leaves(api, model, lambda x: not isinstance(x, _LEFT_OUT))
     for name, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (int, float, complex)):
-            raise TypeError(f"{api}: `{name}` holds {describe(leaf)}, which is no array; make it a plain attribute.")
-    # A key outside of a random stream is left out as well: it has no dtype that the format knows.
+            raise TypeError(f"{api}: `{name}` holds {describe(leaf)}, not an array; make it a plain attribute.")
+    # A key outside a random stream is left out as well: the format has no dtype for it.
     return {name: leaf for name, leaf in leaves.items() if not is_key(leaf)}
 
 
@@ -178,24 +178,24 @@ def _to_host(name: str, leaf: Any) -> np.ndarray:
     dtype = outline(leaf)[1]
     if dtype.name not in DTYPES.values():
         known = ", ".join(DTYPES.values())
-        raise ValueError(f"save_params: `{name}` has dtype {dtype}, but files of safetensors have {known}; convert it.")
+        raise ValueError(f"save_params: `{name}` has dtype {dtype}, but safetensors supports {known}; convert it.")
     try:
-        # A number of Python has no dtype of its own; it gets the one that it has as an array of JAX.
+        # A Python number has no dtype; it gets the dtype that it has as a JAX array.
         return np.asarray(leaf, dtype)
     except (TypeError, RuntimeError) as error:  # traced, a shape only, or on the devices of other processes
-        raise TypeError(f"save_params: `{name}` is {describe(leaf)} without values here: {error}") from error
+        raise TypeError(f"save_params: `{name}` is {describe(leaf)} without values in this process: {error}") from error
 
 
 def _renamed(names: Iterable[str], rename: Any, file: Path) -> dict[str, str]:
-    """Return by name in the module the name in the file, without arrays that are left out."""
-    # Sorted, so that of two names that would be one the same is named in the error each time.
+    """Return a dict from names in the module to names in the file, without skipped arrays."""
+    # Sorted, so that an error about two names that clash is always the same.
     names = sorted(names)
     new_names = {name: name for name in names}
     if isinstance(rename, Mapping):
         gone = [f"`{name}`" for name in rename if name not in names]
         if gone:
             has = _some([f"`{name}`" for name in names]) or "nothing"
-            raise ValueError(f"load_params: rename names what {file} does not have: {_some(gone)}; it has {has}.")
+            raise ValueError(f"load_params: rename has names that {file} lacks: {_some(gone)}; it has {has}.")
         new_names |= rename
     elif callable(rename):
         new_names = {name: rename(name) for name in names}
@@ -214,6 +214,6 @@ def _renamed(names: Iterable[str], rename: Any, file: Path) -> dict[str, str]:
 
 
 def _some(items: list[str]) -> str:
-    """Return the first items as text, and how many more there are."""
+    """Return the first items as text, with the number of further items."""
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(items[:_SHOWN]) + more

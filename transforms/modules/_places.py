@@ -1,4 +1,4 @@
-"""The variables and modules of a model by their paths and kinds, and copies in which some variables are replaced."""
+"""List variables and modules of a model by path and kind, and copy a model with some variables replaced."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .._models.split_model import dotted, is_members, is_module
 
 Path = tuple[Any, ...]
 
-# In each call these look for the `nnx.Param`s within them: to normalise them in place, or to pass them to Linen.
+# In each call these select the `nnx.Param`s within them, to normalize them in place or to pass them to Linen.
 WEIGHT_NORMS = (nnx.WeightNorm, nnx.SpectralNorm)
 SEEKERS = (*WEIGHT_NORMS, nnx.bridge.ToNNX)
 _CONTAINERS = (nnx.List, nnx.Dict)
 
 
 def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `change(model)`; for an ensemble the changed ensemble, of all members at once."""
+    """Return `change(model)`; for an ensemble, apply `change` to all members at once."""
     if is_members(model):
         return model.__plurax_stack__(apply_to_module(api, model.__plurax_member__(), change))
     check_module(api, model)
@@ -31,7 +31,7 @@ def apply_to_module(api: str, model: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def check_module(api: str, model: Any) -> None:
-    """Raise if a model is not one NNX module, or has variables of Flax's experimental kinds."""
+    """Raise if a model is not one NNX module, or has variables of an experimental kind of Flax."""
     if is_members(model):
         raise TypeError(f"{api}: model must be one module, but got an ensemble; use Ensemble.create, save or load.")
     if not is_module(model):
@@ -39,12 +39,12 @@ def check_module(api: str, model: Any) -> None:
         raise TypeError(f"{api}: model must be a Flax NNX module, but got {describe(model)}; {cure}.")
     for path, x in nnx.to_flat_state(nnx.state(model)):
         if isinstance(x, nnx.Variable) and (x.hijax or x.ref):
-            cure = "convert it, with nnx.with_vars(model, hijax=False, ref=False)"
-            raise TypeError(f"{api}: `{dotted(path)}` is a variable of Flax's experimental kinds; {cure}.")
+            cure = "convert it with nnx.with_vars(model, hijax=False, ref=False)"
+            raise TypeError(f"{api}: `{dotted(path)}` is a variable of an experimental kind of Flax; {cure}.")
 
 
 def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the arrays of the wanted variables of a module by dotted names; a shared one by that of its first path."""
+    """Return the arrays of the wanted variables of a module by dotted name; shared variables have their first name."""
     found: dict[str, Any] = {}
     for path, x in nnx.to_flat_state(nnx.state(model)):
         for name, leaf in _leaves(path, x) if wanted(x) else ():
@@ -55,10 +55,10 @@ def named_leaves(api: str, model: Any, wanted: Callable[[Any], bool]) -> dict[st
 
 
 def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a module with some other values, on the devices on which the present ones are kept."""
+    """Return a copy of a module with some values replaced, on the devices of the present values."""
 
     def new(path: Path, x: Any) -> Any:
-        """Return the entry of a module at a path with the given values in it."""
+        """Return the entry of a module at a path, with the new values in it."""
         leaves = _leaves(path, x)
         if not any(name in values for name, _ in leaves):
             return x
@@ -70,7 +70,7 @@ def with_leaves(model: Any, values: Mapping[str, Any]) -> Any:
 
 
 def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
-    """Return a copy of a module in which each variable is what `new` returns for it; a shared one stays shared."""
+    """Return a copy of a module with each variable replaced by the result of `new`; shared variables stay shared."""
 
     # `nnx.map` calls this once for a shared variable, with its first path.
     def replace(path: Path, x: Any) -> Any:
@@ -81,25 +81,25 @@ def replaced(model: Any, new: Callable[[Path, Any], Any]) -> Any:
 
 
 def copied(x: Any) -> Any:
-    """Return a copy of a variable, or of an array outside of one, that shares nothing which can be changed in place."""
-    # Arrays of JAX are immutable, and so are shared; those of NumPy are not.
+    """Return a copy of a variable or array that shares nothing mutable with the original."""
+    # JAX arrays are immutable, so they are shared; NumPy arrays are copied.
     value = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, _content(x))
     return x.copy(value) if isinstance(x, nnx.Variable) else value
 
 
 def places(model: Any) -> dict[Path, Any]:
-    """Return every module and variable by each of its paths, the first path before the others."""
+    """Return a dict from paths to modules and variables, with all paths of each object, its first path first."""
     groups = [_outer(paths) for paths in nnx.find_duplicates(model, only=lambda _, x: _is_node(x))]
     return {path: x for first, x in nnx.iter_graph(model) if _is_node(x) for path in _aliases(first, groups)}
 
 
 def enclosing(nodes: Mapping[Path, Any], path: Path) -> list[Any]:
-    """Return the modules around the one or the variable at a path, the outermost first."""
+    """Return the modules around the node at a path, outermost first."""
     return [nodes[path[:i]] for i in range(len(path)) if path[:i] in nodes]
 
 
 def check_rules(api: str, name: str, rules: Any, value: str) -> None:
-    """Raise if rules are not a dict from kinds of modules."""
+    """Raise if `rules` is not a dict whose keys are kinds of modules."""
     if not isinstance(rules, Mapping):
         raise TypeError(f"{api}: {name} must be a dict from kinds of modules to {value}, but got {describe(rules)}.")
     for kind in rules:
@@ -113,7 +113,7 @@ def rule_for(module: Any, rules: Mapping[type, Any]) -> type | None:
 
 
 def holder(nodes: Mapping[Path, Any], path: Path) -> tuple[int, Any]:
-    """Return the module that holds the variable at a path, also in its lists and dicts, after its own path's length."""
+    """Return the module that holds the variable at a path, possibly in a list or dict, after the length of its path."""
     around = [(i, nodes[path[:i]]) for i in range(len(path)) if path[:i] in nodes]
     return next((found for found in reversed(around) if not isinstance(found[1], _CONTAINERS)), around[0])
 
@@ -123,14 +123,14 @@ def _is_node(x: Any) -> bool:
 
 
 def _outer(paths: list[Path]) -> list[Path]:
-    """Return the paths that do not lead through another, as those by way of a child's reference to its parent do."""
+    """Return the paths without those that extend another, such as through a child's reference to its parent."""
     return [path for path in paths if not any(path != other == path[: len(other)] for other in paths)]
 
 
 def _aliases(first: Path, groups: list[list[Path]]) -> list[Path]:
-    """Return all paths of the object at `first`, where the paths of each group lead to one object."""
+    """Return all paths of the object at `first`; all paths in a group lead to one object."""
     found = [first]
-    for path in found:  # which grows: a shared module in a shared module has the paths of both combined
+    for path in found:  # `found` grows: a shared module in a shared module has all combinations of both paths
         for group in groups:
             for rest in [path[len(part) :] for part in group if path[: len(part)] == part]:
                 found += [(*other, *rest) for other in group if (*other, *rest) not in found]
@@ -146,7 +146,7 @@ def _leaves(path: Path, x: Any) -> list[tuple[str, Any]]:
 
 
 def _placed(value: Any, like: Any) -> jax.Array:
-    # An uncommitted array stays so: JAX may move it to the device of what it meets.
+    # An uncommitted array stays uncommitted: JAX may move it to the devices of other operands.
     if isinstance(like, jax.Array) and not isinstance(like, Tracer) and like.committed:
         return jax.device_put(value, like.sharding)
     return value if isinstance(value, jax.Array) else jnp.array(value)

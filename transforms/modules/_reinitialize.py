@@ -1,4 +1,4 @@
-"""`reinitialize`: parameters drawn again by kind of layer."""
+"""`reinitialize`: draw parameters again, with an initializer for each kind of layer."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ from ._places import Path, check_module, check_rules, holder, named_leaves, plac
 
 Initializer = Callable[..., Any]
 _WEIGHTS = ("kernel", "embedding")
-# Marks a class whose attribute `layer` is one block, each array of which has a leading axis of layers.
+# Marks a class whose attribute `layer` is one block with a leading axis of layers in each array.
 _STACK = "__plurax_layers__"
 
 
 def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Initializer]], key: jax.Array) -> Any:
-    """Draw parameters of a module again, by kind of layer.
+    """Draw parameters of a module again, with an initializer for each kind of layer.
+
+    Fans are computed as in Flax; for `nnx.LinearGeneral` from the flattened kernel. If `nnx.vmap` has stacked layers of
+    your own class, the stacking axis cannot be detected: use an initializer with `batch_axis=0`, or the fans include
+    that axis.
 
     Args:
       model: an NNX module.
-      rules: for kinds of layers their initializers; of several kinds that a layer is, the nearest counts. A bare
+      rules: a dict from kinds of layers to initializers; a subclass's entry overrides its base class's. A single
         initializer, such as `nnx.initializers.he_normal()`, is for the layer's `kernel` or `embedding`; a dict is for
         parameters by name, such as `{"scale": nnx.initializers.ones, "bias": nnx.initializers.zeros}`. The layer is the
-        one that holds the parameter itself: `nnx.LinearGeneral` for those of an `nnx.MultiHeadAttention`, `nnx.Linear`
-        for those of the cells of an `nnx.RNN`.
-      key: the values of a parameter depend on it and on the parameter's path, and on nothing else.
+        module that directly holds the parameter: `nnx.LinearGeneral` in an `nnx.MultiHeadAttention`, `nnx.Linear` in
+        the cell of an `nnx.RNN`.
+      key: a random key. The values of a parameter depend only on the key and the parameter's path.
 
     Returns:
-      A new module with variables of its own. Parameters without a rule are as they were, and so are frozen ones and
-      other state, such as BatchNorm statistics. A parameter with several paths is drawn for the first.
+      A new module with separate variables. Parameters without a rule, frozen parameters and other state, such as
+      BatchNorm statistics, are unchanged. A parameter with several paths is drawn for the first.
 
     Raises:
-      TypeError: `model` is not a module, `rules` not such a dict, `key` not a key; an initializer does not return an
-        array (as one of Flax's that still has to be called).
-      ValueError: a rule meets no layer, or no parameter of that name; an initializer gives another shape or dtype; the
-        axes by which an `nnx.vmap` made several layers of one are not the leading ones.
+      TypeError: `model` is not a module, `rules` is not such a dict, or `key` is not a key; an initializer does not
+        return an array (for example, `he_normal` without parentheses).
+      ValueError: a rule matches no layer, or no parameter of that name; an initializer returns another shape or dtype;
+        `nnx.vmap` has stacked layers along an axis that is not a leading one.
 
     Cost:
-      One call of an initializer for each parameter, and for each layer of stacked ones.
+      One call of an initializer for each parameter; for stacked layers, one for each layer.
 
     Source:
-      He et al. 2015, "Delving Deep into Rectifiers"; MindSpore's `cells_and_names` with `set_data`. Fans are those that
-      Flax would use: of the flattened kernel for `nnx.LinearGeneral`. Where `nnx.vmap` stacked layers of a class of
-      your own, their axis cannot be told from others: use an initializer with `batch_axis=0`, or its fans count it.
+      He et al. 2015, "Delving Deep into Rectifiers"; MindSpore's `cells_and_names` with `set_data`.
 
     Examples:
       >>> import jax
@@ -68,13 +70,13 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
     check_module("reinitialize", model)
     wanted = _checked_rules(rules)
     check_key("reinitialize", key)
-    named_leaves("reinitialize", model, is_parameter)  # raises if two have one name
+    named_leaves("reinitialize", model, is_parameter)  # raises if two have the same name
     nodes = places(model)
     drawn: dict[str, jax.Array] = {}
     met: set[tuple[type, str]] = set()
-    # For the error about rules that meet nothing: what there is.
+    # All layers and their parameters, for the error about rules that match nothing.
     names: dict[str, set[str]] = {}
-    # Reversed, so that of the paths to a shared parameter the first one is kept.
+    # Reversed, so that the first of several paths to a shared parameter is kept.
     first = {id(x): (path, x) for path, x in reversed(nodes.items()) if is_parameter(x)}
     for path, x in first.values():
         length, layer = holder(nodes, path)
@@ -88,16 +90,16 @@ def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Ini
             drawn[dotted(path)] = _drawn(wanted[kind][name], value, axes, layer, path, name, key)
     for kind, rule in rules.items():
         lacking = [f"`{name}`" for name in wanted[kind] if (kind, name) not in met]
-        # Of the two names that a bare initializer is for, a layer has one.
+        # A single initializer is for two names, of which a layer has only one.
         if lacking and (isinstance(rule, Mapping) or len(lacking) == len(_WEIGHTS)):
             has = ", ".join(f"{layer} with {', '.join(sorted(held))}" for layer, held in sorted(names.items()))
-            lacks = f"the rule for {kind.__name__} meets no {' or '.join(lacking)}"
+            lacks = f"the rule for {kind.__name__} matches no {' or '.join(lacking)}"
             raise ValueError(f"reinitialize: {lacks}; give rules for what the module has: {has}.")
     return with_leaves(model, drawn)
 
 
 def _checked_rules(rules: Any) -> dict[type, Mapping[str, Initializer]]:
-    """Return for each kind its initializers by name; a bare one is for both names that weights have."""
+    """Return for each kind its initializers by name; a single initializer is for `kernel` and `embedding`."""
     check_rules("reinitialize", "rules", rules, "initializers")
     wanted, found = "an initializer, or a dict from names of parameters to initializers", {}
     for kind, rule in rules.items():
@@ -108,7 +110,7 @@ def _checked_rules(rules: Any) -> dict[type, Mapping[str, Initializer]]:
 
 
 def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -> int:
-    """Return how many leading axes of a parameter count layers: those of the stacks around it, or of an `nnx.vmap`."""
+    """Return the number of leading axes of a parameter that index stacked layers, of stacks or of an `nnx.vmap`."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
             f"reinitialize: `{path}` holds {describe(value)}, but only one array can be drawn; leave it out."
@@ -124,7 +126,7 @@ def _axes_of_layers(layer: Any, name: str, value: Any, stacks: int, path: str) -
 
 
 def _shape_of_weights(layer: Any) -> tuple[int, ...] | None:
-    """Return the shape of one layer's weights, None for a class that is not Flax's; with more axes they are stacked."""
+    """Return the shape of the weights of one layer of Flax, or None; weights with more axes are stacked."""
     if isinstance(layer, nnx.Linear):
         return layer.in_features, layer.out_features
     if isinstance(layer, nnx.Embed):
@@ -137,20 +139,20 @@ def _shape_of_weights(layer: Any) -> tuple[int, ...] | None:
 def _drawn(
     initializer: Initializer, value: Any, axes: int, layer: Any, path: Path, name: str, key: jax.Array
 ) -> jax.Array:
-    """Return new values like `value`, the first `axes` of which count layers."""
+    """Return new values like `value`, whose first `axes` axes index layers."""
     shape = _shape_for(layer, name, value.shape[axes:])
-    # From the path alone, so that the draw of a layer stays when others are added or removed.
+    # From the path alone, so that a layer's draw stays the same if other layers are added or removed.
     words = np.frombuffer(hashlib.blake2b(dotted(path).encode(), digest_size=8).digest(), "<u4")
-    for word in words:  # 64 bits, so that no two of a million paths have one key
+    for word in words:  # 64 bits, so that a million paths most likely have different keys
         key = jax.random.fold_in(key, word)
     keys = [jax.random.fold_in(key, i) for i in range(math.prod(value.shape[:axes]))] if axes else [key]
-    # Not under `vmap`: an initializer may be any function, and draw other numbers there.
+    # Not under `vmap`: an initializer may be any function, and could draw other values there.
     drawn = [_called(initializer, dotted(path), key, shape, value.dtype) for key in keys]
     return jnp.stack(drawn).reshape(value.shape) if drawn else value
 
 
 def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return what an initializer draws; raise if it is not one, or if the shape or dtype is wrong."""
+    """Return the values that an initializer draws; raise if it is not one, or if the shape or dtype is wrong."""
     who = f"reinitialize: the initializer of `{name}`"
     cure = "give an initializer, such as nnx.initializers.he_normal() (with the parentheses)"
     try:
@@ -164,7 +166,7 @@ def _called(initializer: Initializer, name: str, key: jax.Array, shape: tuple[in
 
 
 def _shape_for(layer: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that Flax asks an initializer for: `nnx.LinearGeneral` flattens, so that fans are a matrix's."""
+    """Return the shape that Flax passes to an initializer: `nnx.LinearGeneral` flattens the kernel to a matrix."""
     if not isinstance(layer, nnx.LinearGeneral) or name not in ("kernel", "bias"):
         return shape
     outputs = len(layer.out_features)

@@ -1,7 +1,7 @@
-"""Files of named arrays in the format of safetensors, complete or absent, with a checksum that detects damage.
+"""Files of named arrays in the safetensors format, written atomically, with a checksum that detects damage.
 
-The library checks that a file is well formed, but not that its numbers are those that were written. So the metadata of
-our files has a checksum of all bytes of the file, computed with zeros in place of its own digits.
+The safetensors library checks that a file is well formed, but not that its numbers are those that were written. So the
+metadata of our files has a checksum of all bytes of the file, computed with zeros in place of the checksum's digits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DTYPES = {
 
 
 def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a file, which is replaced in one step once the new one is complete and on the disk."""
+    """Write arrays to a file atomically: an existing file is replaced after the new one is complete and on the disk."""
     save = _library(api).numpy.save
-    # In C order, since the library writes an array's memory without looking at its strides.
+    # In C order, since the library writes an array's memory and ignores its strides.
     data = memoryview(save({name: np.asarray(x, order="C") for name, x in arrays.items()}, _METADATA))
     match = _CHECKSUM.search(data)
     assert match is not None
@@ -41,20 +41,20 @@ def write(api: str, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextmanager
 def reading(api: str, path: Path) -> Iterator[Any]:
-    """Open a file as the library does; raise if it is damaged, or of a later version."""
+    """Open a file with the library; raise if it is damaged, or written by a later version."""
     library = _library(api)
     with path.open("rb") as raw:
         try:
             file = library.safe_open(path, "np")
-        except Exception as error:  # the library raises its own kind and the system's for one fact
-            raise _damaged(api, path, f"it is no whole file of safetensors ({error})") from error
+        except Exception as error:  # the library raises errors of its own and of the system for the same fact
+            raise _damaged(api, path, f"it is not a complete safetensors file ({error})") from error
         with file:
             metadata = file.metadata() or {}
             if any("plurax" in name for name in metadata):  # files of other libraries have no checksum
                 if metadata.keys() != _METADATA.keys() or not _is_as_saved(raw):
                     raise _damaged(api, path, "its bytes are not those that were saved")
                 if metadata["plurax.format"] != _METADATA["plurax.format"]:
-                    raise ValueError(f"{api}: {path} was written by a later version; read it with that.")
+                    raise ValueError(f"{api}: {path} was written by a later version; read it with that version.")
             yield file
 
 
@@ -62,12 +62,12 @@ def read_array(api: str, file: Any, path: Path, name: str) -> np.ndarray:
     """Return one array of an open file; raise if NumPy lacks its dtype."""
     kind = file.get_slice(name).get_dtype()
     if kind not in DTYPES:
-        raise ValueError(f"{api}: `{name}` of {path} has the dtype {kind}, which cannot be read; convert it there.")
+        raise ValueError(f"{api}: `{name}` of {path} has dtype {kind}, which cannot be read; convert it before saving.")
     return file.get_tensor(name)
 
 
 def _library(api: str) -> Any:
-    """Return the library safetensors, which is an extra."""
+    """Return the safetensors library, which is an extra."""
     try:
         import safetensors.numpy
     except ModuleNotFoundError as error:
@@ -76,7 +76,7 @@ def _library(api: str) -> Any:
 
 
 def _is_as_saved(file: BinaryIO) -> bool:
-    """Return whether the checksum of a file is that of its bytes, with zeros in place of its digits."""
+    """Return whether a file's checksum matches its bytes, with zeros in place of the checksum's digits."""
     # A file is 8 bytes with the size of its header, the header (JSON, with the metadata), and the arrays.
     match = _CHECKSUM.search(file.read(int.from_bytes(file.read(8), "little")))
     if match is None:

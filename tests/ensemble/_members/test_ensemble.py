@@ -480,8 +480,8 @@ class Test_refusals:
         rngs = nnx.Rngs(0)
         with pytest.raises(
             ValueError,
-            match=r"members 0 and 1 share a variable, `rngs.default.count` of the one and `rngs.default.count` of the "
-            r"other; .* an nnx.Rngs of its own, or pass nnx.clone\(member\)",
+            match=r"members 0 and 1 share a variable, `rngs.default.count` of the first and `rngs.default.count` of "
+            r"the second; .* a separate nnx.Rngs, or pass nnx.clone\(member\)",
         ):
             Ensemble.stack([Noisy(rngs) for _ in range(3)])
         assert len(Ensemble.stack([Noisy(nnx.Rngs(i)) for i in range(3)])) == 3
@@ -516,7 +516,7 @@ class Test_refusals:
 
         with pytest.raises(ValueError, match="the class of a is 'BatchStat', but there 'Param'"):
             pair(nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.ones(2)))
-        with pytest.raises(ValueError, match="their variables are in other containers"):
+        with pytest.raises(ValueError, match="they differ in the containers"):
             pair(nnx.Param([jnp.ones(2)]), nnx.Param((jnp.ones(2),)))
         with pytest.raises(ValueError, match=r"at `a`: it has shape \(\) and dtype int32, but .* dtype float32"):
             pair(nnx.Variable(0.5), nnx.Variable(3))

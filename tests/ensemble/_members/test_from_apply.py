@@ -251,7 +251,7 @@ class Test_refusals:
         [
             ((0.1, 0.2), "`a.rate` is 0.2, but there 0.1; build all members with one configuration"),
             ((1, 1.0), "`a.rate` is 1.0, but there 1;"),
-            (([1], (1,)), "their variables are in other containers"),
+            (([1], (1,)), "they differ in the containers"),
             (
                 [(lambda: lambda: 0)() for _ in range(2)],
                 "`a.rate` is .*, a different object in each; define it once, at module ",

@@ -439,7 +439,7 @@ class Test_refusals:
 
     def test_batches_too_few_to_skip(self, tmp_path, trainer, ens, make_batches):
         trainer.fit(trainer.init(ens), make_batches(4), progress=False, checkpoint_dir=tmp_path)
-        with pytest.raises(ValueError, match="has used 4 batches, not 3; pass the same again"):
+        with pytest.raises(ValueError, match="has used 4 batches, but got 3; pass the same batches"):
             trainer.fit(trainer.init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
 
     def test_a_bad_batch_leaves_the_state_usable(self, trainer, ens, make_batches):

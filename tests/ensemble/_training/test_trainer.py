@@ -637,7 +637,7 @@ class Test_refusals:
 
         for grad_fn, who in ((None, r"value_and_grad: fun .* of \w+"), (gradients, "Trainer: loss .* of the model")):
             trainer = Trainer(loss, optax.sgd(0.1), grad_fn=grad_fn, strategy="vmap")
-            with pytest.raises(ValueError, match=rf"^{who} \(`seen`\), but only the values of its variables"):
+            with pytest.raises(ValueError, match=rf"^{who} \(`seen`\), but only values of variables"):
                 trainer.step(trainer.init(create(stateful, 2)), make_batches(1)[0])
 
     def test_a_loss_that_changes_the_shape_or_dtype_of_a_variable(self, stateful, create, make_batches):

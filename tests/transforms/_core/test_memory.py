@@ -145,7 +145,7 @@ def test_budgets_close_over_tracers() -> None:
     within = lambda scale: jacrev(lambda x: layer(scale * x), memory_budget="20KiB")(X)
     expected = jax.jit(jax.jacrev(lambda x: layer(0.5 * x)))(X)
     chex.assert_trees_all_close(jax.jit(within)(0.5), expected, rtol=1e-4, atol=1e-5)
-    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=20 KiB is kept by this part .* around it may need"):
+    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=20 KiB bounds this part .* around it may need"):
         mapped = jax.vmap(within)(np.array([0.5], np.float32))[0]
     chex.assert_trees_all_close(mapped, expected, rtol=1e-4, atol=1e-5)
 
@@ -187,7 +187,7 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     for warning in caught:
         name = transform if transform == "vmap" else transform.__name__
         assert re.match(
-            rf"{name}: memory_budget=1 MiB is kept .* \(it needs \d.*B, with \d+ of \d+ .* around it may need more",
+            rf"{name}: memory_budget=1 MiB bounds .* \(it needs \d.*B, with \d+ of \d+ .* around it may need more",
             str(warning.message),
         )
         assert warning.filename == __file__
@@ -204,7 +204,7 @@ def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, out
     ],
 )
 def test_the_line_of_the_user_is_named_where_jax_calls_what_has_the_budget(outer: Any, within: Any, need: str) -> None:
-    with pytest.warns(UserWarning, match=rf"is kept by this part .* \(it needs {need}") as caught:
+    with pytest.warns(UserWarning, match=rf"bounds this part .* \(it needs {need}") as caught:
         outer(within)(jnp.ones((2, 3)))
     assert {warning.filename for warning in caught} == {__file__}
 
@@ -241,7 +241,7 @@ def test_an_impossible_budget_of_a_hessian() -> None:
 def test_budgets_of_modules() -> None:
     ens = Ensemble.create(lambda rngs: nnx.Linear(8, 3, rngs=rngs), 2, seed=0)
     of_member = lambda model, x: jacrev(lambda m: jnp.tanh(m(x)), memory_budget="1MB")(model)
-    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=977 KiB is kept by this part .* around it may need"):
+    with pytest.warns(UserWarning, match=r"^jacrev: memory_budget=977 KiB bounds this part .* around it may need"):
         rows = vmap(of_member, (0, None))(ens, X[:8])
     plain = vmap(lambda model, x: jacrev(lambda m: jnp.tanh(m(x)))(model), (0, None))(ens, X[:8])
     chex.assert_trees_all_close(rows, plain, rtol=1e-6)
@@ -331,7 +331,7 @@ def test_a_function_that_asks_for_values_has_no_budget() -> None:
     branching = lambda x: x**2 if x[0] > 0 else x
     chex.assert_trees_all_close(jacfwd(branching)(X), jnp.diag(2 * X), rtol=1e-6)
     for fun in (branching, lambda x: x * np.asarray(x).sum()):
-        with pytest.raises(ValueError, match=r"^jacfwd: memory_budget needs a program, but fun asks for a value"):
+        with pytest.raises(ValueError, match=r"^jacfwd: memory_budget traces fun, but fun branches on a value"):
             jacfwd(fun, memory_budget="1GB")(X)
 
 
@@ -341,7 +341,7 @@ def test_refusals_name_what_was_called(rows: str) -> None:
     with pytest.raises(ValueError, match=r"^batch_jacobian: no chunk fits into memory_budget=9 B"):
         batch_jacobian(batch, rows=rows, memory_budget=9)(X.reshape(1, 64) * np.ones((40, 1), np.float32))
     branching = lambda x: x**2 if x[0, 0] > 0 else x
-    with pytest.raises(ValueError, match=r"^batch_jacobian: memory_budget needs a program, but fun asks for a value"):
+    with pytest.raises(ValueError, match=r"^batch_jacobian: memory_budget traces fun, but fun branches on a value"):
         batch_jacobian(branching, rows=rows, memory_budget="1GB")(X[:6].reshape(2, 3))
     if rows == "vmap":
         loss = lambda w, x: jnp.sum(jnp.tanh(w @ jnp.tanh(w.T @ x[0])) ** 2)
@@ -352,6 +352,6 @@ def test_refusals_name_what_was_called(rows: str) -> None:
 def test_a_budget_and_an_axis_name_exclude_each_other() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^vmap: with memory_budget, a collective over axis_name would see one chunk only; leave one out",
+        match=r"^vmap: with memory_budget, a collective over axis_name would see only one chunk; leave one out",
     ):
         vmap(jnp.sin, axis_name="i", memory_budget="1GB")

@@ -172,7 +172,7 @@ def test_rules_of_the_user() -> None:
         (jnp.sin, X, V, TypeError, r"fun must return one real scalar, but it returned an array of shape \(3,\)"),
         (lambda x: (jnp.sum(x), 1), X, V, TypeError, r"fun must return one real scalar, but it returned a pytree"),
         (lambda x: jnp.sum(x) * 1j, X, V, TypeError, r"fun must return one real scalar, .* complex64; reduce it"),
-        (jnp.sum, np.arange(2), np.arange(2), TypeError, r"argument `.*` is an array .* int64, but only arrays of fl"),
+        (jnp.sum, np.arange(2), np.arange(2), TypeError, r"argument `.*` is an array .* int64, but only floating"),
         (
             jnp.sum,
             X,
@@ -182,7 +182,7 @@ def test_rules_of_the_user() -> None:
         ),
         (jnp.sum, X, V.astype(np.float16), ValueError, r"the tangent of `.*` is an array .* float16"),
         (jnp.sum, X, [V], ValueError, r"the tangent of `.*` has the structure PyTreeDef\(\[\*\]\), but the primal has"),
-        (mixed, (X, {"y": Y}), (V,), TypeError, r"tangents must be a tuple with one for each of the 2 primals"),
+        (mixed, (X, {"y": Y}), (V,), TypeError, r"tangents must be a tuple with one entry for each of the 2 primals"),
         ("f", X, V, TypeError, r"fun must be a function, a bound method or a module"),
         (jnp.sum, (), (), TypeError, r"primals must be a tuple with the arguments of fun, but got \(\) of type tuple"),
     ],
@@ -201,7 +201,7 @@ def test_refusals_of_modes_and_losses() -> None:
         hvp(jnp.sum, X, V, mode="fwd")
     with pytest.raises(TypeError, match=r"^gnvp: fun must return one real scalar, but it returned an array of shape"):
         gnvp(jnp.sin, jnp.sin, X, V)
-    with pytest.raises(TypeError, match=r"^gnvp: argument `.*` is an array .* int64, but only arrays of floating"):
+    with pytest.raises(TypeError, match=r"^gnvp: argument `.*` is an array .* int64, but only floating-point ar"):
         gnvp(jnp.sin, jnp.sum, np.arange(2), np.arange(2))
     with pytest.raises(ValueError, match=r"^gnvp: the tangent of `.*` is an array of shape \(2,\)"):
         gnvp(jnp.sin, jnp.sum, X, V[:2])

@@ -139,7 +139,7 @@ def test_calls_without_a_meaning_are_refused(rows: str) -> None:
         batch_jacobian(jnp.mean, rows=rows)(BATCH)
     with refused(TypeError, r"with has_aux=True, fun must return a pair \(output, aux\), not an array of"):
         batch_jacobian(jnp.sin, has_aux=True, rows=rows)(BATCH)
-    with refused(TypeError, r"argument `x` is an array of .* int\d+, but only arrays of (real )?floating point"):
+    with refused(TypeError, r"argument `x` is an array of .* int\d+, but only (real )?floating-point arrays"):
         batch_jacobian(layer, rows=rows)(np.arange(6).reshape(2, 3))
     with refused(ValueError, r"argnums selects argument 2, but the call has 1 positional"):
         batch_jacobian(layer, 2, rows=rows)(BATCH)

@@ -180,7 +180,7 @@ class TestFromElsewhere:
     @pytest.mark.parametrize(
         ("rename", "match"),
         [
-            ({"kernl": "kernel"}, "rename names what .* does not have: `kernl`; it has `bias`, `kernel`"),
+            ({"kernl": "kernel"}, "rename has names that .* lacks: `kernl`; it has `bias`, `kernel`"),
             ({"kernel": "bias"}, "`bias` and `kernel` of .* would both be `bias`; rename one"),
             (lambda name: "x", "`bias` and `kernel` of .* would both be `x`; rename one"),
         ],
@@ -207,7 +207,7 @@ class TestFromElsewhere:
         path.parent.mkdir()
         header = b'{"bias":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[0,3]}}'
         path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
-        with pytest.raises(ValueError, match="load_params: `bias` of .* has the dtype F8_E4M3, which cannot be read"):
+        with pytest.raises(ValueError, match="load_params: `bias` of .* has dtype F8_E4M3, which cannot be read"):
             load_params(path, linear())
 
 
@@ -318,14 +318,18 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("value", "error", "match"),
         [
-            ("text", TypeError, "`w` holds 'text' of type str, which is no array; make it a plain attribute"),
+            ("text", TypeError, "`w` holds 'text' of type str, not an array; make it a plain attribute"),
             (
                 np.ones(1, complex),
                 ValueError,
-                "`w` has dtype complex128, but files of safetensors have bool, int8, .*; convert it",
+                "`w` has dtype complex128, but safetensors supports bool, int8, .*; convert it",
             ),
-            (jnp.ones(2, jnp.int4), ValueError, "`w` has dtype int4, but files of safetensors have"),
-            (jax.ShapeDtypeStruct((2,), jnp.float32), TypeError, "`w` is an array of shape .* without values here"),
+            (jnp.ones(2, jnp.int4), ValueError, "`w` has dtype int4, but safetensors supports"),
+            (
+                jax.ShapeDtypeStruct((2,), jnp.float32),
+                TypeError,
+                "`w` is an array of shape .* without values in this process",
+            ),
         ],
     )
     def test_values(self, path: Path, value: Any, error: Any, match: str) -> None:
@@ -334,7 +338,7 @@ class TestRefusals:
         assert not path.exists()
 
     def test_values_under_jit(self, path: Path) -> None:
-        with pytest.raises(TypeError, match=r"save_params: `bias` is .* without values here: .* traced"):
+        with pytest.raises(TypeError, match=r"save_params: `bias` is .* without values in this process: .* traced"):
             nnx.jit(lambda model: save_params(path, model))(linear())
 
     def test_values_that_other_processes_hold(self, path: Path) -> None:
@@ -345,7 +349,7 @@ class TestRefusals:
                 raise RuntimeError("fetching spans other processes; use process_allgather")  # as JAX does
 
         with pytest.raises(
-            TypeError, match="save_params: `w` is an array .* without values here: .* process_allgather"
+            TypeError, match="save_params: `w` is an array .* without values in this process: .* process_allgather"
         ):
             save_params(path, nnx.Dict(w=nnx.Variable(Spread())))
         assert not path.exists()

@@ -262,7 +262,7 @@ def test_a_shared_layer_in_two_dtypes_is_refused() -> None:
     model: Any = BigHead(nnx.Rngs(0))
     model.again = model.inner.layers[0]
     outer = nnx.Dict(head=model, again=model.inner)
-    match = "is shared by layers, for which keep asks for bfloat16 and for float32; name Linear in keep too"
+    match = "is shared by layers, for which keep gives bfloat16 and float32; name Linear in keep too"
     with pytest.raises(ValueError, match=match):
         with_precision(outer, HALF, keep={Head: jnp.float32})
     named = with_precision(outer, HALF, keep={Head: jnp.float32, nnx.Linear: jnp.float16, nnx.LayerNorm: jnp.float16})

@@ -169,7 +169,7 @@ def test_frozen_parameters_stay_what_they_are() -> None:
     np.testing.assert_array_equal(found.a.kernel[...], model.a.kernel[...])
     with pytest.raises(
         ValueError,
-        match=r"meets no `kernel` or `embedding`; give rules for .*: Linear with `bias`, `kernel` \(frozen\)",
+        match=r"matches no `kernel` or `embedding`; give rules for .*: Linear with `bias`, `kernel` \(frozen\)",
     ):
         reinitialize(freeze(model, nnx.PathContains("kernel")), {nnx.Linear: init.ones}, KEY)
 
@@ -295,20 +295,20 @@ class TestRefusals:
         [
             (
                 {nnx.Conv: init.ones},
-                "the rule for Conv meets no `kernel` or `embedding`; .*: LayerNorm with .*, Linear with .*, LinearG",
+                "the rule for Conv matches no `kernel` or `embedding`; .*: LayerNorm with .*, Linear with .*, LinearG",
             ),
             (
                 {nnx.Linear: {"kernl": init.ones}},
-                "the rule for Linear meets no `kernl`; give rules for .* Linear with `bias`, `kernel`, LinearGeneral",
+                "the rule for Linear matches no `kernl`; give rules for .* Linear with `bias`, `kernel`, LinearGeneral",
             ),
-            ({nnx.Linear: {"kernel": init.ones, "a": init.ones}}, "the rule for Linear meets no `a`; give rules"),
+            ({nnx.Linear: {"kernel": init.ones, "a": init.ones}}, "the rule for Linear matches no `a`; give rules"),
             (
                 {nnx.LayerNorm: init.ones},
-                "the rule for LayerNorm meets no `kernel` or `embedding`; .*: LayerNorm with `bias`, `scale`",
+                "the rule for LayerNorm matches no `kernel` or `embedding`; .*: LayerNorm with `bias`, `scale`",
             ),
             (
                 {nnx.MultiHeadAttention: init.ones},
-                "for MultiHeadAttention meets no .*; give rules for what the module has: .*LinearGeneral",
+                "for MultiHeadAttention matches no .*; give rules for what the module has: .*LinearGeneral",
             ),
             (
                 wrong(dtype=jnp.float16),

@@ -250,7 +250,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
         (lambda m, x: m, {}, jnp.ones(4), TypeError, "`output` is Linear.*, which has no mean over the parts"),
         (lambda m, x: "loss", {}, jnp.ones(4), TypeError, "`output` is 'loss' of type str, which has no mean"),
         (adds_a_variable, {}, jnp.ones(4), ValueError, r"fun changes the structure of Linear \(`seen"),
-        (assigns, {}, jnp.ones(4), ValueError, "fun assigns the parameter `bias`, but it is one for all calls"),
+        (assigns, {}, jnp.ones(4), ValueError, "fun assigns the parameter `bias`, but all calls share it"),
     ],
 )
 def test_what_cannot_be_accumulated_is_refused(fun: Any, options: Any, x: Any, error: Any, message: str) -> None:

@@ -435,7 +435,7 @@ def test_layers_that_share_variables_are_refused() -> None:
         def __init__(self) -> None:
             self.w = shared
 
-    with pytest.raises(ValueError, match="layers 0 and 1 share a variable, `w` of the one and `w` of the other"):
+    with pytest.raises(ValueError, match="layers 0 and 1 share a variable, `w` of the first and `w` of the second"):
         stack_layers([Tied(), Tied()])
 
     class KeepsStreams(nnx.Module):
@@ -443,7 +443,7 @@ def test_layers_that_share_variables_are_refused() -> None:
             self.rngs = rngs
 
     streams = nnx.Rngs(0)
-    with pytest.raises(ValueError, match="build each with an nnx.Rngs of its own"):
+    with pytest.raises(ValueError, match="build each with a separate nnx.Rngs"):
         stack_layers([KeepsStreams(streams), KeepsStreams(streams)])
 
 

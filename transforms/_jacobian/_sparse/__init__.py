@@ -1,21 +1,22 @@
-"""Sparse Jacobians: patterns detected in programs, columns colored, and a few products that give all entries.
+"""Sparse Jacobians: detect the pattern in the program, color it, and read all entries from a few products.
 
-A call and `sparsity=` come in; out comes an `Evaluator` that computes the entries as `BCOO`. In this order:
+Input is a call and `sparsity=`; the result is an `Evaluator` that computes the entries as `BCOO`. In this order:
 
-- `pattern.py`: the pattern as rows and columns, given by the caller (and checked) or found: the derivative is traced,
-  and dependence is followed through its program.
-- `detect.py`: that walk, operation by operation, and constants. Each array becomes index sets: for each of its
-  numbers, the inputs it depends on. For each operation it tries, in this order: control flow, a rule, a fallback
-  program. If none applies (a callback, `shard_map`), every result depends on every operand, with a warning.
-- `index_sets.py`: the sets, rows of a sparse matrix of booleans, their unions and selections; values that are known.
-- `primitive_rules.py`: `_RULES`, the table of the operations that a pattern can follow, and most of the rules:
-  elementwise operations, rearrangements, sums, matrix products, linear solves. `windows.py` has those for convolutions,
-  `indexing.py` those for gathers, scatters, slices and updates, whose indices may be known, partly known or unknown.
-- `fallback_rules.py`: for operations without a rule, a program of other operations that does the same.
-- `control_flow.py`: branches; short loops iteration by iteration, longer ones by the sets of their bodies.
-- `coloring.py`: from the pattern to products in forward and reverse mode that sum many columns, or rows, each.
-- `compressed.py`: the products, the entries read from them, and whether a dense Jacobian would be cheaper.
+- `pattern.py`: the pattern as rows and columns, either given by the caller (and checked) or found by tracing the
+  derivative and propagating dependence through its program.
+- `detect.py`: this propagation, operation by operation, and the evaluation of constants. Each array is represented by
+  index sets: for each element, the inputs that it depends on. For each operation it tries, in this order: control
+  flow, a rule, a fallback program. If none applies (a callback, `shard_map`), it warns, and every result depends on
+  every operand.
+- `index_sets.py`: the index sets, as rows of a sparse boolean matrix, with unions and selections; known values.
+- `primitive_rules.py`: `_RULES`, the table of operations with a rule, and most of the rules: elementwise operations,
+  rearrangements, sums, matrix products, linear solves. `windows.py` has the rules for convolutions and pooling,
+  `indexing.py` for gathers, scatters, slices and updates, whose indices may be known, partly known or unknown.
+- `fallback_rules.py`: for operations without a rule, an equivalent program of other operations.
+- `control_flow.py`: branches; short loops iteration by iteration, longer loops by the sets of their bodies.
+- `coloring.py`: from the pattern to products in forward and reverse mode, each with a sum of many columns or rows.
+- `compressed.py`: the products, the entries read from them, and the test whether a dense Jacobian is cheaper.
 - `verify.py`: `check=True`, which compares the entries with the product of the Jacobian and a random vector.
 
-An entry too many costs time, one too few is a wrong number: whatever is not known counts as dependence.
+A superfluous entry costs time, but a missing one gives wrong results: unknown dependence counts as dependence.
 """

@@ -1,7 +1,7 @@
-"""Colorings: from the pattern of a matrix to a few products with it that give all of its entries.
+"""Colorings: from the pattern of a matrix to a few products that determine all of its entries.
 
-Columns that share no row can be summed: each entry of the product with their sum belongs to one of them. Likewise rows
-that share no column, in reverse mode.
+Columns that share no row can be summed: each entry of the product with their sum belongs to one of them. In reverse
+mode the same holds for rows that share no column.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 
 from .pattern import Pattern, asdex, pattern_at
 
-# The cost of a product in reverse mode, in products in forward mode: measured between 1 and 2.
+# The cost of a product in reverse mode relative to one in forward mode: measurements gave 1 to 2.
 _REVERSE = 1.5
 
 
 class Coloring(NamedTuple):
-    """The products in which columns and rows are summed, and where in these the entries of a pattern are.
+    """The products with sums of columns and of rows, and the position of each entry of a pattern in them.
 
     Attributes:
-      columns: for each column the product in forward mode that it is part of; -1 for none.
-      rows: for each row the product in reverse mode that it is part of; -1 for none.
-      counts: how many products there are in forward and in reverse mode.
-      by_row: for each entry whether it is read from a product with the sum of columns, at the place of its row; else it
-        is read from one with the sum of rows, at the place of its column. A symmetric matrix has one kind for both.
-      product: for each entry the number of this product.
+      columns: for each column the index of its product in forward mode; -1 for none.
+      rows: for each row the index of its product in reverse mode; -1 for none.
+      counts: the number of products in forward and in reverse mode.
+      by_row: for each entry, whether it is read at its row, from a product with a sum of columns, or at its column,
+        from a product with a sum of rows. For a symmetric matrix the same products serve for both.
+      product: for each entry the index of this product.
     """
 
     columns: np.ndarray
@@ -37,15 +37,15 @@ class Coloring(NamedTuple):
 
 
 def cost(forward: int, reverse: int) -> float:
-    """Return the cost of some products in forward and in reverse mode, in products in forward mode."""
+    """Return the cost of some products in forward and in reverse mode, in units of a product in forward mode."""
     return forward + _REVERSE * reverse
 
 
 def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
-    """Return the cheapest coloring that is found, in these modes: "forward", "reverse".
+    """Return the cheapest coloring found, in the given modes ("forward", "reverse").
 
-    With both modes, rows of many entries may be computed in reverse mode and the rest in forward mode, or columns of
-    many entries in forward mode and the rest in reverse mode: an arrow of any size takes three products.
+    With both modes, dense rows can be computed in reverse mode and the rest in forward mode, or dense columns in
+    forward mode and the rest in reverse mode. So an arrowhead matrix of any size takes three products.
     """
     best: Coloring | None = None
     for least, forward in sorted(_splits(pattern, modes), key=lambda split: split[0]):
@@ -61,9 +61,9 @@ def coloring_of(api: str, pattern: Pattern, modes: tuple[str, ...]) -> Coloring:
 
 
 def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
-    """Return products in one mode with a symmetric matrix, of which each entry is read, or its mirror image.
+    """Return the coloring of a symmetric matrix in one mode: each entry, or its mirror image, is read from a product.
 
-    The mirror images of all entries are taken for entries too, whether they are in the pattern or not.
+    The mirror image of each entry counts as an entry too, whether or not it is in the pattern.
     """
     size = pattern.shape[0]
     both = np.concatenate([pattern.rows, pattern.cols]), np.concatenate([pattern.cols, pattern.rows])
@@ -72,8 +72,8 @@ def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
     if len(mirrored.rows):
         found = asdex(api).color_symmetric(_for_asdex(api, *mirrored), postprocess=True)
         colors, count = np.asarray(found[0], np.int64), int(found[1])
-    # Entry (i, j) is read in row i of the product of j's colour if no other entry of row i has that colour; if one has,
-    # (j, i) is read in row j of the product of i's colour, which a star coloring makes sure is possible.
+    # Entry (i, j) is read in row i of the product of j's colour if no other entry of row i has that colour. Otherwise
+    # (j, i) is read in row j of the product of i's colour: a star coloring guarantees that this is possible.
     summed = colors[mirrored.cols] >= 0
     places = mirrored.rows * count + colors[mirrored.cols]
     alone = np.bincount(places[summed], minlength=size * count) == 1
@@ -87,28 +87,28 @@ def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
 
 
 def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, np.ndarray]]:
-    """Yield divisions of the entries between the modes: the least that each can cost, and which are in forward mode.
+    """Yield divisions of the entries between the modes: a lower bound of the cost, and a mask of the forward mode.
 
-    All entries of a row are in one mode, or all entries of a column: so no product sums entries of the other mode into
-    a place that is read.
+    Either each row or each column is in one mode as a whole. So no product adds entries of the other mode into a
+    position that is read.
     """
     in_row = np.bincount(pattern.rows, minlength=pattern.shape[0])
     in_column = np.bincount(pattern.cols, minlength=pattern.shape[1])
     choices = [np.full(len(pattern.rows), mode == "forward") for mode in modes]
     if len(modes) > 1:
-        # Rows, or columns, of few entries are divided from those of many at powers of two.
+        # Rows (or columns) with few entries are separated from those with many, at thresholds of powers of two.
         most = max(in_row.max(initial=0), in_column.max(initial=0))
         bounds = 2 ** np.arange(1, int(most).bit_length())
         choices += [in_row[pattern.rows] < bound for bound in bounds]
         choices += [in_column[pattern.cols] >= bound for bound in bounds]
     for forward in choices:
-        # Each row of a product gives one entry: it takes at least as many products as the fullest row, or column, has.
+        # A product gives one entry of each row, so the fullest row (or column) needs a product for each of its entries.
         fullest = [np.bincount(x, minlength=1).max() for x in (pattern.rows[forward], pattern.cols[~forward])]
         yield cost(*fullest), forward
 
 
 def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """Return for each column a colour that no other column of the same row has, -1 for empty ones; how many colours."""
+    """Return for each column a colour (-1 if it is empty) unique in each of its rows, and the number of colours."""
     colors = np.full(shape[1], -1, np.int64)
     used = np.flatnonzero(np.bincount(cols, minlength=shape[1]))
     if len(used) and np.bincount(rows).max() == len(used):  # a full row: every column conflicts with every other
@@ -119,6 +119,6 @@ def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]
 
 
 def _for_asdex(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> Any:
-    """Return a pattern of asdex, its entries row by row."""
+    """Return the pattern as asdex represents it, with entries in row-major order."""
     order = np.lexsort((cols, rows))
     return asdex(api).SparsityPattern.from_coo(rows[order].astype(np.int32), cols[order].astype(np.int32), shape)

@@ -1,4 +1,4 @@
-"""A sparse Jacobian: a few products, the entries read from them, and the `BCOO` that holds these."""
+"""Compute a sparse Jacobian: a few products, the entries read from them, and the `BCOO` that holds the entries."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from .pattern import (
 )
 from .verify import verify
 
-# Up to how many numbers XLA may compute with while it compiles: it folds a linear function of a constant, such as the
-# seeds (the summed unit vectors), into a constant, but computes slowly.
+# The largest number of elements that XLA may constant-fold: it evaluates linear functions of constants, such as of the
+# seeds (sums of unit vectors), while it compiles, but slowly.
 _FOLDED = 2**20
 
 
 def sparse_evaluator(
     api: str, call: Call, nest: Callable[[Any, Any], Any], sparsity: Any, check: bool, mode: str, symmetric: bool
 ) -> tuple[Evaluator, ModeChoice]:
-    """Return the way to compute a Jacobian as `BCOO`, with the entries of a pattern, and the reason.
+    """Return the `Evaluator` of a Jacobian as `BCOO`, with the entries of a pattern, and the choice with its reason.
 
     Args:
       api: the transform's name in errors.
       call: the call to differentiate.
-      nest: from the output, and one value for each pair of an output and an input array, to the form of the result.
+      nest: a function that arranges values, one for each pair of an output and an input array, as the result.
       sparsity: "auto" or a pattern.
-      check: whether the result is compared with a product.
+      check: whether to compare the result with a product.
       mode: "auto", "forward" or "reverse".
-      symmetric: whether the Jacobian is symmetric if it is square, as that of a gradient.
+      symmetric: whether the Jacobian is symmetric if it is square, like the Jacobian of a gradient.
     """
     out = output_shapes(api, call)
     outputs, inputs = jax.tree.leaves(out), jax.tree.leaves(call.primals)
@@ -74,7 +74,7 @@ def sparse_evaluator(
             pattern = given_pattern(api, sparsity, form, outputs, inputs)
     except UnknownPattern as reason:
         warnings.warn(
-            f"{api}: the pattern cannot be found, so every entry is computed, and kept: {reason}. Give the pattern as "
+            f"{api}: the pattern cannot be found, so all entries are computed and kept: {reason}. Pass the pattern as "
             "sparsity=, or leave sparsity out for a dense array.",
             stacklevel=4,
         )
@@ -100,7 +100,7 @@ def _sparse(
     call: Call,
     chunk_size: int | None,
 ) -> tuple[Any, list[list[Any]], Any]:
-    """Return what `by_columns` does, with a `BCOO` in place of each array."""
+    """Return the same as `by_columns`, with a `BCOO` in place of each array."""
     from jax.experimental.sparse import BCOO
 
     out, entries, rest = entries_of(api, call, chunk_size)
@@ -110,7 +110,7 @@ def _sparse(
     blocks: list[list[Any]] = [[] for _ in outputs]
     for j, i, _, (rows, cols) in blocks_of(pattern, outputs, inputs):
         shape, data = jnp.shape(outputs[j]) + jnp.shape(inputs[i]), entries[j][i]
-        # Where every entry is kept, XLA makes the indices, in place of a constant as long as the data.
+        # If every entry is kept, XLA computes the indices: a constant would be as long as the data.
         full = 0 < len(data) == math.prod(shape)
         flat = jnp.arange(len(data)) if full else rows * jnp.size(inputs[i]) + cols
         indices = flat[:, None] // strides_of(shape) % np.array(shape, np.int64)
@@ -172,7 +172,7 @@ def _of_products(
                 read = matrices[k].at[product[here], places[here]].get(mode="promise_in_bounds")
                 parts.append(read.astype(parts[0].dtype))
         found = jnp.concatenate(parts)
-        if len(parts) == 3:  # from both, the entries that are read by row first
+        if len(parts) == 3:  # from both kinds: entries read by row come first, so restore the order
             found = found[np.argsort(np.argsort(~by_row, stable=True))]
         entries[j].append(found)
     return out, entries, rest
@@ -181,7 +181,7 @@ def _of_products(
 def _products(
     product: Callable[[list[Any]], Any], arrays: list[Any], colors: np.ndarray, count: int, chunk_size: int | None
 ) -> list[Any]:
-    """Return for each output array the products with the sum of the unit vectors of each colour, one in a row."""
+    """Return for each output array its products with the sum of the unit vectors of each colour, one per row."""
     if not count:
         return []
     starts = starts_of(arrays)

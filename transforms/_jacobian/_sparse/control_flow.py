@@ -1,4 +1,4 @@
-"""Branches and loops: short loops are followed iteration by iteration, longer ones by the sets of their bodies."""
+"""Rules for branches and loops: short loops iteration by iteration, longer loops by the sets of their bodies."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..._core.compat import scan_counts
 from ..._core.jaxpr import aval
 from .index_sets import UNKNOWN, is_set, known, matrix_at, part_of, places_of, rows_of, stacked, unit_sets, united
 
-# Loops of up to so many iterations are followed one by one, with the values that are known in each.
+# Loops of up to this many iterations are followed one iteration at a time, with the values known in each.
 _ITERATIONS = 32
 
-# From a program, its constants and the values of its arguments to the values of its outputs.
+# A function from a program, its constants and the values of its arguments to the values of its outputs.
 Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
 
 
 def branched(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
-    """Return the union over the branches that may be taken: all of them where the index is not known."""
+    """Return the union over the branches that may be taken: all branches if the index is not known."""
     branches, index = eqn.params["branches"], known(values[0])
-    if index is not None:  # one out of range is clamped, as `lax.switch` does it
+    if index is not None:  # an index out of range is clamped, as in `lax.switch`
         branches = [branches[int(np.clip(index, 0, len(branches) - 1))]]
     found = [run(branch.jaxpr, branch.consts, values[1:]) for branch in branches]
     return [united(parts) for parts in zip(*found, strict=True)]
 
 
 def scanned(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
-    """Return the sets of a `scan`: the values carried through it, and the stacked outputs of its iterations."""
+    """Return the sets of the results of a `scan`: the final carry and the stacked outputs."""
     closed, length, (consts, carries) = eqn.params["jaxpr"], eqn.params["length"], scan_counts(eqn.params)
     variables, outputs = closed.jaxpr.invars, closed.jaxpr.outvars[carries:]
     columns = next(value.shape[1] for value in values if is_set(value))
@@ -46,13 +46,13 @@ def scanned(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
             found = run(closed.jaxpr, closed.consts, operands)
         else:
             has, sets = by_operands
-            # `sets` are in terms of the body's operands, `table` has these in terms of the inputs asked about.
+            # `sets` are over the body's operands; `table` has the sets of these operands over the inputs.
             table = stacked(
                 [rows_of(x, v, columns) for x, v, flag in zip(variables, operands, has, strict=True) if flag]
             )
             found = [out @ table if is_set(out) else UNKNOWN for out in sets]
         carry, outs[i] = found[:carries], found[carries:]
-    # Outputs are stacked in the order of the iterations' numbers, also where a reversed scan runs them backwards.
+    # Outputs are stacked by iteration index, also if a reversed scan runs the iterations backwards.
     collected = [
         stacked([matrix_at([], [], (0, columns)), *(rows_of(x, outs[i][k], columns) for i in range(length))])
         for k, x in enumerate(outputs)
@@ -61,7 +61,7 @@ def scanned(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
 
 
 def repeated(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
-    """Return the sets of a `while_loop`: the union of those after zero, one, two iterations, until it does not grow."""
+    """Return the sets of a `while_loop`: the union over all numbers of iterations, found as a fixed point."""
     skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     columns = next(value.shape[1] for value in values if is_set(value))
     values, closed = values[skipped:], eqn.params["body_jaxpr"]
@@ -77,13 +77,13 @@ def repeated(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
 
 
 def _body(closed: Any, values: list[Any], carried: slice, run: Run) -> tuple[list[bool], list[Any]]:
-    """Return which operands of a loop's body have sets in some iteration, and its results' sets over these operands.
+    """Return which operands of a loop's body have sets in any iteration, and its results' sets over these operands.
 
-    Carried values are known in no iteration, since they change from one to the next.
+    Carried values count as unknown, since they change from one iteration to the next.
     """
     jaxpr = closed.jaxpr
     has = [is_set(value) for value in values]
-    # A fixed point: a carried value has a set if it starts with one, or if the body gives it one from the others.
+    # Fixed point: a carried value has a set if it has one initially, or if the body's result for it has one.
     while True:
         sizes = [math.prod(aval(x).shape) if flag else 0 for x, flag in zip(jaxpr.invars, has, strict=True)]
         units, _ = unit_sets(sizes)

@@ -1,9 +1,9 @@
-"""Dependence: the numbers of its arguments that the results of a program depend on, followed through its operations.
+"""Find the argument elements that each result element of a program depends on, operation by operation.
 
-The program is that of a derivative, from tangents (or cotangents) to others. With each value go its index sets.
-Values that depend on constants only are computed by JAX itself, as zeros among them remove entries. The results of an
-operation without a rule are taken to depend on all of its operands: an entry too many costs time, one too few makes a
-wrong number.
+The program is a derivative, a linear function of tangents (or cotangents). Each value carries index sets. Values that
+depend on constants only are evaluated by JAX, since zeros among them remove entries. The results of an operation
+without a rule are assumed to depend on all operands: a superfluous entry costs time, but a missing one gives wrong
+results.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .index_sets import UNKNOWN, Lazy, PartlyKnown, is_set, known, mixed
 from .indexing import evaluated_partly, may_be_partly_known
 from .primitive_rules import sets_of_results
 
-# Their results differ between platforms, devices, or from one run to the next, so they are never known.
+# Primitives whose results differ between platforms, devices or runs, and so are never known.
 _ELSEWHERE = frozenset({"platform_index", "rng_bit_generator", "rng_uniform", "shard_map"})
 _CONTROL_FLOW = {"cond": branched, "scan": scanned, "while": repeated}
 
 
 def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Return for each output of a program its index sets, and the primitives on the way that have no rule.
+    """Return the index sets of each output of a program, and the names of primitives in it without a rule.
 
     Args:
       jaxpr: the program.
-      consts: its constants; those that are traced count as unknown.
-      args: for each argument its sets, a matrix of shape (its size, columns), or `UNKNOWN`.
+      consts: the program's constants; traced constants count as unknown.
+      args: for each argument its sets, a matrix of shape (size of the argument, columns), or `UNKNOWN`.
 
     Returns:
-      Such a matrix for each output, or `UNKNOWN` where it depends on nothing; the names of primitives without a rule.
+      Such a matrix for each output, or `UNKNOWN` if it depends on no input; the names of primitives without a rule.
     """
     without_rule: list[str] = []
 
@@ -46,12 +46,12 @@ def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tupl
         return interpret(jaxpr, consts, args, visit)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        """Return the sets of an operation's results, by the first of these that applies; `UNKNOWN` for empty ones."""
+        """Return the sets of an operation's results, by the first method that applies; `UNKNOWN` for empty sets."""
         name = eqn.primitive.name
         if not any(map(is_set, values)):
             return _constant(eqn, values, run)
-        if holds_refs(eqn):  # no variable of the program leads from what is written to what is read
-            raise NotImplementedError(f"`{name}` may write what is asked about to a `jax.Ref`")
+        if holds_refs(eqn):  # no variable of the program connects a write to a `jax.Ref` with a read
+            raise NotImplementedError(f"`{name}` may write values that depend on the inputs to a `jax.Ref`")
         if not any(map(_holds_tangents, eqn.outvars)):  # a comparison of tangents
             return [UNKNOWN] * len(eqn.outvars)
         if name in CALLS:
@@ -75,25 +75,25 @@ def dependence(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tupl
 
 
 def _refuse_exchange(eqn: JaxprEqn) -> None:
-    """Raise if an operation sends numbers along a named axis of a transform around us, which are not followed.
+    """Raise if an operation communicates along a named axis of an outer transform, which cannot be followed.
 
-    The program that is asked about has such an axis inside of `shard_map` only, which is one operation here.
+    The program itself has such an axis only inside `shard_map`, which is a single operation here.
     """
     names = jax.tree.leaves([eqn.params.get(key) for key in ("axes", "axis_name")])
     if any(isinstance(name, str) for name in names):
-        raise NotImplementedError(f"`{eqn.primitive.name}` lets devices exchange numbers")
+        raise NotImplementedError(f"`{eqn.primitive.name}` communicates between devices")
 
 
 def _holds_tangents(x: Any) -> bool:
-    """Return whether a result can hold a tangent: a truth value only chooses, and tangents nearby make the same choice.
+    """Return whether a result can hold a tangent: booleans cannot, as they only select, and are locally constant.
 
-    Integers can, although JAX gives them no tangents: a user's derivative rule may round a tangent by its bits.
+    Integers can, although JAX gives them no tangents: a custom derivative rule may round a tangent by its bits.
     """
     return aval(x).dtype not in (np.bool_, jax.dtypes.float0)
 
 
 def _constant(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
-    """Return the results of an operation none of whose operands is a set: known as far as the operands are."""
+    """Return the results of an operation on operands without sets, known as far as the operands are known."""
     nothing = [UNKNOWN] * len(eqn.outvars)
     values = [UNKNOWN if isinstance(value, Tracer) else value for value in values]
     if eqn.primitive.name in IDENTITIES:
@@ -106,20 +106,20 @@ def _constant(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
     if unsure and not (may_be_partly_known(eqn) and any(value is not UNKNOWN for value in values)):
         return nothing
 
-    # Computed when a rule asks for the value, which for most constants is never.
+    # Computed only if a rule needs the value, which is rare.
     @cache
     def compute() -> list[Any]:
-        """Evaluate the operation as far as its operands are known, `UNKNOWN` where it may differ from run to run."""
+        """Evaluate the operation as far as operands are known; `UNKNOWN` if it can differ from run to run."""
         operands = [_operand(value) for value in values]
         some = any(operand is UNKNOWN or isinstance(operand, PartlyKnown) for operand in operands)
         elsewhere = any(x.primitive.name in _ELSEWHERE for x in with_inner([eqn]))
         if elsewhere or (some and not may_be_partly_known(eqn)):
             return nothing
         try:
-            # Without the mesh around, whose explicit axes would be part of the types of NumPy's arrays.
+            # Without the surrounding mesh, whose explicit axes would be part of the types of NumPy arrays.
             with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 return evaluated_partly(eqn, operands) if some else evaluate(eqn, *operands)
-        except (NameError, NotImplementedError):  # an index along a named axis of a transform around the trace
+        except (NameError, NotImplementedError):  # an index along a named axis of an outer transform
             return nothing
 
     def number(i: int) -> Lazy:
@@ -129,7 +129,7 @@ def _constant(eqn: JaxprEqn, values: list[Any], run: Run) -> list[Any]:
 
 
 def _operand(value: Any) -> Any:
-    """Return a known value as an array of NumPy: the type of one of JAX has a mesh, which may not be the one around."""
+    """Return a known value as a NumPy array: a JAX array's type has a mesh, possibly not the current one."""
     value = value.value() if isinstance(value, Lazy) else value
     found = known(value)
     return value if found is None else found

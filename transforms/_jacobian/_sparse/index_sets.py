@@ -1,8 +1,8 @@
-"""Index sets: for each number of an array, the numbers asked about (the inputs) that it depends on.
+"""Index sets: for each element of an array, the input elements that it depends on.
 
-The sets of an array are the rows of a sparse matrix of booleans: entry (i, k) says that its number i, counted in C
-order, depends on input k. An operation that moves or adds numbers is a product with another such matrix. A value that
-depends on no input is known (an array), computed on demand (`Lazy`), partly known, or `UNKNOWN`.
+The sets of an array are the rows of a sparse boolean matrix: entry (i, k) means that element i, in C order, depends on
+input k. An operation that moves or adds elements is a product with another such matrix. A value that depends on no
+input is known (an array), computed on demand (`Lazy`), partly known, or `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..._core.compat import Tracer
 from ..._core.jaxpr import aval
 from ..._core.prng import is_key
 
-# A value that depends on no input, and is not known.
+# A value that does not depend on any input, but is not known either.
 UNKNOWN = object()
 
 
@@ -29,7 +29,7 @@ def is_set(value: Any) -> bool:
 
 
 def unit_sets(sizes: Sequence[int]) -> tuple[list[Any], int]:
-    """Return for arrays of these sizes sets in which each number depends on itself alone, and the number of columns."""
+    """Return sets for arrays of these sizes in which each element depends only on itself, and the number of columns."""
     ends = np.cumsum([0, *sizes])
     columns = int(ends[-1])
     return [
@@ -39,18 +39,18 @@ def unit_sets(sizes: Sequence[int]) -> tuple[list[Any], int]:
 
 
 class Lazy:
-    """A value that depends on constants only, computed once, when a rule asks for it."""
+    """A value that depends on constants only, computed once, when a rule first needs it."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         self.value = cache(compute)
 
 
 class PartlyKnown(NamedTuple):
-    """An array of which only some numbers are known, such as indices of which only the column is.
+    """An array with some elements known and others unknown, such as indices with a known column but unknown row.
 
     Attributes:
-      numbers: the array, with any value where a number is not known.
-      sure: whether each of its numbers is known.
+      numbers: the array, with arbitrary values for unknown elements.
+      sure: for each element, whether it is known.
     """
 
     numbers: np.ndarray
@@ -58,7 +58,7 @@ class PartlyKnown(NamedTuple):
 
 
 def known(value: Any) -> np.ndarray | None:
-    """Return a value as an array, or None if some of it is not known."""
+    """Return a value as an array, or None if any element is unknown."""
     value = value.value() if isinstance(value, Lazy) else value
     if value is UNKNOWN or is_set(value) or isinstance(value, (Tracer, PartlyKnown)) or is_key(value):
         return None
@@ -66,7 +66,7 @@ def known(value: Any) -> np.ndarray | None:
 
 
 def partly_known(value: Any, x: Any) -> PartlyKnown:
-    """Return what is known of a value with the shape and dtype of `x`."""
+    """Return a value as `PartlyKnown`, with the shape and dtype of the variable `x`."""
     value = value.value() if isinstance(value, Lazy) else value
     if isinstance(value, PartlyKnown):
         return value
@@ -75,12 +75,12 @@ def partly_known(value: Any, x: Any) -> PartlyKnown:
 
 
 def places_of(x: Any) -> np.ndarray:
-    """Return the flat index of each number of an array, in the array's shape."""
+    """Return the flat index of each element of an array, in the array's shape."""
     return np.arange(math.prod(aval(x).shape)).reshape(aval(x).shape)
 
 
 def matrix_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Any:
-    """Return the sparse matrix of booleans with entries at these rows and columns."""
+    """Return the sparse boolean matrix with entries at these rows and columns."""
     from scipy.sparse import csr_array
 
     rows, cols = np.ravel(rows), np.ravel(cols)
@@ -95,16 +95,16 @@ def stacked(parts: Sequence[Any]) -> Any:
 
 
 def take(sets: Any, places: np.ndarray) -> Any:
-    """Return the sets at these flat indices, empty ones where an index is negative."""
+    """Return the sets at these flat indices; negative indices give empty sets."""
     places = places.ravel()
     found = np.flatnonzero(places >= 0)
-    if len(found) == len(places):  # indexing is quicker than the product below, which can leave rows empty
+    if len(found) == len(places):  # indexing is faster than the product below, which can leave rows empty
         return sets[places]
     return matrix_at(found, places[found], (len(places), sets.shape[0])) @ sets
 
 
 def part_of(value: Any, places: np.ndarray) -> Any:
-    """Return the sets at these flat indices, or the known value there, in the shape of `places`."""
+    """Return the sets at these flat indices, or the known values there in the shape of `places`."""
     if is_set(value):
         return value[places.ravel()]
 
@@ -116,18 +116,18 @@ def part_of(value: Any, places: np.ndarray) -> Any:
 
 
 def united(sets: Sequence[Any]) -> Any:
-    """Return the union of the sets of arrays of one size; `UNKNOWN` if none of them is a set."""
+    """Return the elementwise union of the sets of arrays of one size; `UNKNOWN` if none of the values is a set."""
     found = [x for x in sets if is_set(x)]
     return sum(found[1:], start=found[0]) if found else UNKNOWN  # a sum of booleans is their logical or
 
 
 def grouped(sets: Any, groups: np.ndarray, size: int) -> Any:
-    """Return the union of the sets of each of `size` groups; `groups` is the group of each number."""
+    """Return the union of the sets in each of `size` groups; `groups` has the group of each element."""
     return matrix_at(groups, np.arange(groups.size), (size, groups.size)) @ sets
 
 
 def cells_of(shape: Sequence[int], axes: Sequence[int]) -> np.ndarray:
-    """Return for each number of an array its flat index along these axes alone, counted in their order."""
+    """Return for each element of an array its flat index along these axes only, in the order of `axes`."""
     # Numbered over `axes` in their order, then transposed to the array's order, and broadcast along all other axes.
     sizes = [shape[i] for i in axes]
     places = np.arange(math.prod(sizes)).reshape(sizes).transpose(np.argsort(axes))
@@ -135,15 +135,15 @@ def cells_of(shape: Sequence[int], axes: Sequence[int]) -> np.ndarray:
 
 
 def mixed(eqn: JaxprEqn, values: list[Any], operands: Sequence[Any], results: Sequence[Sequence[int]]) -> list[Any]:
-    """Return results each of which depends on all operands at its index along some axes, along which nothing mixes.
+    """Return the sets of an operation that mixes all axes except batch axes, along which indices correspond.
 
     Args:
       eqn: the operation.
-      values: its operands, some of them sets.
-      operands: for each operand these axes; None for one of which every result depends on all numbers.
-      results: for each result these axes, in the same order.
+      values: the operands, some of them sets.
+      operands: for each operand its batch axes; None for an operand without any, which every result depends on.
+      results: for each result its batch axes, in the same order.
     """
-    # The union of the operands' sets in each cell of these axes, then spread over all numbers of that cell.
+    # The union of the operands' sets in each cell (an index along the batch axes), for all elements of that cell.
     sizes = [aval(eqn.outvars[0]).shape[i] for i in results[0]]
     count, found = math.prod(sizes), []
     for x, value, axes in zip(eqn.invars, values, operands, strict=True):
@@ -160,5 +160,5 @@ def mixed(eqn: JaxprEqn, values: list[Any], operands: Sequence[Any], results: Se
 
 
 def rows_of(x: Any, value: Any, columns: int) -> Any:
-    """Return the sets of a value, empty ones if it has none."""
+    """Return the sets of a value, which are empty sets if it does not depend on any input."""
     return value if is_set(value) else matrix_at([], [], (math.prod(aval(x).shape), columns))

@@ -1,4 +1,4 @@
-"""Operations with indices, which may be known, partly known or unknown: gathers, scatters, slices and updates."""
+"""Rules for gathers, scatters, slices and updates, whose indices may be known, partly known or unknown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from ..._core.jaxpr import ELEMENTWISE, aval, evaluate
 from .index_sets import PartlyKnown, cells_of, grouped, is_set, matrix_at, partly_known, take, united
 
-# Operations each result of which is a number of an operand, at an index that depends on no operand.
+# Operations that copy elements of operands to fixed positions, which do not depend on values.
 PLACED = frozenset(
     """
     reshape squeeze expand_dims transpose broadcast_in_dim slice rev concatenate split pad stack unstack tile
@@ -23,11 +23,11 @@ PLACED = frozenset(
 
 
 def may_be_partly_known(eqn: JaxprEqn) -> bool:
-    """Return whether some numbers of a result may be known although not all operands are.
+    """Return whether elements of a result can be known although not all operands are.
 
-    These are operations on integers and booleans, as in computing indices, each result of which depends on single
-    numbers of operands. So is a choice: it is known where all that can be chosen is the same, as where JAX maps a
-    branch. And a sort by known keys, which moves the other operands to known places.
+    These are operations on integers and booleans, as in computations of indices, that work element by element. So is a
+    selection, which is known where all choices are equal, as where JAX maps over a branch. So is a sort by known keys,
+    which moves the other operands to known positions.
     """
     name = eqn.primitive.name
     integers = all(jnp.issubdtype(aval(x).dtype, np.integer) or aval(x).dtype == bool for x in eqn.outvars)
@@ -35,10 +35,10 @@ def may_be_partly_known(eqn: JaxprEqn) -> bool:
 
 
 def evaluated_partly(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Return the results of such an operation as far as they are known."""
+    """Return the results of an operation that `may_be_partly_known`, as far as they are known."""
     parts = [partly_known(value, x) for value, x in zip(values, eqn.invars, strict=True)]
     numbers = evaluate(eqn, *(jnp.asarray(part.numbers) for part in parts))
-    # Which numbers are known goes the way of the numbers themselves.
+    # The masks of known elements are moved in the same way as the elements.
     if eqn.primitive.name in PLACED:
         sure = evaluate(eqn, *(jnp.asarray(part.sure, np.int32) for part in parts))
     elif eqn.primitive.name == "sort":
@@ -59,7 +59,7 @@ def evaluated_partly(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def gathered(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a gather: along an axis whose index is unknown, the union over all of that axis."""
+    """Return the sets of a gather; along an axis with an unknown index, the union over the whole axis."""
     if is_set(values[1]):
         return None
     shape, params = aval(eqn.invars[0]).shape, eqn.params
@@ -70,7 +70,7 @@ def gathered(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a scatter: those there, and those of the updates; along an axis of unknown index anywhere."""
+    """Return the sets of a scatter: of the operand and the updates, which can be anywhere along unknown axes."""
     operand, indices, updates = values
     if is_set(indices):
         return None
@@ -81,7 +81,7 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
     sizes = [1 if i in single else next(windows) for i in range(len(shape))]
     axes = numbers.scatter_dims_to_operand_dims
     where, cells = _cells(partly_known(indices, eqn.invars[1]), axes, sizes, shape)
-    # From each number of the updates to where it is put: the gather of which this is the transpose.
+    # The position that each element of the updates is written to: a scatter is the transpose of this gather.
     transposed = lax.GatherDimensionNumbers(
         offset_dims=numbers.update_window_dims,
         collapsed_slice_dims=numbers.inserted_window_dims,
@@ -89,14 +89,14 @@ def scattered(eqn: JaxprEqn, values: list[Any]) -> Any:
         operand_batching_dims=numbers.operand_batching_dims,
         start_indices_batching_dims=numbers.scatter_indices_batching_dims,
     )
-    # A plain `scatter` replaces what was there; all others combine it with the updates.
+    # A plain `scatter` replaces elements; all others combine them with the updates.
     replaces = eqn.primitive.name == "scatter" and params["update_jaxpr"] is None
     placed = partial(_gather, cells, where, transposed, sizes)
     return _written(operand, updates, replaces, cells, placed, params["mode"])
 
 
 def sliced(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a slice: along an axis whose start is unknown, the union over all of that axis."""
+    """Return the sets of a dynamic slice; along an axis with an unknown start, the union over the whole axis."""
     if any(map(is_set, values[1:])):
         return None
     sizes = eqn.params["slice_sizes"]
@@ -105,7 +105,7 @@ def sliced(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of an update by a slice; with an unknown start, those that were there remain."""
+    """Return the sets of a dynamic update slice; with an unknown start, the operand's sets remain everywhere."""
     if any(map(is_set, values[2:])):
         return None
     sizes = aval(eqn.invars[1]).shape
@@ -115,9 +115,9 @@ def updated(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _starts(eqn: JaxprEqn, values: list[Any], first: int, sizes: Any) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Return what `_cells` does for start indices that are operands of their own, and the gather of such a slice."""
+    """Return the result of `_cells` for start indices that are separate operands, and the equivalent gather."""
     parts = [partly_known(value, x) for value, x in zip(values[first:], eqn.invars[first:], strict=True)]
-    # JAX clamps them in their own dtype, which may hold more than the int32 that the gather takes.
+    # JAX clamps starts in their own dtype, which may exceed the int32 of the gather.
     starts = np.array([min(max(int(part.numbers), 0), 2**31 - 1) for part in parts], np.int32)
     shape, axes = aval(eqn.invars[0]).shape, tuple(range(len(parts)))
     where, cells = _cells(PartlyKnown(starts, np.array([part.sure for part in parts], bool)), axes, sizes, shape)
@@ -125,10 +125,10 @@ def _starts(eqn: JaxprEqn, values: list[Any], first: int, sizes: Any) -> tuple[n
 
 
 def _cells(where: PartlyKnown, axes: Any, sizes: Any, shape: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices with zeros for unknown ones, and for each number of the array its cell.
+    """Return the indices, with zeros for unknown ones, and for each element of the array its cell.
 
-    The numbers along an axis with an unknown index share a cell: any of them may be read or written. An axis that a
-    slice takes whole is exempt, since that can only start at 0.
+    Elements along an axis with an unknown index share a cell, since any of them may be read or written. Axes that a
+    slice covers completely are exempt, since the slice can only start at 0.
     """
     loose = {d for i, d in enumerate(axes) if sizes[d] < shape[d] and not where.sure[..., i].all()}
     cells = cells_of(shape, [d for d in range(len(shape)) if d not in loose])
@@ -136,19 +136,19 @@ def _cells(where: PartlyKnown, axes: Any, sizes: Any, shape: Any) -> tuple[np.nd
 
 
 def _gather(cells: np.ndarray, where: np.ndarray, numbers: Any, sizes: Any, mode: Any) -> np.ndarray:
-    """Return the cells that JAX's own gather reads at these indices, -1 where it reads a fill value."""
+    """Return the cells that `lax.gather` reads at these indices, -1 where it reads a fill value."""
     with jax.ensure_compile_time_eval():
         moved = jnp.asarray(cells, np.int32), jnp.asarray(where)
         return np.asarray(lax.gather(*moved, numbers, tuple(sizes), mode=mode, fill_value=-1))
 
 
 def _written(operand: Any, updates: Any, replaces: bool, cells: np.ndarray, placed: Any, mode: Any) -> Any:
-    """Return an array's sets united with those of the updates, each in all of the cell that it is put into.
+    """Return an array's sets united with the updates' sets, each spread over the cell that it is written to.
 
-    `placed` gives, for a mode of indices out of bounds, the cell that each number of the updates is put into.
+    `placed` returns, for a mode of out-of-bounds indices, the cell that each element of the updates is written to.
     """
-    if replaces and is_set(operand) and len(np.unique(cells)) == cells.size:  # with known indices the old ones go
-        # Indices that were promised to be in bounds, and are not, replace nothing.
+    if replaces and is_set(operand) and len(np.unique(cells)) == cells.size:  # known indices: old sets are removed
+        # Indices that were promised to be in bounds but are not replace nothing.
         clip = mode == lax.GatherScatterMode.CLIP
         lost = placed(mode if clip else "fill")
         kept = np.arange(operand.shape[0])

@@ -1,4 +1,4 @@
-"""Patterns: the entries of a Jacobian that may differ from zero, given by the caller, or found in the program."""
+"""Sparsity patterns: the entries of a Jacobian that may be nonzero, given by the caller or found in the program."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..._core.jaxpr import with_inner
 from ..dense import sizes_of
 from ..mode import product_in
 
-# For each array of the output, for each array of the input, the entries of their block, row by row.
+# For each output array, for each input array, the entries of their block in row-major order.
 Entries = list[list[jax.Array]]
 
 
 class Pattern(NamedTuple):
-    """The entries of a matrix that may differ from zero: row by row, each of them once.
+    """The entries of a matrix that may be nonzero, without duplicates, in row-major order.
 
-    Rows are numbers of the output, columns those of the input; several arrays are flattened and concatenated.
+    Rows are output elements, columns are input elements; several arrays are flattened and concatenated.
 
     Attributes:
       rows: the row of each entry.
       cols: the column of each entry.
-      shape: how many rows and columns there are.
+      shape: the numbers of rows and columns.
     """
 
     rows: np.ndarray
@@ -39,12 +39,12 @@ class Pattern(NamedTuple):
 
 
 class UnknownPattern(Exception):
-    """Raised where the pattern cannot be found, with the reason."""
+    """The pattern cannot be found; the message is the reason."""
 
 
 def pattern_at(rows: Any, cols: Any, shape: tuple[int, int]) -> Pattern:
-    """Return the pattern with entries at these places, which may come in any order, and more than once."""
-    # In 64 bits: the product of both sizes may be beyond 32. Entries that are sorted already are the usual case.
+    """Return the pattern with entries at these rows and columns, in any order and possibly with duplicates."""
+    # In 64 bits, since the product of both sizes may exceed 32 bits. Usually the entries are sorted already.
     flat = np.asarray(rows, np.int64) * shape[1] + np.asarray(cols, np.int64)
     if not (flat[1:] > flat[:-1]).all():
         flat = np.sort(flat)
@@ -61,9 +61,9 @@ def full_pattern(shape: tuple[int, int]) -> Pattern:
 def blocks_of(
     pattern: Pattern, outputs: list[Any], inputs: list[Any]
 ) -> Iterator[tuple[int, int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
-    """Yield for each pair of an output array and an input array: both indices, which entries are theirs, and where."""
+    """Yield for each pair of an output and an input array: both indices, the entries of its block, their positions."""
     row, col = starts_of(outputs), starts_of(inputs)
-    # Rows are sorted, so the entries of an output array are contiguous; those of an input array are not.
+    # Rows are sorted, so the entries of an output array are contiguous, but not the entries of an input array.
     borders = np.searchsorted(pattern.rows, row)
     for j in range(len(outputs)):
         within = np.arange(borders[j], borders[j + 1])
@@ -74,22 +74,22 @@ def blocks_of(
 
 
 def starts_of(arrays: list[Any]) -> np.ndarray:
-    """Return where each array starts in the concatenation of all, and where the last one ends."""
+    """Return the offset of each array in the concatenation of all, followed by the total size."""
     return np.cumsum([0, *sizes_of(arrays)])
 
 
 def strides_of(shape: Sequence[int]) -> np.ndarray:
-    """Return how many numbers of an array of this shape are between neighbours along each axis."""
+    """Return the strides of an array of this shape, in elements."""
     return np.cumprod([1, *shape[:0:-1]], dtype=np.int64)[::-1][: len(shape)]
 
 
 def check_sparsity(api: str, sparsity: Any, check: Any) -> None:
-    """Raise if `sparsity` cannot be a pattern for any call, or if there is none to check."""
+    """Raise if `sparsity` is not a valid pattern for any call, or if `check` is set without one."""
     if not isinstance(check, bool):
         raise TypeError(f"{api}: check must be True or False, but got {describe(check)}.")
     if sparsity is None:
         if check:
-            raise ValueError(f"{api}: check=True compares a sparse result with a product; give sparsity with it.")
+            raise ValueError(f"{api}: check=True compares a sparse result with a product; pass sparsity too.")
         return
     if isinstance(sparsity, str) and sparsity != "auto":
         raise ValueError(f'{api}: sparsity must be "auto" or a pattern, but got {sparsity!r}.')
@@ -100,18 +100,18 @@ def check_sparsity(api: str, sparsity: Any, check: Any) -> None:
 
 
 def _check_pattern(api: str, given: Any) -> None:
-    """Raise if one matrix of a pattern is of another type, has dense axes, or is traced."""
+    """Raise if one matrix of a pattern has a wrong type, has batch or dense axes, or is traced."""
     if _is_bcoo(given):
         if given.n_batch or given.n_dense:
-            raise ValueError(f"{api}: the sparsity pattern has batch or dense axes; give one with sparse axes only.")
+            raise ValueError(f"{api}: the sparsity pattern has batch or dense axes; pass one with sparse axes only.")
     elif not _is_scipy(given) and getattr(given, "dtype", None) != np.bool_:
         got = describe(given)
         raise TypeError(f"{api}: a sparsity pattern must be a BCOO, SciPy sparse or boolean array, but got {got}.")
     if isinstance(given.indices if _is_bcoo(given) else given, Tracer):
-        raise TypeError(f"{api}: the sparsity pattern is traced; make it outside of jit, or with NumPy.")
+        raise TypeError(f"{api}: the sparsity pattern is traced; create it outside jit, or with NumPy.")
 
 
-# By name, so that neither library is imported for a pattern of another type.
+# Tested by name, so that neither library is imported for a pattern of another type.
 def _is_bcoo(x: Any) -> bool:
     return type(x).__name__ == "BCOO" and hasattr(x, "n_batch")
 
@@ -121,24 +121,24 @@ def _is_scipy(x: Any) -> bool:
 
 
 def asdex(api: str) -> Any:
-    """Return the library that colours patterns, imported when it is needed."""
+    """Return the library that colours patterns, imported on first use."""
     try:
         import asdex
-    except ImportError as error:  # also of private names of JAX, which come and go
+    except ImportError as error:  # also if asdex imports private names of JAX that this version lacks
         needed = f"asdex in a version that fits jax {jax.__version__} ({error})"
         raise type(error)(f"{api}: sparsity needs {needed}; install it with pip install 'plurax[sparse]'.") from error
     return asdex
 
 
 def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs: list[Any]) -> Pattern:
-    """Return the pattern that a caller gave, in any of its forms.
+    """Return the pattern that a caller passed, in any of its forms.
 
     Args:
       api: the transform's name in errors.
       sparsity: one matrix for all outputs and inputs, or one for each pair of their arrays, nested as the result.
       nest: the structure of the result.
-      outputs: the arrays of the output, or their shapes.
-      inputs: those of the input.
+      outputs: the output arrays, or their shapes.
+      inputs: the input arrays, or their shapes.
     """
     starts = [starts_of(arrays).tolist() for arrays in (outputs, inputs)]
     shape = starts[0][-1], starts[1][-1]
@@ -163,14 +163,14 @@ def given_pattern(api: str, sparsity: Any, nest: Any, outputs: list[Any], inputs
 def _entries(
     api: str, given: Any, size: tuple[int, int], shape: tuple[int, ...] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and columns of the entries of one matrix, which may also have the axes of both arrays, `shape`."""
+    """Return rows and columns of the entries of one matrix, which has shape `size` or, with all axes, `shape`."""
     if tuple(given.shape) not in (size, shape):
         also = "" if shape in (None, size) else f" or {shape}"
         raise ValueError(f"{api}: the sparsity pattern must have shape {size}{also}, but it has {tuple(given.shape)}.")
     if _is_bcoo(given):
         places = np.asarray(given.indices, np.int64)
         inside = (places >= 0) & (places < np.array(given.shape))
-        places = places[inside.all(1)]  # a BCOO marks unused entries by indices out of bounds
+        places = places[inside.all(1)]  # a BCOO pads with indices out of bounds
         flat = places @ strides_of(given.shape)
     elif _is_scipy(given):
         flat = np.stack(given.tocoo().coords, 1).astype(np.int64) @ strides_of(given.shape)
@@ -180,10 +180,10 @@ def _entries(
 
 
 def found_pattern(api: str, call: Call, mode: str) -> Pattern:
-    """Return the pattern of a call, which holds for any values of its primals.
+    """Return the pattern of a call, which is valid for any values of its primals.
 
-    It is found in the program of the derivative, not in that of the function, so derivative rules that a user wrote
-    count as they are. Other arguments of the call count with their values, and as unknown where they are traced.
+    It is found in the program of the derivative rather than of the function, so custom derivative rules are respected.
+    Other arguments of the call are constants with known values, or unknown if they are traced.
 
     Args:
       api: the transform's name in errors.
@@ -194,7 +194,7 @@ def found_pattern(api: str, call: Call, mode: str) -> Pattern:
       UnknownPattern: the program cannot be traced, or has an operation that no rule can follow.
 
     Warns:
-      UserWarning: results of some primitive are taken to depend on all of its operands.
+      UserWarning: a primitive has no rule, so its results are assumed to depend on all operands.
     """
     from .detect import dependence
     from .index_sets import UNKNOWN, matrix_at, rows_of, stacked, unit_sets
@@ -211,13 +211,13 @@ def found_pattern(api: str, call: Call, mode: str) -> Pattern:
     sets, columns = unit_sets(sizes_of(vectors))
     try:
         found, without_rule = dependence(closed.jaxpr, closed.consts, [UNKNOWN] * len(primals) + sets)
-    except Exception as error:  # an operation in an unknown form: every entry is a correct pattern too
-        raise UnknownPattern(f"looking for it failed with {error!r}") from error
+    except Exception as error:  # an operation in an unknown form: a full pattern is correct too
+        raise UnknownPattern(f"the analysis failed with {error!r}") from error
     if without_rule:
         names = ", ".join(f"`{name}`" for name in dict.fromkeys(without_rule))
         warnings.warn(
-            f"{api}: the sparsity pattern may have more entries than it needs: what comes out of {names} is taken to "
-            "depend on all that goes in. Give the pattern as sparsity=, or leave sparsity out for a dense array.",
+            f"{api}: the sparsity pattern may have superfluous entries: the results of {names} are assumed to depend "
+            "on all operands. Pass the pattern as sparsity=, or leave sparsity out for a dense array.",
             stacklevel=5,
         )
     none = matrix_at([], [], (0, columns))  # in reverse mode there may be no results
@@ -230,7 +230,7 @@ def found_pattern(api: str, call: Call, mode: str) -> Pattern:
 
 
 def has_symmetric_hessian(call: Call) -> bool:
-    """Return whether the Hessian of a call is surely symmetric: derivative rules of a user need not be consistent."""
+    """Return whether the Hessian is certainly symmetric: with custom derivative rules it need not be."""
     try:
         closed = jax.make_jaxpr(lambda *primals: call(*primals)[0])(*call.primals)
     except NeedsValues:

@@ -1,4 +1,4 @@
-"""Rules by kind of operation: the numbers of its operands that each number of a result depends on."""
+"""Rules for each kind of operation: the operand elements that each result element depends on."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .index_sets import grouped, is_set, known, matrix_at, mixed, places_of, sta
 from .indexing import PLACED, gathered, scattered, sliced, updated
 from .windows import convolved, scattered_from_windows, windowed
 
-# Above so many (result, operand) pairs a rule no longer looks at single ones, such as those with a known zero.
+# With more (result, operand) pairs than this, rules treat arrays as a whole and ignore, for example, known zeros.
 _PAIRS = 2**23
 
 
 def sets_of_results(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Return the sets of an operation's results, None if it has no rule for operands of this kind.
+    """Return the sets of an operation's results, or None if it has no rule for such operands.
 
     Args:
       eqn: the operation.
-      values: for each of its operands its sets (for one of them at least), or its value as far as it is known.
+      values: for each operand its sets (at least one has sets), or its value as far as it is known.
     """
     rule = _RULES.get(eqn.primitive.name)
     found = rule(eqn, values) if rule else None
     return found if found is None or isinstance(found, list) else [found]
 
 
-# ---- Operations by which each number is one of an operand, or a constant
+# ---- Operations whose result elements are operand elements or constants
 
 
 def _moved(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Return the sets of an operation that moves numbers, which is done to the flat indices of these instead."""
+    """Return the sets of an operation that moves elements, by applying it to their flat indices."""
     name = eqn.primitive.name
-    # Indices into `table`, which has the sets of one operand after another; -1 for numbers of an operand without sets.
-    # NumPy moves them, since JAX would compile each operation for each shape.
+    # Indices into `table`, which concatenates the operands' sets; -1 for elements of an operand without sets.
+    # In NumPy, since JAX would compile each operation for each shape.
     places, start = [], 0
     for x, value in zip(eqn.invars, values, strict=True):
         places.append(places_of(x) + start if is_set(value) else np.full(aval(x).shape, -1))
@@ -67,7 +67,7 @@ def _broadcast(places: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_
 
 
 def _padded(places: np.ndarray, value: np.ndarray, *, padding_config: Any) -> np.ndarray:
-    """Return indices padded as by `lax.pad`: with spaces between them, and cut where the padding is negative."""
+    """Return indices padded as by `lax.pad`, with interior padding and negative padding."""
     for axis, (low, high, interior) in enumerate(padding_config):
         size = places.shape[axis]
         at = low + np.arange(size) * (interior + 1)
@@ -79,7 +79,7 @@ def _padded(places: np.ndarray, value: np.ndarray, *, padding_config: Any) -> np
     return places
 
 
-# From flat indices of an operand's numbers, and the parameters, to those of the results.
+# Functions from flat indices of the operand's elements, and the parameters, to flat indices in the result.
 _MOVES: dict[str, Callable[..., Any]] = {
     "reshape": lambda x, dimensions, **_: x if dimensions is None else x.transpose(dimensions),
     "squeeze": lambda x, **_: x,
@@ -96,17 +96,17 @@ _MOVES: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---- Operations number by number
+# ---- Elementwise operations
 
 
 def _spread(value: Any, x: Any, eqn: JaxprEqn) -> Any:
-    """Return the sets of an operand, broadcast to the shape of the result; other values as they are."""
+    """Return the sets of an operand, broadcast to the shape of the result; other values unchanged."""
     shape = aval(eqn.outvars[0]).shape
     return value if not is_set(value) or aval(x).shape == shape else value[np.broadcast_to(places_of(x), shape).ravel()]
 
 
 def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the union of the operands' sets number by number, none where a factor is a known zero."""
+    """Return the elementwise union of the operands' sets, empty where a factor is a known zero."""
     found = united([_spread(value, x, eqn) for value, x in zip(values, eqn.invars, strict=True)])
     if eqn.primitive.name == "mul" and sum(map(is_set, values)) == 1:
         factor = known(values[1 if is_set(values[0]) else 0])
@@ -117,7 +117,7 @@ def _elementwise(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _bits(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a bit cast: to another width, a last axis of numbers is merged into one, or one is split."""
+    """Return the sets of a bit cast; a change of width merges the last axis, or adds one."""
     axes = range(min(aval(eqn.invars[0]).ndim, aval(eqn.outvars[0]).ndim))
     return mixed(eqn, values, [axes], [axes])[0]
 
@@ -126,12 +126,12 @@ def _bits(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _mixed_along(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Return sets over some axes of the first operand, which the results have too (a sort) or lack (a sum)."""
+    """Return the sets of an operation that mixes some axes, which the results keep (a sort) or lose (a sum)."""
     name, ndim = eqn.primitive.name, aval(eqn.invars[0]).ndim
     summed = eqn.params[_SUMS.get(name) or _LINES[name]]
     summed = {axis % ndim for axis in (summed if name in _SUMS else (summed,))}
     rest = [i for i in range(ndim) if i not in summed]
-    operands = [rest if aval(x).ndim == ndim else None for x in eqn.invars]  # without axes: where a sum starts
+    operands = [rest if aval(x).ndim == ndim else None for x in eqn.invars]  # without axes: the initial value of a sum
     return mixed(eqn, values, operands, [range(len(rest)) if name in _SUMS else rest] * len(eqn.outvars))
 
 
@@ -140,11 +140,11 @@ def _cumulated(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def cumulated(value: Any, shape: tuple[int, ...], axis: int, reverse: bool) -> Any:
-    """Return the union of all sets up to each number along an axis, or of all from it on."""
+    """Return for each element the union of all sets before it along an axis (after it, with `reverse`), and its own."""
     places = np.arange(math.prod(shape)).reshape(shape)
     lines = np.moveaxis(places, axis, -1).reshape(-1, places.shape[axis])
     count, length = lines.shape
-    if count * length * (length + 1) // 2 > _PAIRS:  # then every number of the line counts
+    if count * length * (length + 1) // 2 > _PAIRS:  # too many pairs: take the union over the whole line
         line = np.empty(places.size, int)
         line[lines] = np.arange(count)[:, None]
         return grouped(value, line, count)[line]
@@ -155,13 +155,13 @@ def cumulated(value: Any, shape: tuple[int, ...], axis: int, reverse: bool) -> A
 
 
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a matrix product: from each side over the contracted axes, without terms with a known zero."""
+    """Return the sets of a matrix product: unions over the contracted axes, without terms with a known zero."""
     contract, batch = eqn.params["dimension_numbers"]
     return united([_from_side(eqn, values, side, contract, batch) for side in (0, 1) if is_set(values[side])])
 
 
 def _from_side(eqn: JaxprEqn, values: list[Any], side: int, contract: Any, batch: Any) -> Any:
-    """Return the sets of a matrix product from one side."""
+    """Return the sets of a matrix product that come from the operand `side`."""
     free = [[i for i in range(aval(x).ndim) if i not in (*contract[k], *batch[k])] for k, x in enumerate(eqn.invars)]
 
     def ordered(array: np.ndarray, k: int) -> np.ndarray:
@@ -177,7 +177,7 @@ def _from_side(eqn: JaxprEqn, values: list[Any], side: int, contract: Any, batch
             out = places_of(eqn.outvars[0]).reshape(len(places), (places, weights)[side].shape[1], -1)
             out = out if side else out.swapaxes(1, 2)
             return matrix_at(out[b, j], places[b, :, k], (out.size, places.size)) @ values[side]
-    # Without zeros all results with the same batch and free index have the same set.
+    # Without zeros, all results with the same batch index and free index of this side have the same set.
     first = len(batch[0]) + (len(free[0]) if side else 0)
     results = [*range(len(batch[0])), *range(first, first + len(free[side]))]
     alone = [value if k == side else None for k, value in enumerate(values)]
@@ -185,16 +185,16 @@ def _from_side(eqn: JaxprEqn, values: list[Any], side: int, contract: Any, batch
 
 
 def _solution(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a solution: all of its matrix, and of the right-hand side the same column (or row).
+    """Return the sets of a linear solve: the whole matrix, and the same column (or row) of the right-hand side.
 
-    With a triangular matrix, only what comes before in the order of substitution.
+    With a triangular matrix, only the part of the right-hand side that comes earlier in the substitution.
     """
     params, shape, count = eqn.params, aval(eqn.outvars[0]).shape, len(values)
     batch = range(len(shape) - 2)
     axis = len(shape) - (2 if params.get("left_side", True) else 1)
     found = mixed(eqn, [*values[:-1], None], [batch] * count, [batch])
     if is_set(values[-1]) and "lower" in params:
-        # Forward substitution for a lower matrix; transposing it, or solving x a = b, turns the order around.
+        # Forward substitution for a lower matrix; transposing it, or solving x a = b, reverses the order.
         forward = params["lower"] ^ bool(params["transpose_a"]) ^ (not params["left_side"])
         found.append(cumulated(values[-1], shape, axis, not forward))
     elif is_set(values[-1]):
@@ -204,28 +204,28 @@ def _solution(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _mixed_matrices(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Return sets over all of each matrix, or over the axes of each Fourier transform: the leading axes are batches."""
+    """Return sets over each whole matrix, or over the axes of each Fourier transform; leading axes are batch axes."""
     lengths = eqn.params.get("fft_lengths", (0, 0))
     batch = range(aval(eqn.invars[0]).ndim - len(lengths))
     return mixed(eqn, values, [batch] * len(eqn.invars), [batch] * len(eqn.outvars))
 
 
-# Operations whose results depend on all numbers along an axis, or axes, and the parameter that names these: of `_LINES`
-# the results have the axis too, of `_SUMS` they lack it.
+# Operations whose results depend on all elements along some axes, with the parameter that names the axes: results of
+# `_LINES` keep the axis, results of `_SUMS` lose it.
 _LINES = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
 _SUMS = {
     **dict.fromkeys(["reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "argmax", "argmin"], "axes"),
     **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),  # of integers, bit by bit
     "reduce": "dimensions",
 }
-# Factorisations and transforms: each number of a result does depend on its whole matrix, or line.
+# Factorisations and transforms: each result element depends on its whole matrix, or line.
 _MATRICES = frozenset(
     """
     cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
     symmetric_product tridiagonal
     """.split()  # noqa: SIM905 (words read better)
 )
-# From an operation and its operands to the sets of its result, of its results, or to None; later ones count.
+# Rules return the sets of the result, a list for several results, or None; later entries override earlier ones.
 _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Any]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys([*PLACED, "select_n"], _moved),

@@ -1,4 +1,4 @@
-"""`check=True`: a sparse Jacobian compared with a product with a random vector, which shows what its pattern lacks."""
+"""`check=True`: compare a sparse Jacobian with a product with a random vector, to detect entries that are missing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..._core.compat import Tracer
 from ..mode import product_in
 from .pattern import Entries, Pattern, blocks_of
 
-# So many times the vector is split in two, and so many times the largest difference that this makes is tolerated.
+# The number of random splits of the vector into two parts, and the allowed multiple of the largest difference of these.
 _PARTS, _ROUNDING = 4, 50
 
 
 def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries: Entries) -> None:
-    """Raise if the product of the entries with a random vector is not that of the Jacobian: the pattern lacks some."""
+    """Raise if the product of the entries with a random vector differs from the Jacobian's: entries are missing."""
     random = np.random.default_rng(0)
 
     def vector(x: Any) -> np.ndarray:
@@ -28,8 +28,8 @@ def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries:
 
     forward = mode == "forward"
     given = jax.tree.map(vector, call.primals if forward else out)
-    # J v = J p + J (v - p) but for rounding: how far both sides differ is an estimate of the rounding of each number,
-    # which no bound by sizes gives where large terms cancel inside the function.
+    # J v = J p + J (v - p) up to rounding: the difference of both sides estimates the rounding of each element. Bounds
+    # from magnitudes alone would fail where large terms cancel inside the function.
     parts = [given]
     for _ in range(_PARTS):
         part = jax.tree.map(lambda x: x * random.integers(0, 2, x.shape).astype(x.dtype), given)
@@ -46,7 +46,7 @@ def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries:
     ]
 
     def raise_if(*off: Any) -> None:
-        """Raise with the name of the first number of the product that is wrong, and how many there are."""
+        """Raise with the name of the first wrong element of the product, and the number of wrong elements."""
         wrong = [(name, shape, np.flatnonzero(x)) for (name, shape), x in zip(names, off, strict=True) if np.any(x)]
         if wrong:
             name, shape, places = wrong[0]
@@ -55,13 +55,13 @@ def verify(mode: str, api: str, call: Call, out: Any, pattern: Pattern, entries:
             lacks = f"the sparsity pattern lacks entries of {kind} `{name}{index}` of the result, {count} in all"
             raise ValueError(f"{api}: {lacks}; add every entry that can differ from zero, or leave sparsity out.")
 
-    if any(isinstance(x, Tracer) for x in off):  # inside `jit` or `vmap` the values are there when it runs
+    if any(isinstance(x, Tracer) for x in off):  # inside `jit` or `vmap`, values exist only at run time
         jax.debug.callback(raise_if, *off)
     else:
         raise_if(*off)
 
 
-# One program where values are known, instead of one for each operation.
+# With known values this runs as one compiled program, instead of one for each operation.
 @partial(jax.jit, static_argnames="forward", inline=True)
 def _differences(
     forward: bool,
@@ -70,7 +70,7 @@ def _differences(
     entries: Entries,
     places: list[tuple[jax.Array, jax.Array]],
 ) -> list[jax.Array]:
-    """Return for each array of the product which numbers are wrong; `products` are J v, J p, J (v - p), J p', ...."""
+    """Return a mask of wrong elements for each array of the product; `products` are J v, J p, J (v - p), J p', ...."""
     expected = [x[0] for x in products]
     noise = [jnp.abs(x[1::2] + x[2::2] - x[0]).max(0) for x in products]
     sums = [jnp.zeros(x.size, jnp.promote_types(x.dtype, np.float32)) for x in expected]
@@ -87,7 +87,7 @@ def _differences(
         eps = float(jnp.finfo(right.dtype).eps)
         largest = jnp.where(jnp.isfinite(right), jnp.abs(right), 0).max(initial=0)
         usual = jnp.where(jnp.isfinite(rounding), rounding, 0).mean() if rounding.size else 0
-        rounding = jnp.maximum(rounding, usual)  # that of a single number may be 0 by chance
+        rounding = jnp.maximum(rounding, usual)  # a single element's estimate may be 0 by chance
         # |found - right| <= sqrt(eps) (sum_k |J_k v_k| + |right|) + 10 eps max|right| + 50 rounding. NaN fails it.
         bound = eps**0.5 * (size + jnp.abs(right)) + 10 * eps * largest + _ROUNDING * rounding
         off.append(jnp.isfinite(right) & ~(jnp.abs(found - right) <= bound))

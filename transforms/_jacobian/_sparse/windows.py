@@ -1,4 +1,4 @@
-"""Windows that slide over an array: the rules for convolutions and pooling."""
+"""Rules for operations over sliding windows: convolutions and pooling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .index_sets import is_set, known, matrix_at, mixed, places_of, united
 
 
 def convolved(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a convolution: of the input under its windows, and of each output channel's own kernel."""
+    """Return the sets of a convolution: the input under each window, and the kernel of each output channel."""
     numbers = eqn.params["dimension_numbers"]
     kernel = mixed(eqn, [None, values[1]], [None, numbers[1][:1]], [numbers[2][1:2]])
     return united([*kernel, _of_input(eqn, values) if is_set(values[0]) else None])
 
 
 def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets from a convolution's input: of its windows in all channels, without known zeros of a kernel."""
+    """Return the sets that come from a convolution's input: each window in all channels, without known zeros."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     places, out = (
         places_of(x).transpose(spec) for x, spec in zip((eqn.invars[0], eqn.outvars[0]), numbers[::2], strict=True)
@@ -29,16 +29,16 @@ def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
     kernel = [aval(eqn.invars[1]).shape[i] for i in numbers[1]]
     options = [params[key] for key in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")]
     axes = list(map(_windows_along, places.shape[2:], kernel[2:], *options))
-    # All pairs of a window and a number in it, over all spatial axes: the output, the input and the weight of each.
+    # All pairs of a window and an element in it, over all spatial axes, as indices of output, input and weight.
     to, source, within = _over_all_axes(axes, (out.shape[2:], places.shape[2:], tuple(kernel[2:])))
     weights, outputs, batch = known(values[1]), kernel[0], out.shape[0]
-    # With zeros in the kernel each output channel has sets of its own; without, all channels of a group share theirs.
+    # With zeros in the kernel, output channels have different sets; without, all channels of a group have the same.
     if weights is None or weights.all():
         kernel[0] = max(params["feature_group_count"], params["batch_group_count"])
         weights = np.ones(kernel)
     else:
         weights = weights.transpose(numbers[1])
-    # The output channel, or group, the input channel of its group and the pair, of all terms of the sums.
+    # For each term of the sums: the output channel (or group), the input channel within its group, and the pair.
     channel, part, pair = np.nonzero(weights.reshape(*kernel[:2], -1)[:, :, within])
     # The slices of the input's channels and of its batch that an output channel reads.
     part += channel * params["feature_group_count"] // kernel[0] * kernel[1]
@@ -55,10 +55,10 @@ def _of_input(eqn: JaxprEqn, values: list[Any]) -> Any:
 def _windows_along(
     size: int, window: int, stride: int, padding: tuple[int, int], base: int, dilation: int
 ) -> tuple[Any, ...]:
-    """Return along one axis all pairs of a window and a number in it: window, number, position; how many windows."""
+    """Return along one axis, for all pairs of a window and an element in it, both and the position; and the count."""
     reach = (window - 1) * dilation + 1
     count = max(0, (((size - 1) * base + 1 if size else 0) + sum(padding) - reach) // stride + 1)
-    # Position p of window w is at w * stride - padding + p * dilation, and number i of the input at i * base.
+    # Position p of window w is at w * stride - padding + p * dilation, and element i of the input at i * base.
     at = np.arange(count)[:, None] * stride - padding[0] + np.arange(window) * dilation
     inside = (at >= 0) & (at <= (size - 1) * base) & (at % base == 0)
     to, within = np.nonzero(inside)
@@ -75,7 +75,7 @@ def _over_all_axes(axes: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, 
 
 
 def _windows(shape: tuple[int, ...], params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return pairs of a window and a number in it, as flat indices, and the number of windows."""
+    """Return pairs of a window and an element in it, as flat indices, and the number of windows."""
     ones, size = [1] * len(shape), params["window_dimensions"]
     dilations = [params.get(key) or ones for key in ("base_dilation", "window_dilation")]
     axes = list(map(_windows_along, shape, size, params["window_strides"], params["padding"], *dilations))
@@ -85,7 +85,7 @@ def _windows(shape: tuple[int, ...], params: dict[str, Any]) -> tuple[np.ndarray
 
 
 def windowed(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of a sum over windows, or of one number from each; other operands may choose which."""
+    """Return the sets of a reduction over windows, or of a selection from each window by another operand."""
     if any(map(is_set, values[1:])):
         return None
     shape = aval(eqn.invars[0]).shape
@@ -94,7 +94,7 @@ def windowed(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def scattered_from_windows(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """Return the sets of the transpose of a maximum over windows: each number gets those of its windows."""
+    """Return the sets of the gradient of max pooling: each element has the sets of the windows that contain it."""
     if not is_set(values[0]) or is_set(values[1]):
         return None
     shape = aval(eqn.invars[1]).shape

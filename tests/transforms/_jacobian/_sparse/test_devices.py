@@ -25,7 +25,7 @@ from plurax.transforms._jacobian._sparse.pattern import found_pattern
 
 X = np.linspace(-1, 2, 12, dtype=np.float32)
 MASK = np.array([1, 0, 1] * 4, bool)
-MIXES = "what comes out of `shard_map` is taken to depend on all that goes in"
+MIXES = "the results of `shard_map` are assumed to depend on all operands"
 AROUND = [(i, (i + 1) % 4) for i in range(4)]
 
 
@@ -93,7 +93,7 @@ WHOLE: dict[str, tuple[Any, int]] = {
 
 
 def warning_of(name: str) -> Any:
-    """A `shard_map` has no rule: all that comes out of it depends on all that goes in."""
+    """A `shard_map` has no rule: all of its results depend on all operands."""
     return contextlib.nullcontext() if name in WHOLE else pytest.warns(UserWarning, match=MIXES)
 
 

@@ -440,11 +440,11 @@ def _(primals: Any, tangents: Any) -> Any:
 def test_dense_with_a_warning_where_nobody_knows_what_goes_where() -> None:
     sparse = jacobian(looked_up, mode="forward", sparsity="auto", check=True)
     with pytest.warns(
-        UserWarning, match=r"^jacobian: .* what comes out of `pure_callback` is .* depend on all that goes in"
+        UserWarning, match=r"^jacobian: .* the results of `pure_callback` are .* depend on all operands"
     ) as caught:
         found = sparse(X)
     assert caught[0].filename == __file__
-    assert "Give the pattern as sparsity=, or leave sparsity out for a dense array" in str(caught[0].message)
+    assert "Pass the pattern as sparsity=, or leave sparsity out for a dense array" in str(caught[0].message)
     assert found.nse == 36
     assert_equals(found, dense(looked_up, X))
     with pytest.warns(UserWarning, match="pure_callback"):
@@ -486,7 +486,7 @@ def test_dense_with_a_warning_where_fun_branches_on_values() -> None:
 
 def test_dense_with_a_warning_where_the_search_stumbles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(primitive_rules._RULES, "cumsum", lambda eqn, values: eqn.params["another name"])
-    with pytest.warns(UserWarning, match=r"cannot be found, .*: looking for it failed with KeyError\('another name'\)"):
+    with pytest.warns(UserWarning, match=r"cannot be found, .*: the analysis failed with KeyError\('another name'\)"):
         found = jacobian(lambda x: jnp.cumsum(x) * x, sparsity="auto")(X)
     assert_equals(found, jax.jacfwd(lambda x: jnp.cumsum(x) * x)(X))
 
@@ -572,7 +572,7 @@ def test_the_probe_lets_infinities_and_rounding_pass() -> None:
             r"a sparsity pattern must be a BCOO, .* but got 1 of type int",
         ),
         (lambda: jacobian(bands, sparsity=np.eye(5, 6)), TypeError, r"a sparsity pattern must .* dtype float64"),
-        (lambda: jacobian(bands, check=True), ValueError, r"check=True compares a sparse result with a product; give"),
+        (lambda: jacobian(bands, check=True), ValueError, r"check=True compares a sparse result with a product; pass"),
         (
             lambda: jacobian(bands, sparsity="auto", check=1),
             TypeError,
@@ -601,12 +601,12 @@ def test_the_probe_lets_infinities_and_rounding_pass() -> None:
         (
             lambda: jacobian(bands, sparsity=jax.vmap(jacobian(bands, sparsity="auto"))(XS)),
             ValueError,
-            r"the sparsity pattern has batch or dense axes; give one with sparse axes only",
+            r"the sparsity pattern has batch or dense axes; pass one with sparse axes only",
         ),
         (
             lambda: jax.jit(lambda mask: jacobian(bands, sparsity=mask)(X))(np.ones((5, 6), bool)),
             TypeError,
-            r"the sparsity pattern is traced; make it outside of jit, or with NumPy",
+            r"the sparsity pattern is traced; create it outside jit, or with NumPy",
         ),
         (
             lambda: jax.jit(lambda old: jacobian(bands, sparsity=old)(X))(jacobian(bands, sparsity="auto")(X)),

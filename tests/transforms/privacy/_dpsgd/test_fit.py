@@ -226,14 +226,14 @@ def test_checkpoints_of_others_are_refused(tmp_path: Any, dp: DPSGD, state: Any)
     ensemble = Ensemble.create(network, 2, seed=0)
     trainer = Trainer(loss, optax.adam(1e-2))
     dp.save(tmp_path / "a", state)
-    with pytest.raises(ValueError, match=r"^load: the checkpoint at .* holds private state, and no ensemble; read it"):
+    with pytest.raises(ValueError, match=r"^load: the checkpoint at .* holds private state, but no ensemble; read it"):
         load(tmp_path / "a", ensemble)
     fit(dp, state, steps=2, checkpoint_dir=tmp_path / "runs")
     with pytest.raises(ValueError, match=r"^Trainer.fit: another kind of run wrote .*; use another"):
         trainer.fit(trainer.init(ensemble), [(X, Y)], progress=False, checkpoint_dir=tmp_path / "runs")
     trainer.fit(trainer.init(ensemble), [(X, Y)], progress=False, checkpoint_dir=tmp_path / "others")
     with pytest.raises(
-        ValueError, match=r"^DPSGD.fit: the checkpoint at .* holds ensemble, opt_state, standing, and no privat"
+        ValueError, match=r"^DPSGD.fit: the checkpoint at .* holds ensemble, opt_state, standing, but no privat"
     ):
         fit(dp, state, checkpoint_dir=tmp_path / "others")
 
@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: An
         ({"steps": -1}, ValueError, "steps must be at least 0, but got -1."),
         ({"history_every": 0}, ValueError, "history_every must be at least 1, but got 0."),
         ({"checkpoint_keep": 0}, ValueError, "checkpoint_keep must be at least 1, but got 0."),
-        ({"checkpoint_every": 2}, ValueError, "checkpoint_every needs a checkpoint_dir to write to."),
+        ({"checkpoint_every": 2}, ValueError, "checkpoint_every needs a checkpoint_dir to write to; pass one."),
         ({"epsilon_budget": 0.0}, ValueError, "epsilon_budget must be positive, but got 0.0."),
         ({"epsilon_budget": "8"}, TypeError, "epsilon_budget must be a number, but got '8' of type str."),
     ],

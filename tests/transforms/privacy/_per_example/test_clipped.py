@@ -311,7 +311,7 @@ def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any,
 def test_calls_without_a_meaning_are_refused() -> None:
     refused = lambda error, match: pytest.raises(error, match=f"^clipped_grad: {match}")
     of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
-    with refused(ValueError, r"`x` has 6 examples, but `y` has 5; pass as many in each"):
+    with refused(ValueError, r"`x` has 6 examples, but `y` has 5; pass the same number"):
         of(PARAMS, X, Y[:5])
     with refused(ValueError, r"batch_argnums selects argument 2, but the call has 2 positional"):
         of(PARAMS, X)
@@ -319,7 +319,7 @@ def test_calls_without_a_meaning_are_refused() -> None:
         of(PARAMS, X, 3)
     with refused(ValueError, r"the arguments of batch_argnums hold no array, so there are no examples"):
         clipped_grad(loss, l2_clip_norm=1.0)(PARAMS, None, Y)
-    with refused(TypeError, r"argument `params\['b'\]` is an array .* int64, but only arrays of floating point"):
+    with refused(TypeError, r"argument `params\['b'\]` is an array .* int64, but only floating-point arrays"):
         of({"w": np.ones((4, 3), int), "b": np.ones(3, int)}, X, Y)
     with refused(TypeError, r"fun must return one real scalar, but it returned an array of shape \(1, 3\)"):
         clipped_grad(lambda p, x: x @ p["w"], l2_clip_norm=1.0)(PARAMS, X)

@@ -941,14 +941,14 @@ def test_a_changed_structure_and_assigned_parameters_are_refused(tmp_path):
     def add(model: Any) -> None:
         model.extra = nnx.Param(jnp.zeros(3))
 
-    with pytest.raises(ValueError, match="aot: fun changes the structure of Net .`extra`., but only the values"):
+    with pytest.raises(ValueError, match="aot: fun changes the structure of Net .`extra`., but only values of"):
         aot(add, tmp_path, key="1")(Net())
     ens = Ensemble.from_apply(lambda params, x: params["w"] * x, [{"w": X[0]}, {"w": X[1]}])
 
     def assign(member: Any) -> None:
         member.variables = {"w": 2 * member.variables["w"]}
 
-    with pytest.raises(ValueError, match="aot: fun assigns the parameter `w`, but it is one for all calls"):
+    with pytest.raises(ValueError, match="aot: fun assigns the parameter `w`, but all calls share it"):
         aot(assign, tmp_path, key="1")(ens[0])
 
 
