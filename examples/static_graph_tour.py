@@ -1,10 +1,10 @@
-"""MindSpore's techniques for static graphs, and how JAX says each of them.
+"""MindSpore's techniques for static graphs, and their equivalents in JAX.
 
     python examples/static_graph_tour.py --steps 100 --rounds 50
 
-The sections follow MindSpore's tutorial "Advanced programming techniques with static graphs", with its sizes and its
-numbers. Each says in one sentence how MindSpore has it and in one how JAX does, and prints a table of what that does
-here. Results are checked before they are printed; compiling and running are timed apart.
+The sections follow MindSpore's tutorial "Advanced programming techniques with static graphs", with its sizes and
+numbers. Each describes the technique in MindSpore and in JAX, and prints a table of results in JAX. Results are checked
+before they are printed; compilation and execution are timed separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def show(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each in µs, measured in turns; the first turn is not counted."""
+    """Return the median time of each call in µs; the calls alternate, and the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -55,7 +55,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
 
 
 def compiled(ways: dict[str, tuple[Any, ...]], rounds: int) -> dict[str, Any]:
-    """For each function with its arguments: its results, instructions, ms to trace and compile, and µs to run."""
+    """Return the results, instructions, ms to trace and compile, and µs to run of each function with its arguments."""
     programs, compile_ms = {}, {}
     for name, (fun, *args) in ways.items():
         start = time.perf_counter()
@@ -89,8 +89,8 @@ def _(x: float, y: float) -> float:
     return x + y
 
 
-# In a compiled function an array is a tracer. isinstance takes that for an array; singledispatch goes by the class, and
-# has to be told.
+# In a compiled function an array is a tracer. isinstance treats a tracer as an array, but singledispatch uses the
+# class, so tracers are registered explicitly.
 @add.register(jax.Array)
 @add.register(jax.core.Tracer)
 def _(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -133,27 +133,27 @@ TRACED: collections.Counter[str] = collections.Counter()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Registered:
-    """MindSpore's InnerNet: `number` is an array of the pytree, `sign` a part of its structure."""
+    """MindSpore's InnerNet as a pytree: `number` is a leaf, `sign` a static part of the structure."""
 
     number: Any
     sign: int = dataclasses.field(default=1, metadata={"static": True})
 
     @jax.jit
     def __call__(self, x: Any, y: Any) -> Any:
-        """The sum, times the number."""
-        TRACED["registered"] += 1  # what is no operation of JAX runs when the method is traced, and only then
+        """Return the sum, times the number."""
+        TRACED["registered"] += 1  # a side effect: runs only when the method is traced
         return self.sign * self.number * (x + y)
 
 
 class Static:
-    """The same, with `self` a static argument: it is known by its identity, which does not change with it."""
+    """The same with `self` as a static argument, which JAX identifies by its id, so changed attributes go unnoticed."""
 
     def __init__(self, number: Any) -> None:
         self.number = number
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(self, x: Any, y: Any) -> Any:
-        """The sum, times the number."""
+        """Return the sum, times the number."""
         TRACED["static self"] += 1
         return self.number * (x + y)
 
@@ -167,7 +167,7 @@ def a_class_of_ones_own() -> dict[str, Any]:
     )
     TRACED.clear()
     net, stale = Registered(2), Static(2)
-    assert int(net.number + net(2, 3)) == 12  # the tutorial's
+    assert int(net.number + net(2, 3)) == 12  # the result in the tutorial
     rows = [("number = 2", net(2, 3), TRACED["registered"], stale(2, 3), TRACED["static self"])]
     net.number = stale.number = 3
     rows.append(("number = 3", net(2, 3), TRACED["registered"], stale(2, 3), TRACED["static self"]))
@@ -194,7 +194,7 @@ def by_where(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def repeated(step: Callable[..., jax.Array], steps: int, loop: bool) -> Callable[..., jax.Array]:
-    """The tutorial's loop: the sum of all that x becomes. Written out as Python does, or left as a loop."""
+    """Return the loop of the tutorial, which sums all values of x: unrolled by Python, or as a compiled loop."""
 
     def turn(_: int, carry: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = step(carry[0], y)
@@ -407,10 +407,10 @@ def assigned_in_a_loop() -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="steps of the loop with a branch (default 100)")
-    parser.add_argument("--entries", type=int, default=200, help="entries of the lists that are added (default 200)")
-    parser.add_argument("--rows", type=int, default=100, help="rows that are mapped over (default 100)")
-    parser.add_argument("--side", type=int, default=256, help="of the matrices of the dear branch (default 256)")
-    parser.add_argument("--rounds", type=int, default=50, help="calls to take the median time of (default 50)")
+    parser.add_argument("--entries", type=int, default=200, help="entries of the lists to add (default 200)")
+    parser.add_argument("--rows", type=int, default=100, help="rows to map over (default 100)")
+    parser.add_argument("--side", type=int, default=256, help="side of the matrices in the branch (default 256)")
+    parser.add_argument("--rounds", type=int, default=50, help="timed calls, of which the median is taken (default 50)")
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
         if value < 1:

@@ -57,8 +57,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         return structures[0], trainable, rest
     layout = Layout.of("Ensemble.create", mesh)
     if layout.padded(size) != size:
-        devices = f'the {layout.devices} devices of the mesh axis "ensemble"'
-        raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}; make size a multiple.")
+        devices = f'the {layout.devices} devices of the mesh axis "ensemble"; use a multiple of {layout.devices}'
+        raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}.")
     if isinstance(key, Tracer):
         raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
     # `make_one` closes over the key, which may be committed to devices outside the mesh. Copied through the host, it is

@@ -202,7 +202,7 @@ def held_by_each() -> None:
     after = trainer.step(trainer.init(created(CNN)), (IMAGES, LABELS))[0]
     assert {len(shard.data) for leaf in jax.tree.leaves(after.ensemble) for shard in leaf.addressable_shards} == {6}
     with pytest.raises(
-        ValueError, match=r"6 members do not divide over the 4 devices of the mesh axis \"ensemble\"; make size a m"
+        ValueError, match=r"6 members do not divide over the 4 devices of the mesh axis \"ensemble\"; use a mult"
     ):
         Ensemble.create(CNN, 6, seed=0, mesh=mesh_of(4))
 
