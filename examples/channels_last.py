@@ -102,7 +102,9 @@ def main() -> None:
     console.print(table)
     console.print(f"NCHW takes {times['NCHW'] / times['NHWC']:.2f} times as long on this {jax.default_backend()}.")
     if counts["NCHW"]["transpose"] == 1 + options.layers:
-        console.print("XLA turns the images and each layer's weights where they enter, and nothing between the layers.")
+        console.print(
+            "XLA transposes the images and the weights of each layer at the input, and nothing between layers."
+        )
     if apart > 1e-4:
         raise SystemExit("the two orders disagree")
 

@@ -211,7 +211,7 @@ def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[d
         "lax.map": jax.jit(lambda c: lax.map(of_one, c)),
         "vmap": jax.jit(vmap(of_one)),
         f"vmap, chunk_size={chunk}": jax.jit(vmap(of_one, chunk_size=chunk)),
-        "sorted by a guess, then so": jax.jit(sorted_first),
+        "sorted by a guess, chunked": jax.jit(sorted_first),
     }
     turns = np.asarray(ways["lax.map"](c))
     for way in ways.values():
@@ -221,8 +221,8 @@ def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[d
     times = in_turns({name: lambda way=way: way(c) for name, way in ways.items()}, rounds)
     found = {name: (done, work[0] / done, times[name]) for name, done in zip(ways, work, strict=True)}
     show(
-        f"3. A while_loop, {len(c)} lanes of 1 to {turns.max()} turns, {turns.mean():.0f} in the mean",
-        ("", "turns computed", "of them needed", "ms"),
+        f"3. A while_loop, {len(c)} lanes of 1 to {turns.max()} iterations, {turns.mean():.0f} on average",
+        ("", "iterations run", "of them needed", "ms"),
         [(name, f"{done:,}", f"{share:.0%}", f"{ms:.1f}") for name, (done, share, ms) in found.items()],
     )
     return found, turns, order
@@ -241,7 +241,7 @@ def bounds_of_their_own() -> dict[str, Any]:
     cases = {
         "a bound that is a number": (vmap(lambda x: power(x, 3)), (x,)),
         "a bound for each lane": (vmap(power), (x, n)),
-        "as many turns for all, masked": (vmap(masked), (x, n)),
+        "one bound for all, and a mask": (vmap(masked), (x, n)),
     }
     found = {}
     for name, (fun, args) in cases.items():
@@ -288,7 +288,7 @@ def in_the_branch_not_taken() -> dict[str, list[float]]:
         ("", "reverse: at 0", "at 4", "forward: at 0", "at 4"),
         [(name, *values) for name, values in slopes.items()],
     )
-    console.print("Of a cond, vmap also selects what goes into each branch; a where of one's own does not.")
+    console.print("For a cond, vmap also selects the inputs of each branch; a where that you write does not.")
     return slopes
 
 

@@ -172,7 +172,7 @@ def a_rule_for_vmap(lanes: int, batch: int, rounds: int) -> dict[str, Any]:
     )
     gain = {what: times["vmap"] / times["vmap, with the rule"] for what, times in spent.items()}
     error = refusal(lambda: grad(squares(batched))(w[0], x[0]))
-    console.print("The rule is quicker: " + ", ".join(f"{what} {value:.1f} times" for what, value in gain.items()))
+    console.print("The rule is faster: " + ", ".join(f"{what} {value:.1f} times" for what, value in gain.items()))
     console.print(f"Its largest difference from a loop is {max(differences.values()):.0e}, of these cases:")
     console.print("; ".join(differences))
     console.print(f"Its gradient without custom_jvp: {error}")

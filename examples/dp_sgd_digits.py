@@ -204,8 +204,8 @@ def main() -> None:
     }
     console.print(report(openly, private))
     console.print(
-        "The ε of one network holds if one is published that was not chosen by the data. Who publishes them all, or "
-        "the mean of their predictions, spends the ε of all."
+        "The ε of one network holds if a single network is published that was not chosen with the data. To publish all "
+        "of them, or the mean of their predictions, costs the ε of all."
     )
     picture = options.out / "dp_sgd_digits.png"
     draw(picture, openly, private)

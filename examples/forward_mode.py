@@ -79,7 +79,7 @@ def main() -> None:
     held = jvp(lambda x: fn(x, y), (primal,), (tangent,))[1]
     show("y held constant, by closing over it", held, 2 * primal * tangent)
 
-    print("\n4. A rule of one's own")
+    print("\n4. A custom rule")
     check_grads(log1pexp, (primal,), order=2, atol=1e-2, rtol=1e-2)
     far = Dual(jnp.array([-100.0, 0.0, 100.0]), jnp.ones(3))
     show("log(1 + eˣ) as written: eˣ overflows at 100", dual(naive)(far).tangent,

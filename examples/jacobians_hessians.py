@@ -120,7 +120,7 @@ def main() -> None:
         return jnp.tanh(batch @ weight.T + bias)
 
     check(batch_jacobian(of_batch, rows="independent", check=True)(batch), expected)
-    print('   batch_jacobian, rows="independent": the batch is summed, sure that no row needs another')
+    print('   batch_jacobian, rows="independent": the batch is summed, since no row depends on another')
     try:
         batch_jacobian(lambda batch: of_batch(batch - batch.mean(0)), rows="independent", check=True)(batch)
     except ValueError as error:

@@ -113,7 +113,7 @@ def main() -> None:
         table.add_row(str(count), *(f"{times[name][-1]:.2f}" for name in WAYS), f"{ours / plain:.2f}")
     exact = vmap(kinetic_energy(ground_state, laplacian))(x) + 0.5 * jnp.sum(x**2, axis=(1, 2))
     worst = float(jnp.abs(exact - 1.5 * count).max())
-    console.print(f"Ground state of {count} particles: energy {1.5 * count} at every point, but for {worst:.1e}.")
+    console.print(f"Ground state of {count} particles: energy {1.5 * count} at every point, up to {worst:.1e}.")
     console.print(table)
     potential = 0.5 * jnp.sum(x**2, axis=(1, 2))
     total = energies["laplacian"] + potential

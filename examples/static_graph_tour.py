@@ -99,11 +99,11 @@ def _(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def one_rule_for_each_type(entries: int, rounds: int) -> dict[str, Any]:
     section(
-        "1. One rule for each type, over every entry",
-        "MultitypeFuncGraph picks a function by the types of its arguments and HyperMap applies it to each entry, "
-        "which compiles quicker than a loop.",
-        "functools.singledispatch picks by the type of the first argument and jax.tree.map goes through any pytree; "
-        "nothing is left of them in the program, which is that of the loop, and what is quicker is one array.",
+        "1. One rule per type, applied to every entry",
+        "MultitypeFuncGraph selects a function by the types of its arguments, and HyperMap applies it to each entry, "
+        "which compiles faster than a loop.",
+        "functools.singledispatch selects by the type of the first argument, and jax.tree.map applies it to any "
+        "pytree. The compiled program is that of the loop; only a single array is faster.",
     )
     mixed = {"array": jnp.ones(3), "numbers": [1, (2.5, jnp.zeros(2))]}
     twice = jax.jit(lambda x: jax.tree.map(add, mixed | {"array": x}, mixed | {"array": x}))(mixed["array"])
@@ -160,10 +160,10 @@ class Static:
 
 def a_class_of_ones_own() -> dict[str, Any]:
     section(
-        "2. A class of one's own in a compiled function",
-        "jit_class has the attributes and methods of a class compiled into the graph that uses it.",
-        "an object that is registered as a pytree is an argument like any other, so that a changed attribute changes "
-        "the result; with static_argnums=0, self goes stale without a word.",
+        "2. A user-defined class in a compiled function",
+        "jit_class compiles the attributes and methods of a class into the graph that uses it.",
+        "an object registered as a pytree is an ordinary argument, so a changed attribute changes the result. With "
+        "static_argnums=0, changes of self are silently ignored.",
     )
     TRACED.clear()
     net, stale = Registered(2), Static(2)
@@ -214,9 +214,9 @@ def repeated(step: Callable[..., jax.Array], steps: int, loop: bool) -> Callable
 def select_or_cond(steps: int, side: int, rounds: int) -> dict[str, Any]:
     section(
         "3. select instead of if, and when not",
-        "each if on a tensor is a subgraph of its own, so that ops.select compiles quicker where branches are small.",
-        "so does jnp.where against lax.cond, and a loop that stays a loop even more; but where computes both branches, "
-        "and cond wins as soon as the one that is not taken is dear.",
+        "each if on a tensor is a separate subgraph, so ops.select compiles faster for small branches.",
+        "the same holds for jnp.where and lax.cond, and a compiled loop compiles even faster. But where computes "
+        "both branches, so cond wins if the branch that is not taken is expensive.",
     )
     args = jnp.array([0]), jnp.array([1])
     found = compiled(
@@ -244,16 +244,16 @@ def select_or_cond(steps: int, side: int, rounds: int) -> dict[str, Any]:
     for result in untaken["results"].values():
         np.testing.assert_array_equal(result, m)
     show_compiled(f"20 products of {side} by {side}, not taken", untaken)
-    console.print(f"There where takes {untaken['run_us']['where'] / untaken['run_us']['cond']:.0f} times as long.")
+    console.print(f"Here where takes {untaken['run_us']['where'] / untaken['run_us']['cond']:.0f} times as long.")
     return {**found, "untaken": untaken}
 
 
 def where_twice() -> dict[str, list[float]]:
     section(
-        "4. What a select does to a derivative",
-        "ops.select computes both branches; of its derivative the tutorial says nothing.",
-        "where computes both, forward and backward, and an infinite slope of the branch not taken, times zero, is nan; "
-        "a first where keeps the value that must not be out of the branch.",
+        "4. The derivative of a select",
+        "ops.select computes both branches; the tutorial does not discuss its derivative.",
+        "where computes both branches, forward and backward, and an infinite slope of the branch not taken, times "
+        "zero, is nan. A second, inner where keeps invalid values out of the branch.",
     )
     functions = {
         "where": lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0),
@@ -275,8 +275,8 @@ def hswish(x: jax.Array) -> jax.Array:
 def map_instead_of_a_loop(rows: int, rounds: int) -> dict[str, Any]:
     section(
         "5. vmap instead of a loop",
-        "vmap over 100 rows is 30 times quicker than a loop in a compiled function, each timed at its first call.",
-        "so it is here, and most of that is compiling; after the first call it is the cost of so many small kernels.",
+        "vmap over 100 rows is 30 times faster than a loop in a compiled function, each timed at its first call.",
+        "the same here, mostly because of compilation; after the first call, the loop pays for many small kernels.",
     )
     x = np.asarray(100 * np.random.default_rng(0).normal(size=(rows, 2)), np.float32)
 
@@ -310,10 +310,10 @@ def map_instead_of_a_loop(rows: int, rounds: int) -> dict[str, Any]:
 
 def one_before_the_other() -> dict[str, Any]:
     section(
-        "6. One computation before another that does not need it",
-        "y = Depend(y, a) has a computed before whatever uses y.",
-        "y, a = depend(y, a) does so as long as both are used, since what nobody uses is dropped; side effects keep "
-        "their order in ordered callbacks.",
+        "6. The order of two independent computations",
+        "y = Depend(y, a) computes a before anything that uses y.",
+        "y, a = depend(y, a) does so if both results are used, since unused results are removed; ordered callbacks "
+        "keep side effects in order.",
     )
     programs = {
         "x + 1, the cosine not used": lambda x: (x + 1, jnp.cos(x))[0],
@@ -344,11 +344,11 @@ def one_before_the_other() -> dict[str, Any]:
 
 def no_redundant_copies(size: int) -> dict[str, Any]:
     section(
-        "7. Memory that is not copied",
-        "MS_DEV_SIDE_EFFECT_LOAD_ELIM says how often a parameter that is assigned to is copied; with the fewest copies "
+        "7. Memory without redundant copies",
+        "MS_DEV_SIDE_EFFECT_LOAD_ELIM controls how often an assigned parameter is copied; with the fewest copies, "
         "results may be wrong.",
-        "nothing is assigned to, and a donated argument gives its memory to a result, which changes no number; "
-        "assert_donated checks that it is taken.",
+        "arrays are not assigned to. A donated argument gives its memory to a result, without changing a number; "
+        "assert_donated checks that the memory is reused.",
     )
 
     def step(state: jax.Array, x: jax.Array) -> jax.Array:
@@ -371,7 +371,7 @@ def no_redundant_copies(size: int) -> dict[str, Any]:
         ((name, f"{total:,}", f"{shared:,}", f"{total - shared:,}") for name, (total, shared) in found.items()),
     )
     np.testing.assert_array_equal(donating(state, x), jnp.full((size, 7), 3.0))
-    console.print(f"A donation that is of no use:\n{refused}")
+    console.print(f"A donation that cannot be used:\n{refused}")
     return {"bytes": found, "refused": refused, "deleted": state.is_deleted()}
 
 
@@ -380,10 +380,10 @@ def no_redundant_copies(size: int) -> dict[str, Any]:
 
 def assigned_in_a_loop() -> dict[str, float]:
     section(
-        "8. A parameter that is assigned to in a loop",
-        "assign(weight, i) and out = x * weight + out in three turns: for the gradient 0 + 1 + 2 = 3 each weight has "
-        "to be copied, and with the last one alone it would be 6.",
-        "what changes from turn to turn is a carry, and reverse mode keeps each turn's by itself.",
+        "8. A parameter that is assigned in a loop",
+        "assign(weight, i) and out = x * weight + out in three iterations: for the gradient 0 + 1 + 2 = 3 each "
+        "weight has to be copied; with only the last one it would be 6.",
+        "values that change between iterations are a carry, and reverse mode stores them for each iteration.",
     )
 
     def turn(i: Any, carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -104,7 +104,7 @@ def main() -> None:
 
     if importlib.util.find_spec("torch") is not None:
         np.testing.assert_allclose(predictions, of_torch(models, np.asarray(own)), rtol=1e-3, atol=1e-4)
-        print("3. PyTorch with the same weights says the same.")
+        print("3. PyTorch gives the same results with the same weights.")
     else:
         print("3. (PyTorch is not installed: not compared.)")
 

@@ -135,7 +135,7 @@ class Stepper:
         return after, metrics, execution
 
     def choose(self, inputs: StepInputs, earlier: Execution | None, donate: bool, aloud: bool) -> Execution:
-        """Return the execution of a step: the requested one, else that of an earlier step, else the fastest."""
+        """Return the execution of a step: as requested, else as in an earlier step, else the fastest."""
         asked = self._asked.strategy
         if self._asked.chunk_size is not None:
             chosen = self._asked._replace(strategy="vmap")

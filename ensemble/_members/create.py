@@ -30,7 +30,7 @@ def stack_members(api: str, members: Sequence[Any]) -> tuple[Structure, Any, Any
 
 
 def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) -> tuple[Structure, Any, Any]:
-    """Return the same for newly created members; the arguments are those of `Ensemble.create`."""
+    """Return the same for newly created members; arguments as for `Ensemble.create`."""
     from flax import nnx
 
     check_callable("Ensemble.create", make, "make")

@@ -34,7 +34,7 @@ def take(rows: Any, places: np.ndarray) -> Any:
 
 
 def put(rows: Any, places: np.ndarray, new: Any) -> Any:
-    """Return the rows with those of some members replaced."""
+    """Return `rows` with the rows of some members replaced."""
     return _put(rows, places, new, Layout.around(rows))
 
 

@@ -147,7 +147,7 @@ def _taken(name: str) -> str:
 
 
 def _checked_gradients(gradients: Any, trainable: Any) -> Any:
-    """Return the gradients as a tree; raise if their paths or shapes are not those of the trainable arrays."""
+    """Return the gradients as a tree; raise if paths or shapes differ from the trainable arrays."""
     gradients = to_pure(gradients)
     expected, found = named_arrays(trainable), named_arrays(gradients)
     for path in [*expected, *found]:

@@ -9,8 +9,8 @@ Input: an `Ensemble` and batches. Output: trained members, a history and checkpo
   callbacks, saves, and warns of failures. Given the same batches, a resumed run equals an uninterrupted one to the bit:
   the checkpoint contains every array and key of the state, the history, the data of `Watch`, and the strategy of the
   last step, and `Trainer.fit` skips the batches that were used.
-- `early_stopping.py`: `EarlyStopping`, `Restarts`, and `Watch`, which tracks the members of a run: which of them are
-  active, the best arrays of each, and the snapshots from which failed members restart.
+- `early_stopping.py`: `EarlyStopping`, `Restarts`, and `Watch`, which tracks the members of a run: the active
+  ones, the best arrays of each, and the snapshots from which failed members restart.
 - `checkpoint.py`: `save`, `load` and `load_member`: an ensemble or a training state on disk, alone or as part of a run.
   They define the arrays that an ensemble consists of; `transforms/_runs/checkpoint.py` reads and writes them:
   `Checkpoint.member` reads only one member, and `write` replaces a directory atomically.

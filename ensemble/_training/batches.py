@@ -26,7 +26,7 @@ class Batches:
     Args:
       data: a pytree of arrays with the examples along axis 0, such as `(x, y)`.
       batch_size: the number of examples in a batch, for each member.
-      key: a random key that determines all batches. Those of a member do not depend on the number of members.
+      key: a random key that determines all batches. The batches of a member do not depend on the number of members.
       members: None for batches that all members share, or the number of members. With a number, the arrays of a batch
         have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
       draw: the examples of each member: "all"; "bootstrap": drawn with replacement, as in bagging; "subset": drawn

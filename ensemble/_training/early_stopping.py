@@ -107,7 +107,7 @@ class Restarts:
 class Watch:
     """Track the members of a run: which are active, their best evaluations, and their snapshots.
 
-    "All members" are those of the ensemble; "active" ones are in the run, and only their arrays are passed to steps.
+    "All members" means the whole ensemble; "active" members are in the run, and only their arrays are passed to steps.
 
     Args:
       early: the early stopping; None if there is none.
@@ -189,7 +189,7 @@ class Watch:
             self.finished = True
 
     def all_members(self, state: State) -> TrainState:
-        """Return the state of all members, given that of the active ones; if none continues, with its last step."""
+        """Return the state of all members, given the state of the active ones; at its last step if none continues."""
         state = stacked(state)
         if self.full_state is not None:
             rows = self.full_state._arrays()

@@ -59,7 +59,8 @@ class Trainer:
         first step, and uses the fastest; convolutions are also tried as matrix products. `explain` prints the times.
         "auto" measures again for other shapes. Inside a trace, such as `jax.jit`, "loop" is executed as "unroll", and
         "auto" uses an earlier measurement or, if there is none, the rule described at `tune_seconds`.
-      chunk_size: the number of members that "vmap" executes at a time; None executes all at once.
+      chunk_size: the number of members that "vmap" executes at a time; None executes all at once. With it, "auto"
+        uses "vmap".
       memory_budget: the maximum size of the temporaries of the compiled step, in bytes or as a string such as "512MiB".
         "auto" skips candidates that do not fit; "vmap" uses the largest chunk that fits.
       mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are distributed; each device holds
@@ -173,7 +174,7 @@ class Trainer:
         standing = MemberStatus._first(size, of_loss, schedules)
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
-            # A copy: a step that donates the memory of a state must not donate that of the user's ensemble.
+            # A copy: a step that donates the memory of a state must not donate the user's ensemble.
             return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
         layout = self._layout
         with layout.context():
@@ -259,7 +260,7 @@ class Trainer:
             another type; `callbacks` is not a list of functions.
           ValueError: as for `step`; a count is too small; `checkpoint_every` without `checkpoint_dir`; `restarts`
             without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one number for each member; the
-            newest checkpoint is of another ensemble, optax factory or hyperparameters, or is later than the last step
+            newest checkpoint has another ensemble, optax factory or hyperparameters, or is later than the last step
             requested; `batches` has fewer batches than the checkpoint has used. (Two ready optimisers whose states have
             the same structure cannot be distinguished.)
           OSError: `checkpoint_dir` cannot be created.
