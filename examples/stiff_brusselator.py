@@ -162,7 +162,7 @@ def main() -> None:
     limit = 2 / (4 * SPREAD * (cells + 1) ** 2)
     console.print(
         f"{cells} cells until {options.until:g}: {len(steps)} implicit steps in {seconds:.1f} s; an explicit method "
-        f"(Euler's) would take {options.until / limit:,.0f}, since it explodes with longer ones than {limit:.1e}."
+        f"(Euler's) would take {options.until / limit:,.0f}, since it is unstable with steps longer than {limit:.1e}."
     )
 
     picture = options.out / "stiff_brusselator.png"

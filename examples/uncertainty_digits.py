@@ -105,8 +105,8 @@ def main() -> None:
         sets = conformal_sets(found[name].mean(axis=0), threshold)
         covered = jnp.take_along_axis(sets, y_test[:, None], axis=1).mean()
         console.print(
-            f"Sets for {name}: {float(sets.sum(axis=1).mean()):.2f} digits on average, which hold the right one in "
-            f"{float(covered):.1%} (promised as they are: 90 %)."
+            f"Sets for images {name}: {float(sets.sum(axis=1).mean()):.2f} digits on average, which contain the "
+            f"correct one in {float(covered):.1%} (guaranteed for images as they are: 90 %)."
         )
     console.print(f"Temperature of the ensemble: {float(temperature):.2f}")
 
