@@ -19,8 +19,8 @@ class Prediction(NamedTuple):
 
     Attributes:
       mean: classification: mean probability of each class, (batch, classes); regression: mean value, (batch, ...).
-      variance: classification: variance over the members of each class probability, (batch, classes). Regression:
-        variance over the members of the value, (batch, ...); if the members predict variances too, their mean is added,
+      variance: classification: variance of each class probability over the members, (batch, classes). Regression:
+        variance of the value over the members, (batch, ...); if the members predict variances too, their mean is added,
         which gives the variance of the mixture. A negative predicted variance raises, or under `jit` gives NaN.
       entropy: entropy of `mean` in nats, (batch,): the total uncertainty. None for regression.
       mutual_information: `entropy` minus the mean entropy of the members, in nats, (batch,): the uncertainty that is

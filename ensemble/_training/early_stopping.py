@@ -75,9 +75,9 @@ class EarlyStopping:
 class Restarts:
     """Restart members that were frozen because a value was not finite; an option of `Trainer.fit`.
 
-    Every `every` steps, each frozen member gets back its state from the previous check (or from the beginning of the
-    run), with new random keys if it holds any, and trains again. Then the state of every member whose numbers are
-    finite is saved for the next check.
+    At each step divisible by `every`, each frozen member gets back its state from the previous check (or from the start
+    of the run), with new random keys if it holds any, and trains again. Then the state of every member whose numbers
+    are finite is saved for the next check.
 
     Args:
       every: steps between two checks.
