@@ -1,15 +1,16 @@
-"""Many models of one architecture, stored, evaluated and trained as one.
+"""Store, evaluate and train many models of one architecture as one.
 
-- `Ensemble`: made by `Ensemble.create(make, size, seed=)`, `Ensemble.stack(models)` or `Ensemble.from_apply(...)`.
-  `ens(x)` calls all members, `ens.predict(x)` returns their mean and its uncertainty, `ens[i]` is an ordinary model.
-- `Trainer`: trains all members as one program, each with its own hyperparameters; `fit` has a progress bar, a history,
+- `Ensemble`: create one with `Ensemble.create(make, size, seed=)`, `Ensemble.stack(models)` or
+  `Ensemble.from_apply(...)`. `ens(x)` calls all members, `ens.predict(x)` returns their mean prediction and its
+  uncertainty, and `ens[i]` is an ordinary model.
+- `Trainer`: trains all members as one program, each with its own hyperparameters. `fit` adds a progress bar, a history,
   checkpoints, `EarlyStopping` and `Restarts`.
-- `Batches`: random batches, the same for all members or different ones; `grid`: combinations of hyperparameters.
-- `save`, `load`, `load_member`: an ensemble or a training state on disk, and one member of it.
+- `Batches`: shuffled batches, shared by all members or different for each; `grid`: combinations of hyperparameters.
+- `save`, `load`, `load_member`: write and read an ensemble or a training state, or read a single member.
 - `k_best`, `exploit`, `greedy_selection`, `soup`, `select`: choose, copy, combine and average members.
-- `metrics`, `calibration`, `plots`: scores, temperatures and conformal sets, figures.
+- `metrics`, `calibration`, `plots`: scores and uncertainty measures; temperatures and conformal sets; figures.
 
-Functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
+Transforms of functions and single models are in `plurax.transforms`, private training in `plurax.transforms.privacy`.
 
 Examples:
   >>> import jax.numpy as jnp, optax
@@ -21,13 +22,13 @@ Examples:
   >>> len(history), state.ensemble
   (20, Ensemble of 2 × Linear, 4 parameters each)
 
-The source, lowest layer first; each folder's own docstring is its map:
+The source folders, lowest layer first; the docstring of each describes its files:
 
-- `_scoring`: scores of predictions; `_members`: `Ensemble`, its evaluation, devices and strategies;
-- `_step`: one training step of one member, and the state that it changes; `_execution`: how that step is executed for
-  all members, and who chooses it; `_training`: `Trainer`, its loop, checkpoints, early stopping, populations,
-  batches;
-- `metrics`, `calibration`, `plots`: public.
+- `_scoring`: scores of predictions; `_members`: `Ensemble`, its evaluation, devices and strategies.
+- `_step`: one training step of one member, and the state that it changes; `_execution`: the choice of a strategy, and
+  the execution of that step for all members; `_training`: `Trainer`, its loop, checkpoints, early stopping,
+  populations, batches.
+- `metrics`, `calibration`, `plots`: public modules.
 """
 
 import warnings
@@ -74,19 +75,19 @@ __all__ = [
     "soup",
 ]
 
-# Deprecated names, with those that replace them. They are not in `__all__`, or every star import would warn.
+# Deprecated names and their replacements. They are not in `__all__`, or every star import would warn.
 _DEPRECATED = {"Standing": "MemberStatus"}
 
 if TYPE_CHECKING:
-    # A type checker would take a module with `__getattr__` to have every name.
+    # A type checker assumes that a module with `__getattr__` has every name.
     Standing = MemberStatus
 else:
 
     def __getattr__(name: str) -> Any:
-        """Return what replaces a deprecated name, with a warning."""
+        """Return the replacement of a deprecated name, with a warning."""
         if name not in _DEPRECATED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         new = _DEPRECATED[name]
-        said = f"plurax.ensemble: `{name}` is deprecated and goes with 0.4; write `{new}`."
+        said = f"plurax.ensemble: `{name}` is deprecated and will be removed in 0.4; use `{new}`."
         warnings.warn(said, DeprecationWarning, stacklevel=2)
         return globals()[new]

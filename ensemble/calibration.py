@@ -1,4 +1,4 @@
-"""Calibration: temperatures, and conformal sets and intervals that hold the truth as often as promised."""
+"""Calibration: temperature scaling, and conformal sets and intervals with guaranteed coverage."""
 
 from __future__ import annotations
 
@@ -27,33 +27,35 @@ from ._scoring.validation import (
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
 
 _SCORES = ("probability", "cumulative")
-# The logarithm of a temperature, in units of the size of the logits, lies between minus and plus this.
+# The logarithm of a temperature, in units of the scale of the logits, is searched between minus and plus this.
 _WIDEST = 10.0
 
 
 def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = False) -> jax.Array:
-    """Return the temperature by which to divide logits, so that their probabilities are calibrated.
+    """Fit the temperature by which to divide logits, so that their probabilities are calibrated.
 
-    It minimises the mean negative log-likelihood on these data, which should not be those trained on.
+    The temperature minimises the mean negative log-likelihood on the given data, which should be held out from
+    training.
 
     Args:
-      logits: floating (..., batch, classes), at least 2 classes.
-      labels: classes as integers (batch,).
-      pooled: False fits one temperature for each member, as it predicts alone. True fits one for all members together,
-        (members, batch, classes), as their mean probability predicts.
+      logits: floating point (..., batch, classes), at least 2 classes.
+      labels: integer classes (batch,).
+      pooled: False fits one temperature for the predictions of each member. True fits one temperature for all members
+        together, (members, batch, classes), so that their mean probability is calibrated.
 
     Returns:
-      Shape (...), or () where pooled, above 0; float32 or float64. NaN where logits are not finite, or a traced label
-      is not a class. Where every example is predicted right, smaller is always better: then it is so small that a
-      smaller one makes no difference. Where all logits are equal, it has no effect, and is 1.
+      Positive temperatures of shape (...), or () if pooled; float32, or float64 for float64 logits. NaN if logits are
+      not finite, a traced label is out of range, or the batch is empty. If every example is predicted correctly, the
+      optimum is zero: the result is then so small that a smaller one makes no difference. If all logits are equal, the
+      temperature has no effect and is 1.
 
     Raises:
-      TypeError: labels are not integers, or logits not floating.
-      ValueError: shapes that do not fit, or a label that is not traced is not a class.
+      TypeError: `labels` are not integers, or `logits` are not floating point.
+      ValueError: the shapes do not match; there are fewer than 2 classes; a label that is not traced is out of range.
 
     Cost:
-      A bisection on the logarithm of the temperature: a gradient for each bit of the dtype, in one compiled program.
-      (The loss of one model is convex in 1 / temperature, so its slope changes sign once.)
+      A bisection on the logarithm of the temperature: about one gradient for each bit of precision, in one compiled
+      program. (The loss of one model is convex in 1 / temperature, so its slope changes sign only once.)
 
     Source:
       Guo et al. 2017, "On Calibration of Modern Neural Networks"; pooled: Rahaman and Thiery 2021, "Uncertainty
@@ -62,39 +64,40 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
     Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.calibration import fit_temperature
-      >>> logits = jnp.array([[4.0, 0.0]] * 4)  # sure by 55 to 1, but right in three of four
+      >>> logits = jnp.array([[4.0, 0.0]] * 4)  # odds of 55 to 1, but correct in three of four
       >>> print(f"{fit_temperature(logits, jnp.array([0, 0, 0, 1])):.3f}")  # 4 / log 3
       3.641
     """
     logits, labels = check_scored("fit_temperature", logits, labels, bounded=False, what="logits")
     if pooled and jnp.ndim(logits) != 3:
         shape = jnp.shape(logits)
-        raise ValueError(f"fit_temperature: pooled logits must be (members, batch, classes), but have shape {shape}.")
+        raise ValueError(f"fit_temperature: pooled logits must have shape (members, batch, classes), but got {shape}.")
     return _temperature(logits, labels, pooled)
 
 
 def conformal_threshold(
     probabilities: ArrayLike, labels: ArrayLike, *, error: float, score: str = "probability"
 ) -> jax.Array:
-    """Return the threshold with which `conformal_sets` hold a new label with a probability of at least 1 - `error`.
+    """Return the threshold for `conformal_sets` that contain a new label with probability at least 1 - `error`.
 
-    The probability is over the calibration data and new examples, if all of them are exchangeable: it holds for any
-    model, right or wrong, and any number of data. It does not hold for each class, nor on shifted data.
+    The probability is over the calibration data and new examples, which must be exchangeable. The guarantee holds for
+    any model and any number of examples, but not separately for each class, nor under distribution shift.
 
     Args:
-      probabilities: floating (..., batch, classes), of data that were not trained on.
-      labels: classes as integers (batch,).
-      error: above 0 and below 1.
-      score: "probability": one less the probability of the label, which gives the smallest sets on average; or
-        "cumulative": the probabilities of all classes that are not less probable, which gives larger sets where the
-        model is in doubt.
+      probabilities: floating point (..., batch, classes), on held-out data.
+      labels: integer classes (batch,).
+      error: the allowed probability of a miss, above 0 and below 1.
+      score: "probability": 1 minus the probability of the label, which gives the smallest sets on average; or
+        "cumulative": the total probability of the label and all classes that are at least as probable, which gives
+        larger sets for uncertain examples.
 
     Returns:
-      Shape (...): the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinite where that
-      exceeds the batch, so that sets hold all classes. NaN where the scores of `metrics` are.
+      Shape (...): the k-th smallest score of the data, k = ceil((batch + 1) (1 - error)); infinity if k exceeds the
+      batch size, so that sets contain all classes. NaN under the same conditions as `plurax.ensemble.metrics.nll`.
 
     Raises:
-      TypeError, ValueError: as for `plurax.ensemble.metrics.nll`; `error` is not between 0 and 1, or an unknown score.
+      TypeError: as for `plurax.ensemble.metrics.nll`; `error` is not a number.
+      ValueError: as for `plurax.ensemble.metrics.nll`; `error` is out of range; `score` is unknown.
 
     Source:
       Sadinle et al. 2019, "Least Ambiguous Set-Valued Classifiers with Bounded Error Levels"; Romano et al. 2020,
@@ -115,19 +118,20 @@ def conformal_threshold(
 
 
 def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str = "probability") -> jax.Array:
-    """Return the set of classes that each example may have.
+    """Return the conformal prediction set of each example, as a mask over the classes.
 
     Args:
-      probabilities: floating (..., batch, classes).
-      threshold: from `conformal_threshold`, of shape (...).
-      score: as there.
+      probabilities: floating point (..., batch, classes).
+      threshold: from `conformal_threshold`, shape (...).
+      score: the score that was passed to `conformal_threshold`.
 
     Returns:
-      bool (..., batch, classes). A set may be empty under "probability". Where a probability is NaN, or traced and
-      outside 0 to 1, and where the threshold is NaN, it has all classes.
+      bool (..., batch, classes). With "probability" a set may be empty. A set contains all classes if the threshold or
+      a probability is NaN, or a traced probability is outside 0 to 1 by more than 0.01.
 
     Raises:
-      TypeError, ValueError: as for `plurax.ensemble.metrics.entropy`; thresholds that do not fit, or an unknown score.
+      TypeError: as for `plurax.ensemble.metrics.entropy`.
+      ValueError: as for `plurax.ensemble.metrics.entropy`; `threshold` has another shape; `score` is unknown.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -144,20 +148,22 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str
 def conformal_radius(
     predictions: ArrayLike, targets: ArrayLike, *, error: float, scales: ArrayLike | None = None
 ) -> jax.Array:
-    """Return the radius of `conformal_intervals` that hold a new target with a probability of at least 1 - `error`.
+    """Return the radius of `conformal_intervals` that contain a new target with probability at least 1 - `error`.
 
     Args:
-      predictions: real (..., batch), of data that were not trained on.
-      targets: real (batch,).
-      error: above 0 and below 1.
-      scales: of each prediction, such as its standard deviation, above 0: (..., batch). Intervals are as wide as these.
+      predictions: real numbers (..., batch), on held-out data.
+      targets: real numbers (batch,).
+      error: the allowed probability of a miss, above 0 and below 1.
+      scales: a positive scale for each prediction, such as its standard deviation: (..., batch). The width of each
+        interval is proportional to its scale. None uses 1.
 
     Returns:
-      Shape (...): the k-th smallest distance (in scales) of prediction and target, as for `conformal_threshold`.
+      Shape (...): the k-th smallest distance between prediction and target, divided by the scale; k as for
+      `conformal_threshold`.
 
     Raises:
-      TypeError: an argument does not hold real numbers.
-      ValueError: shapes that do not fit, a scale that is not traced and not above 0, or `error` out of range.
+      TypeError: an argument is not an array of real numbers, or `error` is not a number.
+      ValueError: the shapes do not match; a scale that is not traced is not above 0; `error` is out of range.
 
     Source:
       Lei et al. 2018, "Distribution-Free Predictive Inference for Regression".
@@ -180,18 +186,18 @@ def conformal_radius(
 def conformal_intervals(
     predictions: ArrayLike, radius: ArrayLike, *, scales: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lower and the upper ends of intervals around predictions.
+    """Return the lower and upper ends of conformal prediction intervals.
 
     Args:
-      predictions: real (..., batch).
-      radius: from `conformal_radius`, of shape (...).
-      scales: as there, of these predictions.
+      predictions: real numbers (..., batch).
+      radius: from `conformal_radius`, shape (...).
+      scales: the scales of these predictions, if scales were passed to `conformal_radius`.
 
     Returns:
-      Two arrays (..., batch).
+      Two arrays (..., batch): predictions minus and plus radius times scale.
 
     Raises:
-      TypeError, ValueError: as for `conformal_radius`.
+      TypeError, ValueError: as for `conformal_radius`; `radius` has another shape.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -209,13 +215,13 @@ def conformal_intervals(
 
 @partial(jax.jit, static_argnums=2)
 def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Array:
-    """Return the temperatures of models, or the one of their mean probability; NaN where the data are not valid."""
+    """Return one temperature per model, or one for their mean probability; NaN for invalid data."""
     logits, labels, valid = prepared(logits, labels, False)
 
     def of_one(logits: jax.Array) -> jax.Array:
         """Return the temperature of one model, or of all members pooled."""
-        # A softmax does not change with a constant in all logits, so the largest becomes 0 and nothing overflows. In
-        # units of their mean distance from it, 1 is a good first guess of the temperature.
+        # A softmax is invariant to a constant added to all logits, so the largest is shifted to 0 to avoid overflow. In
+        # units of the mean distance of the logits from it, 1 is a good first guess of the temperature.
         below = logits - logits.max(axis=-1, keepdims=True)
         unit = jnp.where(below.mean() < 0, -below.mean(), 1)
 
@@ -225,7 +231,7 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
                 log_p = jax.nn.logsumexp(log_p, axis=0) - math.log(logits.shape[0])
             return -at_labels(log_p, labels).mean(axis=-1)
 
-        # Over the logarithm: a temperature is positive, and its scale is unknown.
+        # Minimised over the logarithm, since a temperature is positive and its scale is unknown.
         return unit * jnp.exp(_minimum(loss, jnp.zeros((), logits.dtype)))
 
     for _ in range(0 if pooled else logits.ndim - 2):
@@ -236,7 +242,7 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
 
 
 def _minimum(loss: Callable[[jax.Array], jax.Array], start: jax.Array) -> jax.Array:
-    """Return the number at which the slope of a smooth function changes its sign; `start` where it has none there."""
+    """Return the point where the slope of a smooth function changes sign, or `start` if the slope there is zero."""
     slope = jax.grad(loss)
 
     def halve(_: Any, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -245,7 +251,7 @@ def _minimum(loss: Callable[[jax.Array], jax.Array], start: jax.Array) -> jax.Ar
         rises = slope(middle) > 0
         return jnp.where(rises, low, middle), jnp.where(rises, middle, high)
 
-    # Each iteration gives one bit, and a few more those of the width.
+    # Each iteration gives one bit; a few more are needed for the width of the interval.
     low, high = lax.fori_loop(0, jnp.finfo(start.dtype).nmant + 6, halve, (start - _WIDEST, start + _WIDEST))
     return jnp.where(slope(start) == 0, start, (low + high) / 2)
 
@@ -259,7 +265,7 @@ def _threshold(p: jax.Array, labels: jax.Array, error: float, score: str) -> jax
 @partial(jax.jit, static_argnums=2)
 def _sets(p: jax.Array, threshold: jax.Array, score: str) -> jax.Array:
     p = with_nans(p)
-    # All classes where nothing is known: a set may be too large, but must not lack the label.
+    # All classes if a value is NaN: a set may be too large, but must not miss the label.
     unknown = jnp.isnan(p).any(axis=-1, keepdims=True)
     threshold = threshold[..., None, None]
     return (_scores(p, score) <= threshold) | unknown | jnp.isnan(threshold)
@@ -269,7 +275,8 @@ def _scores(p: jax.Array, score: str) -> jax.Array:
     """Return the score that each class would have as the label: (..., batch, classes)."""
     if score == "probability":
         return 1 - p
-    # Summed from the most probable class on, and put back: the permutation that sorts `order` is its inverse.
+    # Cumulative sum from the most probable class on, then back in the order of the classes: `argsort(order)` is the
+    # inverse permutation of `order`.
     order = jnp.argsort(-p, axis=-1, stable=True)
     summed = jnp.cumsum(jnp.take_along_axis(p, order, axis=-1), axis=-1)
     return jnp.take_along_axis(summed, jnp.argsort(order, axis=-1), axis=-1)
@@ -279,7 +286,7 @@ def _scores(p: jax.Array, score: str) -> jax.Array:
 def _kth(scores: jax.Array, error: float) -> jax.Array:
     """Return the k-th smallest along the last axis, k = ceil((batch + 1) (1 - error)); NaN where a score is NaN."""
     batch = scores.shape[-1]
-    # Rounded, 10 * (1 - 0.7) is 3.0000000000000004, of which the ceiling is not 3.
+    # In floating point 10 * (1 - 0.7) is 3.0000000000000004, whose ceiling is 4 instead of 3.
     k = math.ceil((batch + 1) * (1 - error) - 1e-9)
     found = jnp.sort(scores, axis=-1)[..., k - 1] if k <= batch else jnp.inf
     return jnp.where(jnp.isnan(scores).any(axis=-1), jnp.nan, found)
@@ -290,7 +297,7 @@ def _checked_error(name: str, error: Any) -> float:
 
 
 def _check_scales(name: str, scales: Any, predictions: Any) -> Any:
-    """Return scales of the shape of the predictions, ones by default; raise if they do not fit."""
+    """Return scales of the same shape as the predictions, ones by default; raise if they do not fit."""
     if scales is None:
         return jnp.ones_like(predictions)
     scales = check_numbers(name, "scales", scales, "(..., batch)", positive=True)

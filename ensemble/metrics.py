@@ -1,14 +1,14 @@
-"""Scores of predictions, and measures of their uncertainty; each a few lines with its source.
+"""Scores of predictions, and measures of their uncertainty.
 
-Every function is pure `jax.numpy` and works under `jit` and `vmap`. Where it takes (..., batch, classes), it takes the
-probabilities of one model or of the mean of an ensemble (batch, classes) as well as those of all members (members,
-batch, classes), and returns one score for each. Labels are integers (batch,). Measures of how members differ take the
-probabilities of all of them, with the members along axis 0. All scores but `accuracy` are better when they are smaller.
+Every function is pure `jax.numpy` and works under `jit` and `vmap`. A function that takes (..., batch, classes) accepts
+the probabilities of one model or the mean of an ensemble, (batch, classes), as well as those of all members, (members,
+batch, classes), and returns one score for each. Labels are integers (batch,). Measures of disagreement take the
+probabilities of all members, with the members along axis 0. For all losses and errors smaller is better; for `accuracy`
+and `auroc` larger is better, and `interval_coverage` should equal its level.
 
-Scores are computed and returned in the dtype of their argument, but in float32 for half precision. An example that
-holds a NaN makes the score NaN, of that member alone; so does a batch without examples. Wrong values (a label that is
-not a class, a logit in place of a probability) are refused where they are known, which waits for them to be computed;
-where they are traced, as under `jit`, they make the score NaN.
+Scores have the dtype of the predictions, or float32 for half precision. A NaN in an example makes the score NaN, but
+only the score of that member; so does an empty batch. Invalid values (a label out of range, a logit instead of a
+probability) raise, which waits until they are computed; if they are traced, as under `jit`, the score is NaN instead.
 """
 
 from ._scoring.classification import accuracy, adaptive_ece, brier, ece, nll

@@ -1,6 +1,7 @@
-"""Plots of an ensemble's predictions and of its training; they need the extra `plot`.
+"""Plots of the predictions and the training of an ensemble. They need the extra `plot`.
 
-Each function draws on the given axes, or on new ones, and returns them: `ax.figure.savefig("picture.png")`.
+Each function draws on the given axes, or on new ones, and returns them. To save the figure, call
+`ax.figure.savefig("picture.png")`.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ __all__ = ["disagreement", "entropies", "learning_curves", "reliability"]
 
 
 def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, ax: Any = None) -> Any:
-    """Draw the accuracy of predictions against their confidence; the diagonal is perfect.
+    """Plot the accuracy of predictions against their confidence; perfect calibration is the diagonal.
 
-    Bars span confidence and accuracy; those at the bottom show the number of examples in each bin.
+    Red bars show the gap between accuracy and confidence; grey bars at the bottom show the number of examples per bin.
 
     Args:
-      probabilities: floating (batch, classes), such as `Prediction.mean`.
-      labels: classes as integers (batch,).
-      bins: number of intervals of equal width.
+      probabilities: floating point (batch, classes), such as `Prediction.mean`.
+      labels: integer classes (batch,).
+      bins: the number of intervals of equal width.
       ax: matplotlib axes, or None for new ones.
 
     Returns:
       The axes.
 
     Raises:
-      ModuleNotFoundError: matplotlib is missing.
-      TypeError, ValueError: as for `plurax.ensemble.metrics.ece`.
+      ModuleNotFoundError: matplotlib is not installed.
+      TypeError: as for `plurax.ensemble.metrics.ece`.
+      ValueError: as for `plurax.ensemble.metrics.ece`; there are no examples, or a probability is NaN.
 
     Source:
       DeGroot and Fienberg 1983, "The Comparison and Evaluation of Forecasters".
@@ -51,10 +53,11 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, 
         raise ValueError(f"reliability: probabilities must have shape (batch, classes), but got {probabilities.shape}.")
     error = float(ece(probabilities, labels, bins=bins))
     if not len(labels) or np.isnan(probabilities.astype(float)).any():
-        raise ValueError("reliability: there are no examples, or some have no probabilities (NaN); leave those out.")
+        raise ValueError("reliability: there are no examples, or some probabilities are NaN; leave those out.")
     probabilities = probabilities.astype(np.promote_types(probabilities.dtype, np.float32))
     confidence, right = probabilities.max(axis=-1), probabilities.argmax(axis=-1) == labels
-    # The bins of `ece`, whose error is in the title: with ends of the same dtype, or an example may fall into another.
+    # The bins of `ece`, whose error is in the title. Their ends have the dtype of the confidence, as there; else an
+    # example near an end might fall into another bin.
     bin_of = np.searchsorted((np.arange(1, bins) / bins).astype(confidence.dtype), confidence)
     counts = np.bincount(bin_of, minlength=bins)
     known = counts > 0
@@ -72,21 +75,21 @@ def reliability(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15, 
 
 
 def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None) -> Any:
-    """Draw histograms of doubt, such as of examples in and out of the distribution, on one scale.
+    """Plot histograms of uncertainty for several groups, such as in- and out-of-distribution examples.
 
     Args:
-      groups: for each name the entropies, or other scores, of examples: real (count,). One that is not finite is in
-        no interval, but counts among the examples of which the others are a share.
-      bins: number of intervals.
+      groups: the entropies or other scores of each group by name, real numbers (count,). Non-finite scores are not
+        shown, but count in the size of the group, by which the bars are divided.
+      bins: the number of intervals.
       ax: matplotlib axes, or None for new ones.
 
     Returns:
       The axes.
 
     Raises:
-      ModuleNotFoundError: matplotlib is missing.
-      TypeError: not a dict.
-      ValueError: a group has another shape, or there are none.
+      ModuleNotFoundError: matplotlib is not installed.
+      TypeError: `groups` is not a dict.
+      ValueError: there are no groups, or a group has another shape or is empty.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -103,7 +106,7 @@ def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None
     ax = _axes(ax)
     finite = np.concatenate([x[np.isfinite(x)] for x in values.values()])
     edges = np.histogram_bin_edges(finite, bins)
-    # Shares and not counts, so that groups of different sizes can be compared.
+    # Fractions instead of counts, so that groups of different sizes can be compared.
     for i, (name, x) in enumerate(values.items()):
         kept = x[np.isfinite(x)]
         weights = np.full(len(kept), 1 / len(x))
@@ -115,18 +118,20 @@ def entropies(groups: Mapping[str, ArrayLike], *, bins: int = 30, ax: Any = None
 
 
 def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
-    """Draw how often each two members predict different classes, as a matrix.
+    """Plot a matrix of how often two members predict different classes, in percent of the examples.
 
     Args:
-      probabilities: floating (members, batch, classes), such as `Prediction.members`; logits give the same.
+      probabilities: floating point (members, batch, classes), such as `Prediction.members`; logits give the same
+        result.
       ax: matplotlib axes, or None for new ones.
 
     Returns:
       The axes.
 
     Raises:
-      ModuleNotFoundError: matplotlib is missing.
-      TypeError, ValueError: not probabilities of that shape.
+      ModuleNotFoundError: matplotlib is not installed.
+      TypeError: `probabilities` are not floating point.
+      ValueError: the shape is wrong, there are fewer than 2 classes, or a probability is NaN.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -146,13 +151,13 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
     size = len(votes)
     if size <= 12:
         for (i, j), share in np.ndenumerate(shares):
-            # White on the dark end of the colour map, black on the light one.
+            # White text on dark colours, black text on light ones.
             colour = "white" if share < 0.6 * max(shares.max(), 1e-9) else "black"
             ax.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=colour)
     ticks = range(0, size, max(1, size // 10))
     ax.set_xticks(ticks)
     ax.set_yticks(ticks)
-    # Of size**2 entries those on the diagonal are zero, and are no pairs.
+    # The diagonal is zero and does not count as pairs.
     pairs = shares.sum() / max(1, size * (size - 1))
     ax.set(xlabel="member", ylabel="member", title=f"they disagree on {100 * pairs:.1f} % of the examples")
     ax.figure.colorbar(picture, ax=ax, shrink=0.8)
@@ -162,20 +167,20 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
 def learning_curves(
     history: Sequence[Mapping[str, Any]], *, metric: str = "loss", by: str | None = None, ax: Any = None
 ) -> Any:
-    """Draw a metric against the steps: the median over the members, with a band from the lowest to the highest.
+    """Plot a metric against the step: the median over the members, with a band from the minimum to the maximum.
 
     Args:
       history: the rows that `Trainer.fit` returns.
       metric: the name of the metric.
-      by: a column that groups the members, such as "learning_rate"; None puts all in one band.
+      by: a column that groups the members, such as "learning_rate"; None puts all members into one band.
       ax: matplotlib axes, or None for new ones.
 
     Returns:
-      The axes. Members that have stopped are in the bands up to the step of that.
+      The axes. A member that has stopped is included up to the step at which it stopped.
 
     Raises:
-      ModuleNotFoundError: matplotlib is missing.
-      ValueError: no row has that metric, or a row lacks the column.
+      ModuleNotFoundError: matplotlib is not installed.
+      ValueError: no row has the metric `metric`, or a row with it lacks the column `by`.
 
     Examples:
       >>> from plurax.ensemble import plots
@@ -194,7 +199,7 @@ def learning_curves(
     import matplotlib as mpl
 
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(groups))) if len(groups) > 1 else ["C0"]
-    # Three digits where they tell the groups apart, else all.
+    # Three digits if they distinguish the groups, else all digits.
     short = [f"{group:.3g}" if isinstance(group, float) else str(group) for group in groups]
     labels = short if len(set(short)) == len(groups) else list(map(str, groups))
     for group, colour, label in zip(groups, colours, labels, strict=True):
@@ -203,7 +208,7 @@ def learning_curves(
             if by is None or row[by] == group:
                 per_step.setdefault(row["step"], []).append(row[metric])
         steps = sorted(per_step)
-        # One member that is not finite must not hide the others.
+        # A non-finite value of one member must not hide the others.
         values = [[x for x in per_step[step] if np.isfinite(x)] or [np.nan] for step in steps]
         ax.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, linewidth=0)
         ax.plot(steps, list(map(np.median, values)), color=colour, linewidth=1.4, label=None if by is None else label)
@@ -214,12 +219,12 @@ def learning_curves(
 
 
 def _axes(ax: Any) -> Any:
-    """Return the axes that are given, or those of a new figure."""
+    """Return the given axes, or those of a new figure."""
     if ax is not None:
         return ax
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("plots needs matplotlib; install it with: pip install 'plurax[plot]'") from error
-    # Not by pyplot, which would keep every figure in memory and open windows.
+    # Not with pyplot, which would keep every figure in memory and open windows.
     return Figure(figsize=(5, 4), layout="constrained").subplots()

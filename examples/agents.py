@@ -1,11 +1,11 @@
-"""Sixteen agents learn to balance a pole, side by side, as one program.
+"""Train sixteen reinforcement-learning agents to balance a pole, in parallel, as one program.
 
     python examples/agents.py --agents 16 --iterations 80 --out demo
 
-The environment is a few lines of JAX, the cart and pole of Barto, Sutton and Anderson (1983), so an agent and its world
-can be mapped like any function: `vmap(improve)` takes an `Ensemble` as an argument, hands each agent to `improve` as an
-ordinary module, and gives an `Ensemble` back. Each agent has its own weights, learning rate and luck. The script times
-the agents side by side against one after another, and draws `agents.png`.
+The environment, the cart and pole of Barto, Sutton and Anderson (1983), is a few lines of JAX, so an agent and its
+environment can be mapped like any function: `vmap(improve)` takes an `Ensemble` as an argument, passes each agent to
+`improve` as an ordinary module, and returns an `Ensemble`. Each agent has its own weights, learning rate and random
+keys. The script compares the time of all agents in parallel with one after another, and draws `agents.png`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -36,19 +36,19 @@ STEPS, EPISODES = 200, 16
 
 
 class Agent(nnx.Module):
-    """4-32-2: from position, speed, angle and its speed to the logits of a push to the left or the right."""
+    """4-32-2: from position, velocity, angle and angular velocity to the logits of a push to the left or the right."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(4, 32, rngs=rngs)
         self.out = nnx.Linear(32, 2, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (..., 2) of worlds (..., 4)."""
+        """Return logits (..., 2) for states of the environment (..., 4)."""
         return self.out(nnx.tanh(self.hidden(x)))
 
 
 def move(world: jax.Array, push: jax.Array) -> jax.Array:
-    """The cart and the pole a fiftieth of a second later."""
+    """Return the state of cart and pole a fiftieth of a second later."""
     _, speed, angle, turn = world
     force = jnp.where(push == 1, 10.0, -10.0)
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
@@ -59,7 +59,7 @@ def move(world: jax.Array, push: jax.Array) -> jax.Array:
 
 
 def play(agent: Agent, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """An episode: the worlds (steps, 4), the pushes (steps,), and whether the pole stood (steps,)."""
+    """Play an episode; return the states (steps, 4), the pushes (steps,), and whether the pole is still up (steps,)."""
     start, *keys = jax.random.split(key, 1 + STEPS)
 
     def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> Any:
@@ -74,9 +74,9 @@ def play(agent: Agent, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]
 
 
 def improve(agent: Agent, opt_state: Any, rate: jax.Array, key: jax.Array) -> tuple[Agent, Any, jax.Array]:
-    """Some episodes, and one step of policy gradients (Williams 1992) with the mean over the episodes as a baseline."""
+    """Play some episodes and take one policy-gradient step (Williams 1992), with the mean return as a baseline."""
     worlds, pushes, stands = jax.vmap(lambda key: play(agent, key))(jax.random.split(key, EPISODES))
-    left = jnp.cumsum(stands[:, ::-1], axis=1)[:, ::-1].astype(float)  # how long it will stand
+    left = jnp.cumsum(stands[:, ::-1], axis=1)[:, ::-1].astype(float)  # the remaining steps with the pole up
     advantages = left - left.mean(axis=0)
     advantages /= advantages.std() + 1e-6
 
@@ -139,13 +139,13 @@ def main() -> None:
 
 
 def improve_one(graph: Any, params: Any, *args: Any) -> Any:
-    """`improve` of a single agent that is taken apart."""
+    """Apply `improve` to a single agent, given as graph definition and parameters."""
     agent, opt_state, length = improve(nnx.merge(graph, params), *args)
     return nnx.state(agent, nnx.Param), opt_state, length
 
 
 def draw(path: Path, lengths: np.ndarray, rates: np.ndarray) -> None:
-    """How long the pole stands while each agent learns."""
+    """Plot how long the pole stays up while each agent learns."""
     figure, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.95, len(rates)))
     for curve, colour in zip(lengths.T, colours, strict=True):

@@ -1,11 +1,11 @@
-"""MindSpore's guide to cells, and how JAX and Flax say it.
+"""MindSpore's guide to cells, written in JAX and Flax.
 
     python examples/cells_tour.py
 
-Parameters by name, their first values, freezing, precision, files; a cell compared with the same cell elsewhere,
-compiled against step by step, what may not stand in a compiled function, how often a forward pass runs, a backward pass
-of one's own, and shapes that vary: the steps of the guide "Network construction", with its sizes and numbers.
-Everything is checked before it is printed.
+The sections follow the guide "Network construction", with its sizes and numbers: parameters by name, initialisation,
+freezing, mixed precision and files; a cell compared with the same cell in another framework; compiled and eager
+execution; code that cannot be compiled; the number of forward passes; a custom backward pass; and dynamic shapes. All
+results are checked before they are printed.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def show(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
 
 
 def said(call: Callable[[], Any]) -> str:
-    """What a call gives: a number, or the name of its error."""
+    """Return the result of a call as text: a number, or the name of the error."""
     try:
         return f"{float(call()):g}"
-    except Exception as error:  # which kind is what the tables show
+    except Exception as error:  # of any type, since the tables show the type
         return type(error).__name__
 
 
-# Parameters: by name, as they begin, and which of them train
+# Parameters: names, initial values, and freezing
 
 
 class Classifier(nnx.Module):
@@ -71,7 +71,7 @@ class Classifier(nnx.Module):
         self.hidden, self.out = nnx.Linear(4 * 5 * 8, 16, rngs=rngs), nnx.Linear(16, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Images (batch, 8, 10, 1) to logits (batch, 10)."""
+        """Return logits (batch, 10) for images (batch, 8, 10, 1)."""
         x = nnx.relu(self.norm1(self.conv1(x)))
         x = nnx.relu(self.norm2(self.conv2(x)))
         return self.out(nnx.relu(self.hidden(x.reshape(len(x), -1))))
@@ -105,7 +105,7 @@ def first_values_by_type() -> dict[str, Any]:
         nnx.Linear: {"kernel": uniform, "bias": zeros},
     }
     named = named_parameters(reinitialize(Classifier(nnx.Rngs(0)), rules, jax.random.key(0)))
-    # Both have a variance of 2 over the number of inputs; a uniform draw ends at √3 of its deviation.
+    # Both have variance 2 / inputs; a uniform distribution ends at √3 standard deviations.
     rows = {}
     for name, inputs in (("conv1.kernel", 9), ("conv2.kernel", 54), ("hidden.kernel", 160), ("out.kernel", 16)):
         x, wanted = np.asarray(named[name]), (2 / inputs) ** 0.5
@@ -123,7 +123,7 @@ def first_values_by_type() -> dict[str, Any]:
 
 
 def trained(model: Classifier, steps: int) -> Classifier:
-    """`model` after some steps with weight decay, which moves whatever it is shown."""
+    """Train `model` for some steps with weight decay, which changes every parameter that the optimizer receives."""
     x, labels = given()
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, weight_decay=0.1), wrt=nnx.Param)
 
@@ -137,7 +137,7 @@ def trained(model: Classifier, steps: int) -> Classifier:
 
 
 def work_of_gradient(model: Classifier) -> float:
-    """Floating point operations of the compiled gradient."""
+    """Return the floating-point operations of the compiled gradient."""
     graphdef, state = nnx.split(model)
     gradient = jax.jit(lambda state, x, labels: nnx.to_pure_dict(grad(loss_of)(nnx.merge(graphdef, state), x, labels)))
     return gradient.lower(state, *given()).compile().cost_analysis()["flops"]
@@ -147,10 +147,10 @@ def frozen_parameters(steps: int) -> dict[str, Any]:
     body = ("conv1", "norm1", "conv2", "norm2")
 
     class Cut(Classifier):
-        """The same with its features cut off from the gradient."""
+        """The same network, with `stop_gradient` after the convolutional layers."""
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            """Images to logits."""
+            """Return logits for images."""
             x = nnx.relu(self.norm2(self.conv2(nnx.relu(self.norm1(self.conv1(x))))))
             return self.out(nnx.relu(self.hidden(jax.lax.stop_gradient(x).reshape(len(x), -1))))
 
@@ -213,7 +213,7 @@ def files_of_parameters() -> dict[str, str]:
         found["the same architecture"] = "loaded, equal to the bit"
 
         class Renamed(Classifier):
-            """With another name for its last layer, and one that the file does not have."""
+            """The same network with its last layer renamed, and with a layer that is not in the file."""
 
             def __init__(self, rngs: nnx.Rngs) -> None:
                 super().__init__(rngs)
@@ -240,22 +240,22 @@ def files_of_parameters() -> dict[str, str]:
     return found
 
 
-# A cell, and the same cell elsewhere
+# A cell, and the same cell in NumPy
 
 
 class MyCell(nnx.Module):
-    """The guide's: a network, and what is not negative of its result."""
+    """The cell of the guide: a network followed by ReLU."""
 
     def __init__(self, net: nnx.Module) -> None:
         self.net = net
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """As `net`, with zeros for what is negative."""
+        """Return the output of `net`, with negative numbers replaced by zero."""
         return nnx.relu(self.net(x))
 
 
 def cell_by_numpy(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The same in 64-bit NumPy: no padding, the dot product of the filters with all that they see."""
+    """Compute the same in 64-bit NumPy, without padding: dot products of the filters with all windows."""
     windows = np.lib.stride_tricks.sliding_window_view(x.astype(float), w.shape[:2], axis=(1, 2))
     return np.maximum(np.tensordot(windows, w.astype(float), ([4, 5, 3], [0, 1, 2])), 0)
 
@@ -265,7 +265,7 @@ def compare_a_cell() -> dict[str, Any]:
     found = {}
     for padding, name in (("SAME", '"same", as MindSpore has it'), ("VALID", '"pad" with 0, as PyTorch has it')):
         cell = MyCell(nnx.Conv(120, 240, (4, 4), padding=padding, use_bias=False, rngs=nnx.Rngs(0)))
-        # The guide fills both with 0.1; weights that differ would also show filters whose axes are in another order.
+        # The guide fills both with 0.1; random weights also detect filters whose axes are in another order.
         weights = np.asarray(cell.net.kernel[...])
         out, expected = cell(x), cell_by_numpy(weights, x)
         found[name] = out.shape, float(np.abs(out - expected).max()) if out.shape == expected.shape else None
@@ -277,14 +277,14 @@ def compare_a_cell() -> dict[str, Any]:
     return found
 
 
-# Compiled, and step by step
+# Compiled and eager execution
 
 
 RUNS: collections.Counter[str] = collections.Counter()
 
 
 def descend(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A step of training. Its Python runs whenever it is traced: what counts here is a side effect."""
+    """Take a training step. The counter is a side effect, which happens only when the Python code runs: in tracing."""
     RUNS["Python"] += 1
     value, gradient = value_and_grad(lambda model, x, y: jnp.mean((model(x) - y) ** 2))(model, x, y)
     nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradient))
@@ -310,7 +310,7 @@ def compiled_and_step_by_step(steps: int = 4) -> dict[str, Any]:
     return found
 
 
-# What may not stand in a compiled function
+# Code that cannot be compiled
 
 
 def in_a_thread(x: jax.Array) -> jax.Array:
@@ -319,7 +319,7 @@ def in_a_thread(x: jax.Array) -> jax.Array:
 
 
 def from_a_list(transform: Callable[..., Any]) -> Callable[[float], jax.Array]:
-    """Use what a transformed function has put into a list, after it has returned."""
+    """Return a function that uses a value which a transformed function appended to a list."""
 
     def use(x: float) -> jax.Array:
         kept: list[jax.Array] = []
@@ -329,7 +329,7 @@ def from_a_list(transform: Callable[..., Any]) -> Callable[[float], jax.Array]:
     return use
 
 
-# x², in ways that are fine for an array, and what to write instead.
+# x², written in ways that work for an array, and what to write instead in a traced function.
 WRITTEN: dict[str, tuple[Callable[..., Any], str]] = {
     "jnp.square(x)": (jnp.square, ""),
     "np.square(x)": (lambda x: np.square(x), "jnp.square"),
@@ -361,11 +361,11 @@ def what_may_not_be_compiled() -> dict[str, tuple[str, str]]:
     return found | {"random": ("one" if same else "two", "")}
 
 
-# Gradients through a host
+# Gradients through a host callback
 
 
 def draw_positions(x: np.ndarray, seed: np.ndarray, number: int) -> np.ndarray:
-    """For each row, positions of values above 0.5, with replacement. On the host; the seed makes it a function."""
+    """Draw positions of values above 0.5 in each row, with replacement, on the host; pure, since it takes a seed."""
     generator = np.random.default_rng(int(seed))
     return np.stack([generator.choice(np.flatnonzero(row > 0.5), number) for row in np.asarray(x)]).astype(np.int32)
 
@@ -376,7 +376,7 @@ def positions(x: jax.Array, seed: jax.Array, number: int) -> jax.Array:
 
 
 def values_on_the_host(x: jax.Array, seed: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """Both the values and their positions, found on the host."""
+    """Return drawn values and their positions, both computed on the host."""
 
     def sample(x: np.ndarray, seed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = draw_positions(x, seed, number)
@@ -387,13 +387,13 @@ def values_on_the_host(x: jax.Array, seed: jax.Array, number: int) -> tuple[jax.
 
 
 def scatter_add(like: jax.Array, where: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """What comes back to each position is the sum over all times that it was drawn."""
+    """Return the gradient: for each position, the sum of the cotangents over all its draws."""
     return jnp.zeros_like(like).at[jnp.arange(len(like))[:, None], where].add(cotangent)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def sampler(x: jax.Array, seed: jax.Array, number: int) -> jax.Array:
-    """`number` random values above 0.5 of each row: MindSpore's MySampler, with its backward pass."""
+    """Draw `number` random values above 0.5 from each row: MindSpore's MySampler, with its backward pass."""
     return values_on_the_host(x, seed, number)[0]
 
 
@@ -410,19 +410,19 @@ sampler.defvjp(_forward, _backward)
 
 
 def take_positions(x: jax.Array, seed: jax.Array, number: int) -> jax.Array:
-    """Only the positions come from the host; taking the values has a derivative of its own."""
+    """Draw only the positions on the host; JAX differentiates the selection of the values."""
     return jnp.take_along_axis(x, positions(jax.lax.stop_gradient(x), seed, number), 1)
 
 
 def native(x: jax.Array, seed: jax.Array, number: int) -> jax.Array:
-    """Nothing on the host: positions by `jax.random`, and their values."""
+    """Draw the positions with `jax.random`, without a callback."""
     chances = jnp.where(x > 0.5, 0.0, -jnp.inf)[:, None]
     where = jax.random.categorical(jax.random.key(seed), chances, shape=(len(x), number))
     return jnp.take_along_axis(x, where, 1)
 
 
 def a_backward_pass_of_ones_own() -> dict[str, Any]:
-    x = jnp.asarray(np.random.RandomState(1).uniform(0, 3, (2, 5)), jnp.float32)  # the guide's
+    x = jnp.asarray(np.random.RandomState(1).uniform(0, 3, (2, 5)), jnp.float32)  # the numbers of the guide
     guide = scatter_add(x, jnp.array([[3, 1, 3], [1, 4, 1]]), jnp.ones((2, 3)))
     np.testing.assert_array_equal(guide, [[0, 1, 0, 2, 0], [0, 2, 0, 0, 1]])
     seed = 7
@@ -460,13 +460,13 @@ def a_backward_pass_of_ones_own() -> dict[str, Any]:
 
 
 class Normalised(nnx.Module):
-    """A dense layer and a batch norm, which counts on the host how often it runs."""
+    """A dense layer and a batch norm; a callback counts the forward passes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalised features (batch, 4)."""
+        """Return normalised features (batch, 4)."""
         jax.debug.callback(lambda: RUNS.update(forward=1))
         return self.norm(self.dense(x))
 
@@ -490,7 +490,7 @@ def the_forward_pass_runs_once() -> dict[str, Any]:
     return found
 
 
-# Shapes that vary
+# Dynamic shapes
 
 
 PRED = (
@@ -504,7 +504,7 @@ LABEL = (-1, 0, 1, 1, 0)
 
 
 def hardest(pred: jax.Array, label: jax.Array) -> jax.Array:
-    """The guide's loss: cross entropy of the positive labels, the hardest 70 % of them."""
+    """Return the loss of the guide: the mean cross entropy of the hardest 70 % of the examples with positive labels."""
     losses = optax.softmax_cross_entropy_with_integer_labels(pred, label * (label > 0))
     return masked_topk_mean(losses, label > 0, 0.7)
 
@@ -513,11 +513,11 @@ def shapes_that_vary() -> dict[str, Any]:
     pred, label = jnp.array(PRED), jnp.array(LABEL)
     loss, slope = jax.jit(value_and_grad(hardest))(pred, label)
 
-    # Selected by a mask: how many there are is not known, how many there can be is.
+    # Selection by a mask: the number of selected rows is unknown at compile time, but its maximum is known.
     positive = jax.jit(lambda pred, label: pred[jnp.nonzero(label > 0, size=3, fill_value=4)[0]])(pred, label)
     np.testing.assert_array_equal(positive[:2], pred[2:4])
 
-    # Branches of one `cond` return arrays of one shape: pad the shorter, and say how much of it counts.
+    # Branches of a `cond` must return arrays of one shape: pad the shorter one, and return the number of valid rows.
     def first_row_or_two(two: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.lax.cond(two, lambda x: (x[:2], 2), lambda x: (jnp.zeros((2, 2)).at[:1].set(x[:1]), 1), x)
 

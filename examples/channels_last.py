@@ -1,12 +1,12 @@
-"""Does channels last matter in JAX? The same network written in both orders.
+"""Does "channels last" matter in JAX? Write one network in both orders and compare.
 
     python examples/channels_last.py --images 8 --side 56
 
-In PyTorch a tensor has an order in memory beside its shape, and "channels last" is a setting of that order. A JAX array
-has no such setting: the order of axes is what one writes (`NHWC` or `NCHW`, said by `dimension_numbers`), and inside a
-compiled function XLA chooses how each value lies in memory. So the question becomes what XLA has to move: the script
-writes one network in both orders, checks that the outputs are equal, counts the transposes and copies that are left in
-the two compiled programs, and times them in turns.
+A PyTorch tensor has a memory format in addition to its shape, and "channels last" is one of them. A JAX array has no
+such setting: the code fixes the order of the axes (`NHWC` or `NCHW`, given by `dimension_numbers`), and inside a
+compiled function XLA chooses the layout of each value in memory. The question is therefore how much data XLA has to
+move. The script writes one network in both orders, checks that the outputs are equal, counts the transposes and copies
+in the two compiled programs, and times them alternately.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rich.table import Table
 
 from plurax.transforms.program import count_layout_ops
 
-# The order of the images' axes and that of the weights'.
+# The order of the axes of the images, and the matching order for the weights.
 ORDERS = {"NHWC": "HWIO", "NCHW": "OIHW"}
 
 
 def network(order: str) -> Callable[[list[dict[str, jax.Array]], jax.Array], jax.Array]:
-    """Convolutions with a batch norm's scale and shift, and the mean of each channel at the end."""
+    """Return a network of convolutions, each with scale, shift and ReLU, and the mean of each channel at the end."""
     places = tuple(order.index(axis) for axis in "HW")
 
     def apply(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def network(order: str) -> Callable[[list[dict[str, jax.Array]], jax.Array], jax
 
 
 def parameters(channels: int, layers: int) -> list[dict[str, jax.Array]]:
-    """Random ones, the weights with channels last."""
+    """Return random parameters, with the weights in the order for channels last."""
     generator = np.random.default_rng(0)
     found = []
     for before in [3, *[channels] * (layers - 1)]:
@@ -57,7 +57,7 @@ def parameters(channels: int, layers: int) -> list[dict[str, jax.Array]]:
 def given(
     images: int, side: int, channels: int, layers: int
 ) -> dict[str, tuple[list[dict[str, jax.Array]], jax.Array]]:
-    """Parameters and images in both orders."""
+    """Return parameters and images in both orders."""
     last = parameters(channels, layers)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(images, side, side, 3)), jnp.float32)
     first = [{**layer, "w": layer["w"].transpose(3, 2, 0, 1)} for layer in last]
@@ -65,7 +65,7 @@ def given(
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each in ms, measured in turns."""
+    """Return the median time of each call in ms; the calls alternate, and the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -102,7 +102,9 @@ def main() -> None:
     console.print(table)
     console.print(f"NCHW takes {times['NCHW'] / times['NHWC']:.2f} times as long on this {jax.default_backend()}.")
     if counts["NCHW"]["transpose"] == 1 + options.layers:
-        console.print("XLA turns the images and each layer's weights where they enter, and nothing between the layers.")
+        console.print(
+            "XLA transposes the images and the weights of each layer at the input, and nothing between layers."
+        )
     if apart > 1e-4:
         raise SystemExit("the two orders disagree")
 

@@ -1,11 +1,12 @@
-"""Branches and loops under `vmap`: what becomes of them where lanes differ, and what that costs.
+"""Branches and loops under `vmap`: how they are executed if lanes differ, and what that costs.
 
     python examples/control_flow.py --side 160 --limit 1000 --out demo
 
-A mapped function goes through all lanes in step. So where a predicate differs from lane to lane, both branches of a
-`cond` are computed, and a `while_loop` goes on until the last lane is done. The script shows it four times over: in the
-primitives of the program, in calls that are counted, in measured time, and in `control_flow.png`, in which the work of
-a loop is an area. Two cures for it are measured: lanes in buckets, and lanes sorted and mapped in chunks.
+A mapped function computes all lanes (the slices of the mapped axis) together. If a predicate differs between lanes,
+both branches of a `cond` are computed for all of them, and a `while_loop` runs until the last lane has finished. The
+script shows this in the operations of the compiled program, in counted calls, in measured times, and in
+`control_flow.png`, which draws the work of a loop as an area. It also measures two remedies: gathering the lanes of one
+branch into a bucket, and sorting the lanes before mapping them in chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -45,7 +46,7 @@ def show(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each in ms, measured in turns; the first turn, which compiles, is not counted."""
+    """Return the median time of each call in ms; calls alternate, and the first round, which compiles, is dropped."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -56,7 +57,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
 
 
 def decisions(fun: Callable[..., Any], *args: Any) -> list[str]:
-    """The operations of a program that decide what runs, as XLA gets it: `case` and `while` do, `select` does not."""
+    """Return the control-flow operations that XLA receives: `case` and `while` skip work, `select` does not."""
     text = jax.jit(fun).lower(*args).as_text()
     return sorted(set(re.findall(r"stablehlo\.(case|while|select)\b", text)))
 
@@ -67,7 +68,7 @@ CALLS: collections.Counter[str] = collections.Counter()
 
 
 def counted(name: str) -> Callable[[jax.Array], jax.Array]:
-    """A branch that counts on the host for how many lanes it runs."""
+    """Return a branch that counts, on the host, for how many lanes it runs."""
 
     def tell(x: np.ndarray) -> np.ndarray:
         CALLS[name] += 1
@@ -118,7 +119,7 @@ def which_branches_run() -> dict[str, Any]:
 
 
 def dear(x: jax.Array) -> jax.Array:
-    """A branch that takes its time, on a matrix."""
+    """An expensive branch: 20 matrix products."""
     return lax.fori_loop(0, 20, lambda _, y: jnp.tanh(y @ x), x)
 
 
@@ -128,11 +129,11 @@ def dear_of(lanes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def in_a_bucket(taken: np.ndarray, x: jax.Array) -> jax.Array:
-    """`dear` of those lanes only: picked outside `jit`, their number rounded up to a power of two for few programs."""
+    """Apply `dear` to the taken lanes only, selected outside `jit`; a power of two of them, to compile few programs."""
     lanes = np.flatnonzero(taken)
     if not len(lanes):
         return x
-    return dear_of(np.resize(lanes, 1 << (len(lanes) - 1).bit_length()), x)  # some are repeated, to the same effect
+    return dear_of(np.resize(lanes, 1 << (len(lanes) - 1).bit_length()), x)  # repeated lanes do no harm
 
 
 def what_a_branch_costs(lanes: int, side: int, rounds: int) -> dict[str, list[float]]:
@@ -170,7 +171,7 @@ def what_a_branch_costs(lanes: int, side: int, rounds: int) -> dict[str, list[fl
 
 
 def escape(limit: int) -> Callable[[jax.Array], jax.Array]:
-    """How many turns of z → z² + c it takes to leave the circle of radius 2, at most `limit`: Mandelbrot's set."""
+    """Count the iterations of z → z² + c until |z| exceeds 2, at most `limit`: the Mandelbrot set."""
 
     def turns(c: jax.Array) -> jax.Array:
         def inside(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -188,7 +189,7 @@ def grid(side: int) -> jax.Array:
 
 
 def computed(turns: np.ndarray, chunk: int) -> int:
-    """How many turns are computed if lanes go through the loop in chunks: all of a chunk wait for its slowest."""
+    """Count the iterations computed if lanes run in chunks: every lane of a chunk runs as long as its slowest one."""
     return sum(len(part) * int(part.max()) for part in np.split(turns, range(chunk, len(turns), chunk)))
 
 
@@ -197,7 +198,7 @@ def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[d
     of_one, coarse = escape(limit), 4
 
     def guess(c: jax.Array) -> jax.Array:
-        """The turns of every fourth lane of every fourth row, for its neighbours too."""
+        """Guess the iterations of all lanes from those of every fourth lane in every fourth row."""
         few = c.reshape(side, side)[::coarse, ::coarse]
         turns = vmap(of_one, chunk_size=chunk)(few.ravel()).reshape(few.shape)
         return jnp.repeat(jnp.repeat(turns, coarse, 0), coarse, 1)[:side, :side].ravel()
@@ -210,7 +211,7 @@ def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[d
         "lax.map": jax.jit(lambda c: lax.map(of_one, c)),
         "vmap": jax.jit(vmap(of_one)),
         f"vmap, chunk_size={chunk}": jax.jit(vmap(of_one, chunk_size=chunk)),
-        "sorted by a guess, then so": jax.jit(sorted_first),
+        "sorted by a guess, chunked": jax.jit(sorted_first),
     }
     turns = np.asarray(ways["lax.map"](c))
     for way in ways.values():
@@ -220,8 +221,8 @@ def what_a_loop_costs(side: int, limit: int, chunk: int, rounds: int) -> tuple[d
     times = in_turns({name: lambda way=way: way(c) for name, way in ways.items()}, rounds)
     found = {name: (done, work[0] / done, times[name]) for name, done in zip(ways, work, strict=True)}
     show(
-        f"3. A while_loop, {len(c)} lanes of 1 to {turns.max()} turns, {turns.mean():.0f} in the mean",
-        ("", "turns computed", "of them needed", "ms"),
+        f"3. A while_loop, {len(c)} lanes of 1 to {turns.max()} iterations, {turns.mean():.0f} on average",
+        ("", "iterations run", "of them needed", "ms"),
         [(name, f"{done:,}", f"{share:.0%}", f"{ms:.1f}") for name, (done, share, ms) in found.items()],
     )
     return found, turns, order
@@ -234,13 +235,13 @@ def bounds_of_their_own() -> dict[str, Any]:
         return lax.fori_loop(0, n, lambda _, y: y * x, jnp.ones_like(x))
 
     def masked(x: jax.Array, n: jax.Array) -> jax.Array:
-        """As `power`, for n up to 5."""
+        """Compute `power` for n up to 5, with a static bound and a mask."""
         return lax.fori_loop(0, 5, lambda i, y: jnp.where(i < n, y * x, y), jnp.ones_like(x))
 
     cases = {
         "a bound that is a number": (vmap(lambda x: power(x, 3)), (x,)),
         "a bound for each lane": (vmap(power), (x, n)),
-        "as many turns for all, masked": (vmap(masked), (x, n)),
+        "one bound for all, and a mask": (vmap(masked), (x, n)),
     }
     found = {}
     for name, (fun, args) in cases.items():
@@ -287,12 +288,12 @@ def in_the_branch_not_taken() -> dict[str, list[float]]:
         ("", "reverse: at 0", "at 4", "forward: at 0", "at 4"),
         [(name, *values) for name, values in slopes.items()],
     )
-    console.print("Of a cond, vmap also selects what goes into each branch; a where of one's own does not.")
+    console.print("For a cond, vmap also selects the inputs of each branch; a where that you write does not.")
     return slopes
 
 
 def draw(path: Path, turns: np.ndarray, order: np.ndarray, chunk: int) -> None:
-    """The turns of each lane as an image, and the work of the loop as areas."""
+    """Draw the iterations of each lane as an image, and the work of the loop as areas."""
     side = round(len(turns) ** 0.5)
     figure, (image, *panels) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained", width_ratios=(1, 1.25, 1.25))
     image.imshow(turns.reshape(side, side), norm=mpl.colors.LogNorm(1, turns.max()), cmap="magma", origin="lower")
@@ -317,11 +318,11 @@ def draw(path: Path, turns: np.ndarray, order: np.ndarray, chunk: int) -> None:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lanes", type=int, default=64, help="lanes that branch (default 64)")
-    parser.add_argument("--width", type=int, default=48, help="of the matrices of the branch (default 48)")
-    parser.add_argument("--side", type=int, default=160, help="the loop has this number squared of lanes (default 160)")
-    parser.add_argument("--limit", type=int, default=1000, help="most turns of the loop (default 1000)")
+    parser.add_argument("--width", type=int, default=48, help="side of the matrices in the branch (default 48)")
+    parser.add_argument("--side", type=int, default=160, help="the loop has this number squared lanes (default 160)")
+    parser.add_argument("--limit", type=int, default=1000, help="maximum iterations of the loop (default 1000)")
     parser.add_argument("--chunk-size", type=int, default=256, help="lanes in a chunk (default 256)")
-    parser.add_argument("--rounds", type=int, default=9, help="calls to take the median time of (default 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed calls, of which the median is taken (default 9)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args(arguments)
     for name in ("lanes", "width", "side", "limit", "chunk_size", "rounds"):

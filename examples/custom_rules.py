@@ -1,12 +1,16 @@
-"""Rules of one's own: for `vmap`, for `jvp` and for `vjp`, each where the automatic one is poor.
+"""Custom rules for `vmap`, `jvp` and `vjp`, for operators whose automatic rule is slow or missing.
 
     python examples/custom_rules.py --lanes 10 --batch 16
 
-Three operators. A convolution whose filters differ from lane to lane, which `vmap` makes a grouped one, slow on a CPU:
-`custom_vmap` says how it is done instead. Kepler's equation, solved by a loop that reverse mode refuses: `custom_jvp`
-gives the derivative of what the loop solves. A fixed point of many turns, all of which reverse mode would keep:
-`custom_vjp` keeps the last one. Each is compared with the slow way to it, checked by `check_grads`, and measured; at
-the end wrong rules show that the check finds them.
+There are three operators:
+
+- A convolution whose filters differ between lanes (the mapped slices). `vmap` turns it into a grouped convolution,
+  which is slow on a CPU; `custom_vmap` replaces it with matrix products.
+- Kepler's equation, solved by a loop that reverse mode cannot differentiate; `custom_jvp` gives the derivative of the
+  equation instead.
+- A fixed point after many iterations, all of which reverse mode would store; `custom_vjp` stores only the last.
+
+Each is compared with the slow method, checked by `check_grads`, and timed. At the end, `check_grads` finds wrong rules.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ def show(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each in ms, measured in turns; the first turn, which compiles, is not counted."""
+    """Return the median time of each call in ms; calls alternate, and the first round, which compiles, is dropped."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -52,30 +56,30 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The first sentence of the error of a call that must fail."""
+    """Return the first sentence of the error of a call that must fail."""
     try:
         call()
-    except Exception as error:  # which kind is what the tables show
+    except Exception as error:  # of any type, since the tables show the type
         return f"{type(error).__name__}: {str(error).split('. ')[0].split(chr(10))[0]}"
     raise AssertionError("nothing was refused")
 
 
 def apart(found: Any, expected: Any) -> float:
-    """The largest difference of two trees of arrays, relative to the largest number of each array."""
+    """Return the largest difference between two trees of arrays, relative to the largest number in each array."""
     differences = jax.tree.map(lambda f, e: float(jnp.abs(f - e).max() / jnp.abs(e).max()), found, expected)
     return max(jax.tree.leaves(differences))
 
 
-# 1. custom_vmap: a convolution whose filters differ from lane to lane
+# 1. custom_vmap: a convolution whose filters differ between lanes
 
 
 def native(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Images `x` (batch, height, width, channels) by filters `w` (rows, columns, channels, features), no padding."""
+    """Convolve `x` (batch, height, width, channels) with `w` (rows, columns, channels, features), without padding."""
     return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def by_patches(w: jax.Array, x: jax.Array) -> jax.Array:
-    """The same as one matrix product: what a filter sees of the image side by side, times the filter."""
+    """Compute the same as one matrix product: the patches under the filter, concatenated, times the filter."""
     rows, columns, _, features = w.shape
     height, width = x.shape[1] - rows + 1, x.shape[2] - columns + 1
     patches = [x[:, i : i + height, j : j + width] for i in range(rows) for j in range(columns)]
@@ -87,8 +91,8 @@ def batched(w: jax.Array, x: jax.Array) -> jax.Array:
     return native(w, x)
 
 
-# The rule calls `batched` again wherever lanes can be put among the images or the features, so that a further `vmap`
-# around the first finds the rule once more.
+# Where lanes can be merged into the images or the features, the rule calls `batched` again, so that an outer `vmap`
+# uses the rule too.
 @batched.def_vmap
 def _(lanes: int, is_mapped: list[bool], w: jax.Array, x: jax.Array) -> tuple[jax.Array, bool]:
     filters_mapped, images_mapped = is_mapped
@@ -103,13 +107,13 @@ def _(lanes: int, is_mapped: list[bool], w: jax.Array, x: jax.Array) -> tuple[ja
 
 @jax.custom_jvp
 def convolve(w: jax.Array, x: jax.Array) -> jax.Array:
-    """`custom_vmap` has no reverse mode. So it is wrapped in a rule for its derivative, which has every mode."""
+    """Wrap `batched` in a `custom_jvp` rule for all modes, since `custom_vmap` does not support reverse mode."""
     return batched(w, x)
 
 
 @convolve.defjvp
 def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return convolve(*primals), jax.jvp(by_patches, primals, tangents)[1]  # `convolve`: the rule is differentiated too
+    return convolve(*primals), jax.jvp(by_patches, primals, tangents)[1]  # `convolve`, for second derivatives
 
 
 def squares(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -117,7 +121,7 @@ def squares(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def agrees_with_a_loop(w: jax.Array, x: jax.Array) -> dict[str, float]:
-    """How far values and gradients are from those of a loop over the lanes, whatever is mapped."""
+    """Compare values and gradients with those of a loop over the lanes, for all combinations of mapped arguments."""
     lanes, found = len(w), {}
     one = {"values": jax.jit(native), "gradients": jax.jit(grad(squares(native), (0, 1)))}
     rule = {"values": convolve, "gradients": grad(squares(convolve), (0, 1))}
@@ -168,7 +172,7 @@ def a_rule_for_vmap(lanes: int, batch: int, rounds: int) -> dict[str, Any]:
     )
     gain = {what: times["vmap"] / times["vmap, with the rule"] for what, times in spent.items()}
     error = refusal(lambda: grad(squares(batched))(w[0], x[0]))
-    console.print("The rule is quicker: " + ", ".join(f"{what} {value:.1f} times" for what, value in gain.items()))
+    console.print("The rule is faster: " + ", ".join(f"{what} {value:.1f} times" for what, value in gain.items()))
     console.print(f"Its largest difference from a loop is {max(differences.values()):.0e}, of these cases:")
     console.print("; ".join(differences))
     console.print(f"Its gradient without custom_jvp: {error}")
@@ -183,20 +187,21 @@ def newton(mean: jax.Array, e: jax.Array) -> Callable[[jax.Array], jax.Array]:
 
 
 def kepler_by_loop(mean: jax.Array, e: jax.Array) -> jax.Array:
-    """Where a planet is: E with E − e sin E = mean, for an eccentricity 0 ≤ e < 1 and a mean from 0 to π."""
+    """Solve Kepler's equation, E − e sin E = mean, for an eccentricity 0 ≤ e < 1 and a mean anomaly from 0 to π."""
     turn, start = newton(mean, e), jnp.minimum(mean + e, jnp.pi)
-    # Convex from 0 to π, and the start is above the solution: so Newton's method descends until rounding stops it.
+    # The function is convex from 0 to π and the start is above the solution, so Newton's method decreases E
+    # monotonically until rounding stops it.
     return lax.while_loop(lambda c: c[1] < c[0], lambda c: (c[1], turn(c[1])), (start, turn(start)))[1]
 
 
 def kepler_unrolled(mean: jax.Array, e: jax.Array) -> jax.Array:
-    """The same in as many turns as ever are needed, which reverse mode can go back through."""
+    """Solve it with a fixed number of iterations, always enough, which reverse mode can differentiate."""
     return lax.fori_loop(0, 20, lambda _, E: newton(mean, e)(E), jnp.minimum(mean + e, jnp.pi))
 
 
 @jax.custom_jvp
 def kepler(mean: jax.Array, e: jax.Array) -> jax.Array:
-    """The loop. Its derivative is that of what it solves: (1 − e cos E) dE = dmean + sin E de."""
+    """Solve it with the loop, and differentiate the equation: (1 − e cos E) dE = dmean + sin E de."""
     return kepler_by_loop(mean, e)
 
 
@@ -228,13 +233,13 @@ def a_rule_for_jvp(planets: int, rounds: int) -> dict[str, Any]:
     return {"ms": times, "residual": residual, "apart": difference, "refused": error}
 
 
-# 3. custom_vjp: a fixed point, and two gradients that are not those of the values
+# 3. custom_vjp: a fixed point, and two gradients that deliberately differ from the derivative
 
 TURNS = 60
 
 
 def fixed_point_by_turns(w: jax.Array, x: jax.Array) -> jax.Array:
-    """The fixed point of z = tanh(w z + x), for a `w` of norm below one."""
+    """Return the fixed point of z = tanh(w z + x), for `w` with a spectral norm below 1."""
     return lax.fori_loop(0, TURNS, lambda _, z: jnp.tanh(w @ z + x), x)
 
 
@@ -249,7 +254,7 @@ def _forward(w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ..
 
 
 def _backward(saved: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """With f(w, x, z) = z: dz = f_w dw + f_x dx + f_z dz, so the cotangent of f is u = cotangent + f_zᵀ u."""
+    """From z = f(w, x, z) follows dz = f_w dw + f_x dx + f_z dz, so the cotangent of f is u = cotangent + f_zᵀ u."""
     w, x, z = saved
     _, pull = jax.vjp(lambda w, x, z: jnp.tanh(w @ z + x), w, x, z)
     u = lax.fori_loop(0, TURNS, lambda _, u: cotangent + pull(u)[2], cotangent)
@@ -261,7 +266,7 @@ fixed_point.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def rounded(x: jax.Array) -> jax.Array:
-    """Whole numbers, with the gradient of x itself: straight through."""
+    """Round to integers, with the gradient of the identity: the straight-through estimator."""
     return jnp.round(x)
 
 
@@ -270,7 +275,7 @@ rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def clipped(x: jax.Array, most: float) -> jax.Array:  # noqa: ARG001 (the backward pass takes it)
-    """`x` itself; what comes back through it is clipped."""
+    """Return `x`, and clip the gradient in the backward pass."""
     return x
 
 
@@ -330,11 +335,11 @@ def wrong_rules() -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", type=int, default=10, help="lanes with filters of their own (default 10)")
+    parser.add_argument("--lanes", type=int, default=10, help="lanes, each with its own filters (default 10)")
     parser.add_argument("--batch", type=int, default=16, help="images of each lane (default 16)")
-    parser.add_argument("--planets", type=int, default=10_000, help="of Kepler's equation (default 10000)")
-    parser.add_argument("--size", type=int, default=128, help="of the fixed point (default 128)")
-    parser.add_argument("--rounds", type=int, default=5, help="calls to take the median time of (default 5)")
+    parser.add_argument("--planets", type=int, default=10_000, help="solutions of Kepler's equation (default 10000)")
+    parser.add_argument("--size", type=int, default=128, help="dimension of the fixed point (default 128)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls, of which the median is taken (default 5)")
     options = parser.parse_args(arguments)
     for name, least in (("lanes", 2), ("batch", 1), ("planets", 1), ("size", 1), ("rounds", 1)):
         if getattr(options, name) < least:

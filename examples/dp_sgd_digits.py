@@ -1,9 +1,9 @@
-"""Learn handwritten digits with differential privacy, and see what it costs.
+"""Train on handwritten digits with differential privacy, and measure what it costs in accuracy.
 
     python examples/dp_sgd_digits.py --seeds 5 --steps 200 --out demo
 
-Networks that differ in their seeds learn as one ensemble: once without privacy, once to ε = 8, once to ε = 2. The
-script prints how well they do, what ε is for one of them and for all together, and draws `dp_sgd_digits.png`.
+Networks with different seeds are trained as one ensemble: without privacy, with ε = 8 and with ε = 2. The script prints
+their accuracies and the ε of one network and of all together, and draws `dp_sgd_digits.png`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -37,14 +37,14 @@ RATE = 1e-2
 
 
 class Network(nnx.Module):
-    """Two dense layers. What it does not have is batch normalisation: its statistics would mix the examples."""
+    """Two dense layers, without batch normalisation, whose statistics would mix the examples."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense1 = nnx.Linear(64, 64, rngs=rngs)
         self.dense2 = nnx.Linear(64, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (batch, 10) of pixels (batch, 64) in -1 to 1."""
+        """Return logits (batch, 10) for pixels (batch, 64) in -1 to 1."""
         return self.dense2(nnx.tanh(self.dense1(x)))
 
 
@@ -56,7 +56,7 @@ class Digits(NamedTuple):
 
 
 class Private(NamedTuple):
-    """What a private run gives: the ε spent by each evaluation, the accuracies (evaluations, seeds), and both ε."""
+    """The results of a private run: ε at each evaluation, accuracies (evaluations, seeds), noise, and both final ε."""
 
     spent: list[float]
     accuracy: np.ndarray
@@ -66,7 +66,7 @@ class Private(NamedTuple):
 
 
 def split_digits() -> tuple[Digits, Digits]:
-    """The digits of scikit-learn as training (1,437) and test (360) images, always the same."""
+    """Split the digits of scikit-learn into training (1,437) and test (360) images, with a fixed seed."""
     pixels, labels = load_digits(return_X_y=True)
     pixels = (pixels / 8 - 1).astype(np.float32)
     x_train, x_test, y_train, y_test = train_test_split(
@@ -84,7 +84,7 @@ def accuracy(ensemble: Ensemble, tests: Digits) -> np.ndarray:
 
 
 def learn_openly(ensemble: Ensemble, train: Digits, tests: Digits, steps: int, seed: int) -> np.ndarray:
-    """The accuracies without privacy: the same networks, optimizer and number of steps."""
+    """Train without privacy, with the same networks, optimizer and number of steps; return the accuracies."""
     generator = np.random.default_rng(seed)
     chosen = (generator.choice(len(train.labels), BATCH, replace=False) for _ in range(steps))
     batches = ((train.pixels[i], train.labels[i]) for i in chosen)
@@ -96,7 +96,7 @@ def learn_openly(ensemble: Ensemble, train: Digits, tests: Digits, steps: int, s
 def learn_privately(
     ensemble: Ensemble, train: Digits, tests: Digits, steps: int, seed: int, target: float, accountant: str, looks: int
 ) -> Private:
-    """The same with DP-SGD, looked at `looks` times on the way."""
+    """Train with DP-SGD, and evaluate `looks` times on the way."""
     dp = DPSGD(
         loss,
         optax.adam(RATE),
@@ -113,7 +113,7 @@ def learn_privately(
     spent, found = [], []
     with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
         for stop in stops:
-            # All batches padded to one size: of this network the program compiles longer than it runs.
+            # All batches are padded to one size, since this small program takes longer to compile than to run.
             steps_now = stop - int(state.step)
             state, _ = dp.fit(state, tuple(train), steps=steps_now, sizes=(BATCH * 5 // 4,), progress=False)
             spent.append(dp.epsilon(stop))
@@ -125,7 +125,7 @@ def learn_privately(
 
 
 def report(openly: np.ndarray, private: dict[float, Private]) -> Table:
-    """A row for each way to learn, over the seeds."""
+    """Return a table with a row for each kind of training, over the seeds."""
     seeds = len(openly)
     table = Table(title=f"Test accuracy of {seeds} networks each, δ = {DELTA:g}")
     for head in ("", "noise", "ε of one", f"ε of all {seeds}", "mean", "worst", "best"):
@@ -142,7 +142,7 @@ def _over_seeds(accuracy: np.ndarray) -> list[str]:
 
 
 def draw(path: Path, openly: np.ndarray, private: dict[float, Private]) -> None:
-    """Two panels: accuracy as ε is spent, and of every network at the end."""
+    """Draw two panels: accuracy against the ε spent, and the final accuracy of every network."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     colors = dict(zip(private, ("tab:blue", "tab:orange"), strict=True))
     left.axhline(100 * openly.mean(), color="black", linestyle=":", label=f"without privacy, {openly.mean():.1%}")
@@ -174,17 +174,17 @@ def draw(path: Path, openly: np.ndarray, private: dict[float, Private]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5, help="how many networks learn each way (default 5)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of networks for each kind of training (default 5)")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
-    parser.add_argument("--looks", type=int, default=10, help="how often ε and accuracy are asked for (default 10)")
+    parser.add_argument("--looks", type=int, default=10, help="evaluations of ε and accuracy (default 10)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
-        help="of weights, batches and noise (default 0; a published model needs a secret key)",
+        help="seed of weights, batches and noise (default 0; a published model needs a secret key)",
     )
-    parser.add_argument("--accountant", default="pld", choices=("pld", "rdp"), help="how ε is counted (default pld)")
+    parser.add_argument("--accountant", default="pld", choices=("pld", "rdp"), help="how to compute ε (default pld)")
     options = parser.parse_args()
     for name in ("seeds", "steps", "looks"):
         if getattr(options, name) < 1:
@@ -204,8 +204,8 @@ def main() -> None:
     }
     console.print(report(openly, private))
     console.print(
-        "The ε of one network holds if one is published that was not chosen by the data. Who publishes them all, or "
-        "the mean of their predictions, spends the ε of all."
+        "The ε of one network holds if a single network is published that was not chosen with the data. To publish all "
+        "of them, or the mean of their predictions, costs the ε of all."
     )
     picture = options.out / "dp_sgd_digits.png"
     draw(picture, openly, private)

@@ -1,9 +1,9 @@
-"""Train an ensemble of small convolutional networks on handwritten digits, and ask it how sure it is.
+"""Train an ensemble of small convolutional networks on handwritten digits, and measure its uncertainty.
 
     python examples/ensemble_digits.py --members 8 --steps 600 --out demo
 
-Eight networks, each with its own initial weights and learning rate, learn from the same batches as one ensemble. The
-script prints what each knows alone and what they know together, draws `ensemble_digits.png`, saves a checkpoint, and
+Eight networks, each with its own initial weights and learning rate, are trained on the same batches as one ensemble.
+The script prints the scores of each network and of the ensemble, draws `ensemble_digits.png`, saves a checkpoint, and
 loads a single network from it.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -43,7 +43,7 @@ class LeNet(nnx.Module):
         self.dense2 = nnx.Linear(32, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (batch, 10) of images (batch, 8, 8, 1)."""
+        """Return logits (batch, 10) for images (batch, 8, 8, 1)."""
         x = nnx.max_pool(nnx.relu(self.conv1(x)), (2, 2), (2, 2))
         x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), (2, 2))
         return self.dense2(nnx.relu(self.dense1(x.reshape(len(x), -1))))
@@ -57,7 +57,7 @@ class Digits(NamedTuple):
 
 
 def split_digits() -> tuple[Digits, Digits, Digits]:
-    """The digits of scikit-learn as training (1,077), validation (360) and test (360) images, always the same."""
+    """Split the digits of scikit-learn into training (1,077), validation (360) and test (360) images."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     labels = labels.astype(np.int32)
@@ -67,7 +67,7 @@ def split_digits() -> tuple[Digits, Digits, Digits]:
 
 
 def batches(data: Digits, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches without end; each pass over the images is in a new order."""
+    """Yield batches forever, with the images in a new order in each epoch."""
     generator = np.random.default_rng(seed)
     while True:
         order = generator.permutation(len(data.labels))
@@ -81,7 +81,7 @@ def loss(model: LeNet, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def report(rates: np.ndarray, validation: Prediction, test: Prediction, valid: Digits, tests: Digits) -> Table:
-    """A row for each member, their mean, and the ensemble."""
+    """Return a table with a row for each member, their mean, and the ensemble."""
     table = Table(title=f"Handwritten digits, {len(tests.labels)} test images")
     for head in ("", "rate", "valid acc", "test acc", "NLL", "Brier", "ECE"):
         table.add_column(head, justify="left" if not head else "right")
@@ -108,7 +108,7 @@ def _row(values: object) -> list[str]:
 
 
 def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, labels: np.ndarray) -> None:
-    """Two panels: accuracy of the members against the ensemble, and how unsure the ensemble is of which images."""
+    """Draw two panels: the accuracy of the members and the ensemble, and the entropy for three groups of images."""
     right = np.asarray(test.mean.argmax(axis=-1) == labels)
     entropy = np.asarray(test.entropy)
     figure, (left_panel, right_panel) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
@@ -149,11 +149,11 @@ def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--members", type=int, default=8, help="how many networks (default 8)")
+    parser.add_argument("--members", type=int, default=8, help="number of networks (default 8)")
     parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
     parser.add_argument("--strategy", default="auto", choices=("auto", "vmap", "map", "unroll", "loop"))
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for picture and checkpoint")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the images")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the order of the images")
     options = parser.parse_args()
     if options.members < 1:
         parser.error(f"--members must be at least 1, but got {options.members}")

@@ -1,9 +1,9 @@
-"""Forward mode: values that carry their tangents along.
+"""Forward-mode differentiation with dual numbers: values that carry their tangents.
 
     python examples/forward_mode.py
 
-The steps are those of PyTorch's tutorial "Forward-mode Automatic Differentiation": dual tensors, a module with tangents
-on its parameters, the functional `jvp`, and a rule of one's own. Every printed array is checked first.
+The steps follow PyTorch's tutorial "Forward-mode Automatic Differentiation": dual tensors, a module with tangents on
+its parameters, the functional `jvp`, and a custom rule. Every printed array is checked first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plurax.transforms import Dual, derivative, dual, grad, jvp
 
 
 def show(title: str, got: Any, expected: Any) -> None:
-    """Print an array, once it is certain to be right."""
+    """Check an array against the expected one, and print it."""
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     text = np.array2string(np.asarray(got), separator=", ", formatter={"float": "{:.3g}".format}).replace("\n", "")
     print(f"  {title:45}  {text}")
@@ -36,7 +36,7 @@ def naive(x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def log1pexp(x: jax.Array) -> jax.Array:
-    """log(1 + eˣ) = max(x, 0) + log(1 + e to the −|x|), without overflow."""
+    """Compute log(1 + eˣ) = max(x, 0) + log(1 + exp(−|x|)), without overflow."""
     return jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     held = jvp(lambda x: fn(x, y), (primal,), (tangent,))[1]
     show("y held constant, by closing over it", held, 2 * primal * tangent)
 
-    print("\n4. A rule of one's own")
+    print("\n4. A custom rule")
     check_grads(log1pexp, (primal,), order=2, atol=1e-2, rtol=1e-2)
     far = Dual(jnp.array([-100.0, 0.0, 100.0]), jnp.ones(3))
     show("log(1 + eˣ) as written: eˣ overflows at 100", dual(naive)(far).tangent,

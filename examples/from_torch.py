@@ -1,11 +1,11 @@
-"""A network trained in PyTorch goes on in Flax: names and axes translated, outputs equal.
+"""Load a network trained in PyTorch into Flax: translate names and axes, and check that the outputs are equal.
 
     python examples/from_torch.py
 
-PyTorch's side is a small network with all that differs: convolutions, batch norms, attention, and a dense layer behind
-a flattening. Where PyTorch is installed the script makes it, and writes its state dict with safetensors; elsewhere it
-takes `from_torch.safetensors`, which was made so. What follows is the same: two rules, one for names and one for axes,
-and `load_params` does the rest. It refuses whatever the rules forget.
+The PyTorch network is small, but has the layers whose parameters differ from Flax: convolutions, batch norms,
+attention, and a dense layer after a flattening. If PyTorch is installed, the script creates the network and writes its
+state dict with safetensors; otherwise it reads `from_torch.safetensors`, which was created in the same way.
+`load_params` then needs two rules, one for names and one for axes, and raises for parameters that the rules miss.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Net(nnx.Module):
         self.fc = nnx.Linear(3 * 2 * CHANNELS, CLASSES, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Channels come last, also where the pixels are flattened."""
+        """Return logits (batch, 5); channels come last, also in the flattening."""
         x = nnx.max_pool(nnx.relu(self.bn1(self.conv1(x))), (2, 2), (2, 2))
         x = nnx.max_pool(nnx.relu(self.bn2(self.conv2(x))), (2, 2), (2, 2))
         return self.fc(self.attention(x.reshape(len(x), 6, CHANNELS)).reshape(len(x), -1))
 
 
 def from_torch(file: Path) -> None:
-    """Write the state dict of the same network in PyTorch, with images and the logits that it gives for them."""
+    """Train the same network in PyTorch; write its state dict, with some images and their logits."""
     import torch
     from safetensors.torch import save_file
     from torch import nn
@@ -60,7 +60,7 @@ def from_torch(file: Path) -> None:
             self.fc = nn.Linear(CHANNELS * 3 * 2, CLASSES)
 
         def forward(self, x: Any) -> Any:
-            """Channels come first, also where the pixels are flattened."""
+            """Return logits (batch, 5); channels come first, also in the flattening."""
             x = nn.functional.max_pool2d(self.bn1(self.conv1(x)).relu(), 2)
             x = nn.functional.max_pool2d(self.bn2(self.conv2(x)).relu(), 2)
             tokens = x.flatten(2).transpose(1, 2)
@@ -70,7 +70,7 @@ def from_torch(file: Path) -> None:
     torch.manual_seed(0)
     model = TorchNet()
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(30):  # so that statistics, scales and biases are not what they begin as
+    for _ in range(30):  # so that statistics, scales and biases differ from their initial values
         images = torch.randn(16, 3, 12, 8)
         loss = nn.functional.cross_entropy(model(images), images.mean((2, 3)).argmax(1))
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def from_torch(file: Path) -> None:
 
 
 def split_projections(file: Path, target: Path) -> None:
-    """PyTorch keeps the weights of queries, keys and values in one array; one array is to be one parameter."""
+    """Split the array in which PyTorch stores the weights of queries, keys and values into one array for each."""
     arrays = load_file(file)
     for kind in ("weight", "bias"):
         parts = np.split(arrays.pop(f"attention.in_proj_{kind}"), 3)
@@ -93,7 +93,7 @@ def split_projections(file: Path, target: Path) -> None:
 
 
 def rename(name: str) -> str | None:
-    """What is called `name` there is called so here; None is left out."""
+    """Return the Flax name of a PyTorch parameter, or None to leave it out."""
     layer, _, kind = name.rpartition(".")
     if kind == "num_batches_tracked" or layer == "example":
         return None
@@ -103,7 +103,7 @@ def rename(name: str) -> str | None:
 
 
 def transform(name: str, x: np.ndarray) -> np.ndarray:
-    """The axes as Flax has them."""
+    """Return a parameter with its axes in the order of Flax."""
     if x.ndim == 4:
         return x.transpose(2, 3, 1, 0)  # OIHW to HWIO
     if name == "fc.kernel":  # its inputs were flattened as channels, rows, columns
@@ -111,14 +111,14 @@ def transform(name: str, x: np.ndarray) -> np.ndarray:
     if name == "attention.out.kernel":
         return x.T.reshape(HEADS, -1, CHANNELS)
     if name.startswith("attention.") and name != "attention.out.bias":
-        return x.T.reshape(*x.T.shape[:-1], HEADS, -1)  # heads are an axis of their own
+        return x.T.reshape(*x.T.shape[:-1], HEADS, -1)  # Flax has a separate axis for the heads
     return x
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--file", type=Path, help="take this one, instead of making one with PyTorch")
-    parser.add_argument("--keep", type=Path, help="where to keep the file that PyTorch makes")
+    parser.add_argument("--file", type=Path, help="read this file instead of creating one with PyTorch")
+    parser.add_argument("--keep", type=Path, help="where to save the file that PyTorch creates")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def main() -> None:
             print(f"The network was made and run by PyTorch before: {file.name}.")
         split = Path(folder) / "split.safetensors"
         split_projections(file, split)
-        # Nothing is initialized only to be replaced.
+        # Only shapes and dtypes: the parameters are not initialised, since they are replaced.
         empty = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
         print("\nWithout rules:")
         try:

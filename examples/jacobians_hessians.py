@@ -1,10 +1,10 @@
-"""Jacobians and Hessians, and products with them that never form them.
+"""Jacobians and Hessians, and products with them without forming the matrix.
 
     python examples/jacobians_hessians.py
 
-The steps are those of PyTorch's tutorial "Jacobians, Hessians, hvp, vhp, and more: composing function transforms", with
-its sizes. Every result is compared with another way to it before a line is printed; times are those of compiled
-programs, the best of a few.
+The steps follow PyTorch's tutorial "Jacobians, Hessians, hvp, vhp, and more: composing function transforms", with its
+sizes. Every result is checked against another method before it is printed. Times are those of compiled programs, the
+best of several calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def predict(weight: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def layer(inputs: int, outputs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights, biases and an input, from a fixed seed."""
+    """Return weights, biases and an input, drawn with a fixed seed."""
     rng = np.random.default_rng(0)
     shapes = ((outputs, inputs), (outputs,), (inputs,))
     weight, bias, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
@@ -35,13 +35,13 @@ def layer(inputs: int, outputs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def check(got: Any, expected: Any) -> None:
-    """Refuse to go on with what is not equal: two trees of arrays, at float32's accuracy."""
+    """Raise unless two trees of arrays are equal to the accuracy of float32."""
     assert jax.tree.structure(got) == jax.tree.structure(expected), (got, expected)
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
 
 
 def timed(fun: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """What `fun` gives, compiled, and how many milliseconds a call takes."""
+    """Compile and call `fun`; return its result, and the milliseconds of a call."""
     run = jax.jit(fun).lower(*args).compile()
     result, times = None, []
     while len(times) < 5 and sum(times) < 0.5:
@@ -120,7 +120,7 @@ def main() -> None:
         return jnp.tanh(batch @ weight.T + bias)
 
     check(batch_jacobian(of_batch, rows="independent", check=True)(batch), expected)
-    print('   batch_jacobian, rows="independent": the batch is summed, sure that no row needs another')
+    print('   batch_jacobian, rows="independent": the batch is summed, since no row depends on another')
     try:
         batch_jacobian(lambda batch: of_batch(batch - batch.mean(0)), rows="independent", check=True)(batch)
     except ValueError as error:

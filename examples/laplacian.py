@@ -1,11 +1,11 @@
-"""How much kinetic energy has a wave function? Particles in a trap, by Laplacians of a network.
+"""The kinetic energy of a wave function: particles in a trap, by the Laplacian of a network.
 
     python examples/laplacian.py --particles 2 4 8 16 --samples 256 --out demo
 
-For a wave function exp(f) the kinetic energy at a point is -(∇²f + |∇f|²) / 2. The script first checks it where it is
-known: in the ground state of a harmonic trap kinetic and potential energy add up to 3/2 for each particle, wherever the
-particles are. Then the particles are correlated by a network, and the script draws `laplacian.png`: the energies of
-sampled points, and the time of the Laplacian by the Hessian's trace, by second derivatives and by one pass forward.
+For a wave function exp(f) the kinetic energy at a point is -(∇²f + |∇f|²) / 2. The script first checks this against a
+known case: in the ground state of a harmonic trap, kinetic and potential energy add up to 3/2 per particle at every
+point. Then a network correlates the particles, and the script draws `laplacian.png`: the energies of sampled points,
+and the time of the Laplacian by the trace of the Hessian, by second derivatives, and in one forward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -31,7 +31,7 @@ from plurax.transforms import hessian, hessian_trace, laplacian, value_and_grad,
 
 
 class Correlation(nnx.Module):
-    """What correlates the particles: a network of all coordinates, small at first."""
+    """The correlation between the particles: a network of all coordinates with small initial outputs."""
 
     def __init__(self, particles: int, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(3 * particles, 64, rngs=rngs)
@@ -39,17 +39,17 @@ class Correlation(nnx.Module):
         self.out = nnx.Linear(64, 1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """A number, for positions (particles, 3)."""
+        """Return a scalar for positions (particles, 3)."""
         return 0.1 * self.out(jnp.tanh(self.second(jnp.tanh(self.first(x.ravel())))))[0]
 
 
 def ground_state(x: jax.Array) -> jax.Array:
-    """The logarithm of the ground state of a harmonic trap."""
+    """Return the logarithm of the ground state of a harmonic trap."""
     return -0.5 * jnp.sum(x**2)
 
 
 def kinetic_energy(log_psi: Callable[[jax.Array], jax.Array], way: Callable[..., Callable[..., jax.Array]]) -> Callable:
-    """The kinetic energy at a point, with the Laplacian taken in a given way."""
+    """Return the kinetic energy as a function of a point, with the Laplacian computed by `way`."""
 
     def at(x: jax.Array) -> jax.Array:
         _, slope = value_and_grad(log_psi)(x)
@@ -59,7 +59,7 @@ def kinetic_energy(log_psi: Callable[[jax.Array], jax.Array], way: Callable[...,
 
 
 def trace_of_hessian(fun: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """The plain way: all second derivatives, of which the diagonal is used."""
+    """Return the Laplacian by the plain method: all second derivatives, of which only the diagonal is used."""
     return lambda x: jnp.trace(hessian(fun)(x).reshape(x.size, x.size))
 
 
@@ -67,7 +67,7 @@ WAYS = {"trace of the Hessian": trace_of_hessian, "hessian_trace": hessian_trace
 
 
 def timed(ways: dict[str, Callable[[jax.Array], jax.Array]], x: jax.Array, rounds: int) -> dict[str, float]:
-    """Milliseconds for a call of each, the median, measured in turns; all are compiled."""
+    """Return the median milliseconds of a call of each function; the calls alternate, and all are compiled."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, fun in ways.items():
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--particles", type=int, nargs="+", default=[2, 4, 8, 16], help="how many (default 2 4 8 16)")
     parser.add_argument("--samples", type=int, default=256, help="points to sample (default 256)")
-    parser.add_argument("--rounds", type=int, default=15, help="calls to take the median time of (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls, of which the median is taken (default 15)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args()
     for name, least in (("samples", 2), ("rounds", 1)):
@@ -97,7 +97,7 @@ def main() -> None:
         table.add_column(head, justify="right")
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for count in options.particles:
-        # Of the squared ground state, which is a normal distribution.
+        # Samples of the squared ground state, which is a normal distribution.
         x = jax.random.normal(jax.random.key(count), (options.samples, count, 3)) / np.sqrt(2)
         model = Correlation(count, nnx.Rngs(0))
 
@@ -113,7 +113,7 @@ def main() -> None:
         table.add_row(str(count), *(f"{times[name][-1]:.2f}" for name in WAYS), f"{ours / plain:.2f}")
     exact = vmap(kinetic_energy(ground_state, laplacian))(x) + 0.5 * jnp.sum(x**2, axis=(1, 2))
     worst = float(jnp.abs(exact - 1.5 * count).max())
-    console.print(f"Ground state of {count} particles: energy {1.5 * count} at every point, but for {worst:.1e}.")
+    console.print(f"Ground state of {count} particles: energy {1.5 * count} at every point, up to {worst:.1e}.")
     console.print(table)
     potential = 0.5 * jnp.sum(x**2, axis=(1, 2))
     total = energies["laplacian"] + potential

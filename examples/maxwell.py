@@ -1,15 +1,15 @@
-"""Waves from point sources in two dimensions: many at once, and what lies between the antennas found from them.
+"""Simulate waves from many point sources in two dimensions, and reconstruct a hidden object from the received signals.
 
     python examples/maxwell.py --cells 20 40 80 --sources 48 --steps 40 --out demo
 
-Maxwell's equations in the time domain, on the staggered grid of Yee (IEEE Trans. Antennas Propag. 14, 1966), with the
-absorbing layer of Berenger (J. Comput. Phys. 114, 1994). MindSpore's tutorial on vmap names this among what vmap is
-good for. Lengths are in wavelengths of the source in vacuum, where light has the speed 1. The script
+It solves Maxwell's equations in the time domain, on the staggered grid of Yee (IEEE Trans. Antennas Propag. 14, 1966),
+with the absorbing layer of Berenger (J. Comput. Phys. 114, 1994). MindSpore's tutorial on vmap mentions this as an
+application. Lengths are in wavelengths of the source in vacuum; the speed of light in vacuum is 1. The script
 
-1. compares a wave with the analytic one: its speed, how it decays, the whole signal, on finer and finer grids;
-2. computes the waves of many sources one by one, by `vmap`, and by `vmap` in chunks, and times them;
-3. differentiates signals with respect to the permittivity of each cell, through all steps of time, in bounded memory;
-4. finds a hidden square by that gradient, and draws `maxwell.png`.
+1. compares a wave with the analytic solution (speed, decay, and the whole signal) on finer and finer grids;
+2. computes and times the waves of many sources one by one, by `vmap`, and by `vmap` in chunks;
+3. differentiates the signals with respect to the permittivity of each cell, through all time steps, in bounded memory;
+4. finds a hidden square with that gradient, and draws `maxwell.png`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -37,9 +37,9 @@ from tqdm import tqdm
 
 from plurax.transforms import value_and_grad, vmap
 
-COURANT = 0.7  # steps of time in cells; 1/sqrt(2) is the limit
-LAYER = 0.5  # wavelengths, of the absorbing layer around everything
-DELAY = 1.2  # when the source is at its strongest
+COURANT = 0.7  # the time step, in cells; the stability limit is 1/sqrt(2)
+LAYER = 0.5  # thickness of the absorbing layer around the grid, in wavelengths
+DELAY = 1.2  # time of the maximum of the source
 CHUNK, BUDGET = 4, "2MiB"  # two ways to bound the memory of many sources
 
 console = Console(width=100, highlight=False)
@@ -62,7 +62,7 @@ def check(name: str, value: float, limit: float) -> float:
 
 
 def place(points: Any, cells: int) -> np.ndarray:
-    """The indices of points, which count from where the absorbing layer ends."""
+    """Return the grid indices of points, whose coordinates start at the inner edge of the absorbing layer."""
     return np.round((np.asarray(points) + LAYER) * cells).astype(int)
 
 
@@ -71,30 +71,31 @@ def vacuum(width: float, height: float, cells: int) -> jax.Array:
 
 
 def moments(until: float, cells: int, multiple: int = 1) -> np.ndarray:
-    """The times of the signals; a multiple of so many."""
+    """Return the times of the samples; their number is a multiple of `multiple`."""
     count = int(np.ceil(until * cells / COURANT / multiple)) * multiple
     return (1 + np.arange(count)) * COURANT / cells
 
 
 def absorb(count: int, cells: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What the fields at the nodes and between them keep in a step, and how much of each other's curl they take."""
+    """Return for the fields at the nodes and between them the factors of the old value and of the curl in a step."""
     middle, both = (count - 1) / 2, []
     for x in (np.arange(count), np.arange(count) + 0.5):
         depth = np.maximum(0, (np.abs(x - middle) - middle) / (LAYER * cells) + 1)
-        lost = np.log(1e6) / LAYER * COURANT / cells * depth**3  # a wave that crosses two layers is 1e-6 of what it was
+        lost = np.log(1e6) / LAYER * COURANT / cells * depth**3  # two layers reduce a wave by 1e-6
         both.append(((1 - lost) / (1 + lost), COURANT / (1 + lost)))
     return both
 
 
 def wave(epsilon: jax.Array, source: Any, receivers: Any, times: np.ndarray, cells: int, segments: int = 1) -> Any:
-    """The signals of one source, (steps, receivers), and the electric field in the end.
+    """Return the signals of one source, (steps, receivers), and the final electric field.
 
-    The electric field stands on the plane, the magnetic one is in it. Berenger's layer wants the first in two parts,
-    one for each direction. What leaves on one side enters on the other, and has crossed two layers then. Reverse mode
-    keeps the fields of one segment of time, and those between segments.
+    The electric field is perpendicular to the plane, the magnetic field lies in it. Berenger's layer splits the
+    electric field into two parts, one for each direction. The grid is periodic: a wave that leaves on one side enters
+    on the other, after crossing two layers. Reverse mode stores the fields within one time segment, and between
+    segments.
     """
     # With dE/dt = (curl H - J) / epsilon and dH/dt = -curl E the field obeys epsilon d²E/dt² = ∇²E - dJ/dt. J is in one
-    # cell, of area 1 / cells², and half a step before E; -dJ/dt, a Ricker wavelet, is what `analytic` has as source.
+    # cell, of area 1 / cells², and half a step before E; -dJ/dt, a Ricker wavelet, is the source in `analytic`.
     (keep_ex, take_ex), (keep_hy, take_hy) = ((k[:, None], t[:, None]) for k, t in absorb(epsilon.shape[0], cells))
     (keep_ey, take_ey), (keep_hx, take_hx) = absorb(epsilon.shape[1], cells)
     source, receivers = tuple(source), tuple(jnp.asarray(receivers).T)
@@ -121,20 +122,20 @@ def wave(epsilon: jax.Array, source: Any, receivers: Any, times: np.ndarray, cel
 
 
 def analytic(distance: float, times: np.ndarray, index: float) -> np.ndarray:
-    """The source, folded with H(t - s) / (2 pi sqrt(t² - s²)), where light needs the time s; here t is s cosh(u)."""
+    """Convolve the source with H(t - s) / (2 pi sqrt(t² - s²)), for a travel time s of light; here t = s cosh(u)."""
     u = np.linspace(0, 4, 2_001)
     since = times[:, None] - index * distance * np.cosh(u) - DELAY
     return np.trapezoid((1 - 2 * (np.pi * since) ** 2) * np.exp(-((np.pi * since) ** 2)), u) / (2 * np.pi)
 
 
-# 1. Against the analytic wave
+# 1. Comparison with the analytic wave
 
 DISTANCES = np.array([1.0, 2.0, 3.0, 4.0] * 2)
 RECEIVERS = np.array([(r, 0) for r in DISTANCES[:4]] + [(0.6 * r, 0.8 * r) for r in DISTANCES[4:]])
 
 
 def one_source(cells: int, index: float, margin: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Times and signals in an even medium; the margin is more of it on all sides."""
+    """Return times and signals in a homogeneous medium, which extends by `margin` on all sides."""
     times = moments(DELAY + 4 * index + 1.5, cells)
     medium = index**2 * vacuum(6 + 2 * margin, 5 + 2 * margin, cells)
     source = np.array([1.0, 1.0]) + margin
@@ -143,7 +144,7 @@ def one_source(cells: int, index: float, margin: float = 0.0) -> tuple[np.ndarra
 
 
 def arrival(times: np.ndarray, signal: np.ndarray) -> float:
-    """When the signal is at its peak, by a parabola through the three highest samples."""
+    """Return the time of the peak of a signal, by a parabola through the three highest samples."""
     k = int(signal.argmax())
     before, at, after = signal[k - 1 : k + 2]
     return float(times[k] + 0.5 * (before - after) / (before - 2 * at + after) * (times[1] - times[0]))
@@ -180,7 +181,7 @@ def against_the_analytic_wave(cells: Sequence[int]) -> dict[str, Any]:
 
 
 def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each, measured in turns; all are compiled."""
+    """Return the median time of each call; the calls alternate, and all are compiled."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -191,14 +192,14 @@ def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 
 
 def built(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float, float]:
-    """The compiled function, the seconds that took, and the MiB of its temporaries."""
+    """Return the compiled function, the seconds of its compilation, and the MiB of its temporaries."""
     start = time.perf_counter()
     compiled = jax.jit(fun).lower(*args).compile()
     return compiled, time.perf_counter() - start, compiled.memory_analysis().temp_size_in_bytes / 2**20
 
 
 def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Sources anywhere in a small and a larger room, heard at eight places; how long all take in each way."""
+    """Time random sources in a small and a larger room, with eight receivers, for each method."""
     cells, found, rows, apart = 10, {}, [], 0.0
     for side in (1, 6):
         epsilon, times = vacuum(side, side, cells), moments(DELAY + side, cells)
@@ -232,7 +233,7 @@ def many_sources(sources: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 class Scene:
-    """Antennas in a ring, which send one after the other and all receive, around a window of unknown permittivity."""
+    """A ring of antennas around a window of unknown permittivity; each sends in turn, and all receive."""
 
     def __init__(self, cells: int, antennas: int, segments: int) -> None:
         self.cells, self.segments = cells, segments
@@ -245,16 +246,16 @@ class Scene:
         self.hidden = self.none.at[low:high, low + more : high + more].set(0.5)
 
     def medium(self, change: jax.Array) -> jax.Array:
-        """The permittivity of all, for what that of the window is beyond 1."""
+        """Return the permittivity of the whole grid, given the excess over 1 in the window."""
         return self.empty.at[self.window, self.window].add(change)
 
     def signals(self, change: jax.Array, segments: int | None = None) -> jax.Array:
-        """What all receive of each, (antennas, steps, antennas)."""
+        """Return the signals of all receivers for each sender, (senders, steps, receivers)."""
         medium, segments = self.medium(change), segments or self.segments
         return vmap(lambda at: wave(medium, at, self.antennas, self.times, self.cells, segments)[0])(self.antennas)
 
     def measure(self, noise: float) -> tuple[jax.Array, jax.Array]:
-        """Signals of the hidden square, with noise in units of what it changes; and its misfit to the empty window."""
+        """Return signals of the hidden square, with noise relative to its effect, and the misfit of an empty window."""
         signals = jax.jit(self.signals)
         empty, full = signals(self.none), signals(self.hidden)
         turned = float(jnp.abs(full - full.transpose(2, 1, 0)).max() / jnp.abs(full).max())
@@ -264,12 +265,12 @@ class Scene:
         return full, jnp.sum((full - empty) ** 2)
 
     def misfit(self, change: jax.Array, measured: Any, segments: int | None = None) -> jax.Array:
-        """How far the signals are from those measured, in units of the empty window's."""
+        """Return the squared difference to the measured signals, relative to that of an empty window."""
         return jnp.sum((self.signals(change, segments) - measured[0]) ** 2) / measured[1]
 
 
 def gradients(scene: Scene, measured: Any, rounds: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """The misfit and its gradient in segments of time: as with all steps kept, and as by central differences."""
+    """Return the misfit and its gradient in time segments, checked against storing all steps and finite differences."""
     ways = {
         name: built(value_and_grad(lambda change, n=n: scene.misfit(change, measured, n)), scene.none)
         for name, n in (("all steps kept", 1), (f"{scene.segments} segments", scene.segments))
@@ -294,13 +295,13 @@ def gradients(scene: Scene, measured: Any, rounds: int) -> Callable[[jax.Array],
 
 
 def find(scene: Scene, gradient: Callable[..., Any], steps: int) -> tuple[np.ndarray, list[float]]:
-    """The window's permittivity beyond 1, by Adam, and the misfit before each step and after the last."""
+    """Find the excess permittivity of the window with Adam; return it, and the misfits before and after all steps."""
     optimizer = optax.adam(0.03)
 
     @jax.jit
     def update(change: jax.Array, slope: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         updates, state = optimizer.update(slope, state)
-        return jnp.maximum(0, change + updates), state  # nothing is below vacuum
+        return jnp.maximum(0, change + updates), state  # the permittivity is at least that of vacuum
 
     change, state, values = scene.none, optimizer.init(scene.none), []
     for _ in tqdm(range(steps), desc="finding the square", leave=False):
@@ -367,19 +368,19 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
     for panel, corner in ((signal, "upper right"), (error, "upper right"), (bars, "lower right")):
         panel.legend(loc=corner, fontsize=8, frameon=False, ncols=2 if panel is bars else 1)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110, bbox_inches="tight")  # the layout forgets the labels of panels that stay square
+    figure.savefig(path, dpi=110, bbox_inches="tight")  # the layout ignores the labels of square panels
     plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--cells", type=int, nargs="+", default=[20, 40, 80], help="in a wavelength, multiples of 10 (default 20 40 80)"
+        "--cells", type=int, nargs="+", default=[20, 40, 80], help="per wavelength, multiples of 10 (default 20 40 80)"
     )
-    parser.add_argument("--sources", type=int, default=48, help="how many (default 48)")
-    parser.add_argument("--antennas", type=int, default=12, help="in the ring around the square (default 12)")
-    parser.add_argument("--steps", type=int, default=40, help="of finding the square (default 40)")
-    parser.add_argument("--rounds", type=int, default=5, help="calls to take the median time of (default 5)")
+    parser.add_argument("--sources", type=int, default=48, help="number of sources (default 48)")
+    parser.add_argument("--antennas", type=int, default=12, help="antennas in the ring around the square (default 12)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of the reconstruction (default 40)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls, of which the median is taken (default 5)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args(arguments)
     for name in ("sources", "antennas", "steps", "rounds"):

@@ -1,13 +1,13 @@
-"""Train one ensemble over the devices of several processes, as on several hosts, and read the result in one.
+"""Train one ensemble over the devices of several processes, as on several hosts, and load the result in one process.
 
     python examples/multi_host.py --processes 2 --out demo
 
-starts them all on this machine, each with two devices of the CPU. On a cluster start the same script once on each host,
-with the address of the first: `--process 0 --processes 4 --coordinator host0:8476`, and so on. (Where JAX knows the
-cluster, as under Slurm or on Cloud TPUs, `jax.distributed.initialize()` without arguments finds this out itself.)
+starts all processes on this machine, each with two CPU devices. On a cluster, start the same script once on each host,
+with the address of the first: `--process 0 --processes 4 --coordinator host0:8476`, and so on. (On clusters that JAX
+detects, such as Slurm or Cloud TPUs, `jax.distributed.initialize()` needs no arguments.)
 
-Every process runs the same program on the same batches. It holds, trains and writes its own members only; nothing is
-exchanged but what the checkpoint needs.
+Every process runs the same program on the same batches. It holds, trains and writes only its own members; the processes
+communicate only for the checkpoint.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class MLP(nnx.Module):
         self.out = nnx.Linear(48, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (batch, 10) of images (batch, 64)."""
+        """Return logits (batch, 10) for images (batch, 64)."""
         return self.out(nnx.relu(self.hidden(x)))
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 64) in 0 to 1, and labels (1797,)."""
+    """Return images (1797, 64) in 0 to 1, and labels (1797,)."""
     images, labels = load_digits(return_X_y=True)
     return (images / 16).astype(np.float32), labels.astype(np.int32)
 
 
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same in every process: they are drawn with one seed."""
+    """Yield batches, the same in every process, since all use one seed."""
     images, labels = digits()
     generator = np.random.default_rng(0)
     for _ in range(steps):
@@ -62,7 +62,7 @@ def loss(model: MLP, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def train(process: int, processes: int, coordinator: str, members: int, steps: int, out: Path) -> None:
-    """What each process does."""
+    """Train the members of one process; every process calls this function."""
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(coordinator, processes, process)
     mesh = jax.make_mesh((jax.device_count(),), ("ensemble",))
@@ -85,7 +85,7 @@ def train(process: int, processes: int, coordinator: str, members: int, steps: i
 
 
 def read(members: int, out: Path) -> None:
-    """In one process, on one device: the whole ensemble, and one member of it alone."""
+    """Load the whole ensemble and a single member, in one process and on one device."""
     path = max(out.glob("step_*"))
     ensemble = load(path, jax.eval_shape(lambda: Ensemble.create(MLP, members, seed=0)))
     images, labels = digits()
@@ -110,7 +110,7 @@ def start(processes: int, arguments: list[str]) -> None:
         subprocess.Popen([sys.executable, __file__, "--process", str(i), *options], stdout=subprocess.PIPE, text=True)
         for i in range(processes)
     ]
-    for process in started:  # what each reports, in order, and not how they found each other
+    for process in started:  # prints only their reports, in order, not the log of the connection
         print(*(line for line in process.stdout if line.startswith("process")), sep="", end="", flush=True)
     if any([process.wait() for process in started]):
         raise SystemExit("a process has failed")
@@ -118,11 +118,11 @@ def start(processes: int, arguments: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=2, help="how many processes there are (2)")
-    parser.add_argument("--process", type=int, help="which of them this is; without it, all are started here")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes (2)")
+    parser.add_argument("--process", type=int, help="index of this process; without it, all are started here")
     parser.add_argument("--coordinator", help="address and port of the first process, such as host0:8476")
-    parser.add_argument("--members", type=int, default=8, help="how many members (8)")
-    parser.add_argument("--steps", type=int, default=200, help="how many steps (200)")
+    parser.add_argument("--members", type=int, default=8, help="number of members (8)")
+    parser.add_argument("--steps", type=int, default=200, help="number of steps (200)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the checkpoints (demo)")
     options = parser.parse_args()
     out = options.out / "multi_host"

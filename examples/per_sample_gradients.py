@@ -1,10 +1,10 @@
-"""Per-sample gradients: each of them, their norms without them, and what the norms tell.
+"""Per-sample gradients, their norms without the gradients, and wrong labels detected by the norms.
 
     python examples/per_sample_gradients.py --steps 150 --out demo
 
-The first half is PyTorch's tutorial "Per-sample gradients", with its network: every gradient is compared with that of a
-loop. In the second half a network learns digits of which some bear a wrong label. Those pull hardest: the script draws
-the norms of both kinds into `per_sample_gradients.png`.
+The first half follows PyTorch's tutorial "Per-sample gradients", with its network; every gradient is compared with that
+of a loop. In the second half a network is trained on digits, some of which have a wrong label. Their gradients have the
+largest norms: the script draws the norms for right and wrong labels in `per_sample_gradients.png`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -30,7 +30,7 @@ from plurax.transforms import clipped_grad, per_sample_grad, per_sample_norm, va
 
 
 class Net(nnx.Module):
-    """Two convolutions, pooling, two dense layers: 9216-128-10 there for images of 28 by 28 pixels."""
+    """Two convolutions, pooling, two dense layers: 9216-128-10 in the tutorial, for images of 28 by 28 pixels."""
 
     def __init__(self, side: int, channels: tuple[int, int], hidden: int, rngs: nnx.Rngs) -> None:
         self.conv1 = nnx.Conv(1, channels[0], (3, 3), padding="VALID", rngs=rngs)
@@ -39,7 +39,7 @@ class Net(nnx.Module):
         self.dense2 = nnx.Linear(hidden, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (batch, 10) of images (batch, side, side, 1)."""
+        """Return logits (batch, 10) for images (batch, side, side, 1)."""
         x = nnx.max_pool(nnx.relu(self.conv2(nnx.relu(self.conv1(x)))), (2, 2), (2, 2))
         return self.dense2(nnx.relu(self.dense1(x.reshape(len(x), -1))))
 
@@ -49,7 +49,7 @@ def loss(model: Net, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def compare(batch: int) -> None:
-    """Every gradient of a batch at once, against a loop over its samples."""
+    """Compute all gradients of a batch at once, and compare them with a loop over the samples."""
     rng = np.random.default_rng(0)
     images = jnp.asarray(rng.normal(size=(batch, 28, 28, 1)), jnp.float32)
     labels = jnp.asarray(rng.integers(0, 10, batch))
@@ -77,7 +77,7 @@ def compare(batch: int) -> None:
 
 
 def find_wrong_labels(steps: int, out: Path) -> None:
-    """Train on digits of which one in ten bears a wrong label, and draw the norms of all gradients."""
+    """Train on digits, one in ten of which has a wrong label, and draw the norms of all gradients."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).reshape(-1, 8, 8, 1).astype(np.float32)
     rng = np.random.default_rng(0)
@@ -116,9 +116,9 @@ def find_wrong_labels(steps: int, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=64, help="how many samples to compare with a loop")
-    parser.add_argument("--steps", type=int, default=150, help="how many steps to train with wrong labels")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="where the picture goes")
+    parser.add_argument("--batch", type=int, default=64, help="number of samples to compare with a loop")
+    parser.add_argument("--steps", type=int, default=150, help="training steps with wrong labels")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args()
     compare(options.batch)
     find_wrong_labels(options.steps, options.out)

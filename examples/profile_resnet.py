@@ -1,11 +1,11 @@
-"""Where does the time of a ResNet-18 go? Profiles of each layer, and batch norms folded into the convolutions.
+"""Profile a ResNet-18 layer by layer, and fold its batch norms into the convolutions.
 
     python examples/profile_resnet.py --images 5 --side 224 --out demo
 
 PyTorch's tutorials profile a ResNet-18 with an FX interpreter, operation by operation, and compare traces of two
-programs. Here the same network in Flax, with random weights, is profiled in both ways: operation by operation as it is
-written, and compiled, where XLA has fused what it can and the time lands on the layers all the same. Then its batch
-norms are folded into the convolutions, and the two programs are compared. Pictures: `profile_resnet.png`.
+programs. This script profiles the same network in Flax, with random weights, in both modes: operation by operation, and
+compiled, where XLA fuses operations and the time is still attributed to layers. Then it folds the batch norms into the
+convolutions, and compares the two programs. It draws `profile_resnet.png`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,7 +28,7 @@ from plurax.transforms.program import fold_bn, profile, trace_diff
 
 
 class Block(nnx.Module):
-    """Two convolutions of 3 x 3, added to what comes in."""
+    """A residual block: two convolutions of 3 x 3, added to the input."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, rngs: nnx.Rngs) -> None:
         self.conv1 = convolution(channels_in, channels, 3, stride, rngs)
@@ -42,13 +42,13 @@ class Block(nnx.Module):
             )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """From (batch, height, width, channels_in) to the same with `channels`, each side divided by the stride."""
+        """Map (batch, height, width, channels_in) to `channels` channels; the stride divides height and width."""
         y = self.bn2(self.conv2(nnx.relu(self.bn1(self.conv1(x)))))
         return nnx.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class ResNet18(nnx.Module):
-    """He et al. 2016, "Deep Residual Learning for Image Recognition", as torchvision has it."""
+    """He et al. 2016, "Deep Residual Learning for Image Recognition", in the version of torchvision."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.conv1 = convolution(3, width, 7, 2, rngs)
@@ -61,7 +61,7 @@ class ResNet18(nnx.Module):
         self.fc = nnx.Linear(width * 8, 1000, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """From images (batch, height, width, 3) to logits (batch, 1000)."""
+        """Return logits (batch, 1000) for images (batch, height, width, 3)."""
         x = nnx.relu(self.bn1(self.conv1(x)))
         x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
@@ -71,7 +71,7 @@ class ResNet18(nnx.Module):
 
 
 def convolution(channels_in: int, channels: int, window: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:
-    """One without a bias, as a batch norm follows."""
+    """Return a convolution without a bias, since a batch norm follows."""
     edge = window // 2
     return nnx.Conv(
         channels_in, channels, (window, window), stride, padding=[(edge, edge)] * 2, use_bias=False, rngs=rngs
@@ -79,7 +79,7 @@ def convolution(channels_in: int, channels: int, window: int, stride: int, rngs:
 
 
 def resnet18(width: int = 64, seed: int = 0) -> ResNet18:
-    """A ResNet-18 with random weights, and with running statistics as if it had been trained; in evaluation mode."""
+    """Return a ResNet-18 in evaluation mode, with random weights and with random running statistics, as if trained."""
     model = ResNet18(width, nnx.Rngs(seed))
     generator = np.random.default_rng(seed)
     for _, part in nnx.iter_modules(model):
@@ -93,7 +93,7 @@ def resnet18(width: int = 64, seed: int = 0) -> ResNet18:
 
 
 def show(table: str) -> None:
-    """Print a table, with the long lines above it folded."""
+    """Print a table, with long lines wrapped."""
     for line in table.split("\n"):
         print(textwrap.fill(line, 100))
 

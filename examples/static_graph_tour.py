@@ -1,10 +1,10 @@
-"""MindSpore's techniques for static graphs, and how JAX says each of them.
+"""MindSpore's techniques for static graphs, and their equivalents in JAX.
 
     python examples/static_graph_tour.py --steps 100 --rounds 50
 
-The sections follow MindSpore's tutorial "Advanced programming techniques with static graphs", with its sizes and its
-numbers. Each says in one sentence how MindSpore has it and in one how JAX does, and prints a table of what that does
-here. Results are checked before they are printed; compiling and running are timed apart.
+The sections follow MindSpore's tutorial "Advanced programming techniques with static graphs", with its sizes and
+numbers. Each describes the technique in MindSpore and in JAX, and prints a table of results in JAX. Results are checked
+before they are printed; compilation and execution are timed separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def show(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each in µs, measured in turns; the first turn is not counted."""
+    """Return the median time of each call in µs; the calls alternate, and the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -55,7 +55,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, floa
 
 
 def compiled(ways: dict[str, tuple[Any, ...]], rounds: int) -> dict[str, Any]:
-    """For each function with its arguments: its results, instructions, ms to trace and compile, and µs to run."""
+    """Return the results, instructions, ms to trace and compile, and µs to run of each function with its arguments."""
     programs, compile_ms = {}, {}
     for name, (fun, *args) in ways.items():
         start = time.perf_counter()
@@ -89,8 +89,8 @@ def _(x: float, y: float) -> float:
     return x + y
 
 
-# In a compiled function an array is a tracer. isinstance takes that for an array; singledispatch goes by the class, and
-# has to be told.
+# In a compiled function an array is a tracer. isinstance treats a tracer as an array, but singledispatch uses the
+# class, so tracers are registered explicitly.
 @add.register(jax.Array)
 @add.register(jax.core.Tracer)
 def _(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -99,11 +99,11 @@ def _(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def one_rule_for_each_type(entries: int, rounds: int) -> dict[str, Any]:
     section(
-        "1. One rule for each type, over every entry",
-        "MultitypeFuncGraph picks a function by the types of its arguments and HyperMap applies it to each entry, "
-        "which compiles quicker than a loop.",
-        "functools.singledispatch picks by the type of the first argument and jax.tree.map goes through any pytree; "
-        "nothing is left of them in the program, which is that of the loop, and what is quicker is one array.",
+        "1. One rule per type, applied to every entry",
+        "MultitypeFuncGraph selects a function by the types of its arguments, and HyperMap applies it to each entry, "
+        "which compiles faster than a loop.",
+        "functools.singledispatch selects by the type of the first argument, and jax.tree.map applies it to any "
+        "pytree. The compiled program is that of the loop; only a single array is faster.",
     )
     mixed = {"array": jnp.ones(3), "numbers": [1, (2.5, jnp.zeros(2))]}
     twice = jax.jit(lambda x: jax.tree.map(add, mixed | {"array": x}, mixed | {"array": x}))(mixed["array"])
@@ -133,41 +133,41 @@ TRACED: collections.Counter[str] = collections.Counter()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Registered:
-    """MindSpore's InnerNet: `number` is an array of the pytree, `sign` a part of its structure."""
+    """MindSpore's InnerNet as a pytree: `number` is a leaf, `sign` a static part of the structure."""
 
     number: Any
     sign: int = dataclasses.field(default=1, metadata={"static": True})
 
     @jax.jit
     def __call__(self, x: Any, y: Any) -> Any:
-        """The sum, times the number."""
-        TRACED["registered"] += 1  # what is no operation of JAX runs when the method is traced, and only then
+        """Return the sum, times the number."""
+        TRACED["registered"] += 1  # a side effect: runs only when the method is traced
         return self.sign * self.number * (x + y)
 
 
 class Static:
-    """The same, with `self` a static argument: it is known by its identity, which does not change with it."""
+    """The same with `self` as a static argument, which JAX identifies by its id, so changed attributes go unnoticed."""
 
     def __init__(self, number: Any) -> None:
         self.number = number
 
     @functools.partial(jax.jit, static_argnums=0)
     def __call__(self, x: Any, y: Any) -> Any:
-        """The sum, times the number."""
+        """Return the sum, times the number."""
         TRACED["static self"] += 1
         return self.number * (x + y)
 
 
 def a_class_of_ones_own() -> dict[str, Any]:
     section(
-        "2. A class of one's own in a compiled function",
-        "jit_class has the attributes and methods of a class compiled into the graph that uses it.",
-        "an object that is registered as a pytree is an argument like any other, so that a changed attribute changes "
-        "the result; with static_argnums=0, self goes stale without a word.",
+        "2. A user-defined class in a compiled function",
+        "jit_class compiles the attributes and methods of a class into the graph that uses it.",
+        "an object registered as a pytree is an ordinary argument, so a changed attribute changes the result. With "
+        "static_argnums=0, changes of self are silently ignored.",
     )
     TRACED.clear()
     net, stale = Registered(2), Static(2)
-    assert int(net.number + net(2, 3)) == 12  # the tutorial's
+    assert int(net.number + net(2, 3)) == 12  # the result in the tutorial
     rows = [("number = 2", net(2, 3), TRACED["registered"], stale(2, 3), TRACED["static self"])]
     net.number = stale.number = 3
     rows.append(("number = 3", net(2, 3), TRACED["registered"], stale(2, 3), TRACED["static self"]))
@@ -194,7 +194,7 @@ def by_where(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def repeated(step: Callable[..., jax.Array], steps: int, loop: bool) -> Callable[..., jax.Array]:
-    """The tutorial's loop: the sum of all that x becomes. Written out as Python does, or left as a loop."""
+    """Return the loop of the tutorial, which sums all values of x: unrolled by Python, or as a compiled loop."""
 
     def turn(_: int, carry: tuple[jax.Array, jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = step(carry[0], y)
@@ -214,9 +214,9 @@ def repeated(step: Callable[..., jax.Array], steps: int, loop: bool) -> Callable
 def select_or_cond(steps: int, side: int, rounds: int) -> dict[str, Any]:
     section(
         "3. select instead of if, and when not",
-        "each if on a tensor is a subgraph of its own, so that ops.select compiles quicker where branches are small.",
-        "so does jnp.where against lax.cond, and a loop that stays a loop even more; but where computes both branches, "
-        "and cond wins as soon as the one that is not taken is dear.",
+        "each if on a tensor is a separate subgraph, so ops.select compiles faster for small branches.",
+        "the same holds for jnp.where and lax.cond, and a compiled loop compiles even faster. But where computes "
+        "both branches, so cond wins if the branch that is not taken is expensive.",
     )
     args = jnp.array([0]), jnp.array([1])
     found = compiled(
@@ -244,16 +244,16 @@ def select_or_cond(steps: int, side: int, rounds: int) -> dict[str, Any]:
     for result in untaken["results"].values():
         np.testing.assert_array_equal(result, m)
     show_compiled(f"20 products of {side} by {side}, not taken", untaken)
-    console.print(f"There where takes {untaken['run_us']['where'] / untaken['run_us']['cond']:.0f} times as long.")
+    console.print(f"Here where takes {untaken['run_us']['where'] / untaken['run_us']['cond']:.0f} times as long.")
     return {**found, "untaken": untaken}
 
 
 def where_twice() -> dict[str, list[float]]:
     section(
-        "4. What a select does to a derivative",
-        "ops.select computes both branches; of its derivative the tutorial says nothing.",
-        "where computes both, forward and backward, and an infinite slope of the branch not taken, times zero, is nan; "
-        "a first where keeps the value that must not be out of the branch.",
+        "4. The derivative of a select",
+        "ops.select computes both branches; the tutorial does not discuss its derivative.",
+        "where computes both branches, forward and backward, and an infinite slope of the branch not taken, times "
+        "zero, is nan. A second, inner where keeps invalid values out of the branch.",
     )
     functions = {
         "where": lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0),
@@ -275,8 +275,8 @@ def hswish(x: jax.Array) -> jax.Array:
 def map_instead_of_a_loop(rows: int, rounds: int) -> dict[str, Any]:
     section(
         "5. vmap instead of a loop",
-        "vmap over 100 rows is 30 times quicker than a loop in a compiled function, each timed at its first call.",
-        "so it is here, and most of that is compiling; after the first call it is the cost of so many small kernels.",
+        "vmap over 100 rows is 30 times faster than a loop in a compiled function, each timed at its first call.",
+        "the same here, mostly because of compilation; after the first call, the loop pays for many small kernels.",
     )
     x = np.asarray(100 * np.random.default_rng(0).normal(size=(rows, 2)), np.float32)
 
@@ -310,10 +310,10 @@ def map_instead_of_a_loop(rows: int, rounds: int) -> dict[str, Any]:
 
 def one_before_the_other() -> dict[str, Any]:
     section(
-        "6. One computation before another that does not need it",
-        "y = Depend(y, a) has a computed before whatever uses y.",
-        "y, a = depend(y, a) does so as long as both are used, since what nobody uses is dropped; side effects keep "
-        "their order in ordered callbacks.",
+        "6. The order of two independent computations",
+        "y = Depend(y, a) computes a before anything that uses y.",
+        "y, a = depend(y, a) does so if both results are used, since unused results are removed; ordered callbacks "
+        "keep side effects in order.",
     )
     programs = {
         "x + 1, the cosine not used": lambda x: (x + 1, jnp.cos(x))[0],
@@ -344,11 +344,11 @@ def one_before_the_other() -> dict[str, Any]:
 
 def no_redundant_copies(size: int) -> dict[str, Any]:
     section(
-        "7. Memory that is not copied",
-        "MS_DEV_SIDE_EFFECT_LOAD_ELIM says how often a parameter that is assigned to is copied; with the fewest copies "
+        "7. Memory without redundant copies",
+        "MS_DEV_SIDE_EFFECT_LOAD_ELIM controls how often an assigned parameter is copied; with the fewest copies, "
         "results may be wrong.",
-        "nothing is assigned to, and a donated argument gives its memory to a result, which changes no number; "
-        "assert_donated checks that it is taken.",
+        "arrays are not assigned to. A donated argument gives its memory to a result, without changing a number; "
+        "assert_donated checks that the memory is reused.",
     )
 
     def step(state: jax.Array, x: jax.Array) -> jax.Array:
@@ -371,7 +371,7 @@ def no_redundant_copies(size: int) -> dict[str, Any]:
         ((name, f"{total:,}", f"{shared:,}", f"{total - shared:,}") for name, (total, shared) in found.items()),
     )
     np.testing.assert_array_equal(donating(state, x), jnp.full((size, 7), 3.0))
-    console.print(f"A donation that is of no use:\n{refused}")
+    console.print(f"A donation that cannot be used:\n{refused}")
     return {"bytes": found, "refused": refused, "deleted": state.is_deleted()}
 
 
@@ -380,10 +380,10 @@ def no_redundant_copies(size: int) -> dict[str, Any]:
 
 def assigned_in_a_loop() -> dict[str, float]:
     section(
-        "8. A parameter that is assigned to in a loop",
-        "assign(weight, i) and out = x * weight + out in three turns: for the gradient 0 + 1 + 2 = 3 each weight has "
-        "to be copied, and with the last one alone it would be 6.",
-        "what changes from turn to turn is a carry, and reverse mode keeps each turn's by itself.",
+        "8. A parameter that is assigned in a loop",
+        "assign(weight, i) and out = x * weight + out in three iterations: for the gradient 0 + 1 + 2 = 3 each "
+        "weight has to be copied; with only the last one it would be 6.",
+        "values that change between iterations are a carry, and reverse mode stores them for each iteration.",
     )
 
     def turn(i: Any, carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -407,10 +407,10 @@ def assigned_in_a_loop() -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="steps of the loop with a branch (default 100)")
-    parser.add_argument("--entries", type=int, default=200, help="entries of the lists that are added (default 200)")
-    parser.add_argument("--rows", type=int, default=100, help="rows that are mapped over (default 100)")
-    parser.add_argument("--side", type=int, default=256, help="of the matrices of the dear branch (default 256)")
-    parser.add_argument("--rounds", type=int, default=50, help="calls to take the median time of (default 50)")
+    parser.add_argument("--entries", type=int, default=200, help="entries of the lists to add (default 200)")
+    parser.add_argument("--rows", type=int, default=100, help="rows to map over (default 100)")
+    parser.add_argument("--side", type=int, default=256, help="side of the matrices in the branch (default 256)")
+    parser.add_argument("--rounds", type=int, default=50, help="timed calls, of which the median is taken (default 50)")
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
         if value < 1:

@@ -1,11 +1,12 @@
-"""A stiff reaction in implicit steps: what its Jacobian costs dense, and what as the sparse matrix that it is.
+"""Integrate a stiff reaction with implicit steps, and compare the cost of dense and sparse Jacobians.
 
     python examples/stiff_brusselator.py --cells 64 256 1024 --until 10 --out demo
 
-Two substances react and spread along a line (the Brusselator). An explicit method must follow how fast neighbouring
-cells even out, with steps that shrink as the square of the cells' width; an implicit one solves with the Jacobian
-instead. Each cell depends on itself and its two neighbours, so six products give the whole matrix, however many cells
-there are. The script times Jacobians and steps both ways, runs the reaction, and draws `stiff_brusselator.png`.
+Two substances react and diffuse along a line (the Brusselator). An explicit method must resolve the diffusion between
+neighbouring cells, so its time step shrinks as the square of the cell width. An implicit method solves a linear system
+with the Jacobian instead. Each cell depends only on itself and its two neighbours, so six products give the whole
+matrix for any number of cells. The script times dense and sparse Jacobians and steps, runs the reaction, and draws
+`stiff_brusselator.png`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,7 +35,7 @@ from tqdm import tqdm
 from plurax.transforms import jacobian
 
 SPREAD = 1 / 50
-# With this number the method damps at once what decays much faster than a step lasts.
+# With this coefficient the method is L-stable: components that decay much faster than a step are damped at once.
 GAMMA = 1 - 0.5**0.5
 TOLERANCE = 1e-4
 
@@ -42,7 +43,7 @@ Solver = Callable[[np.ndarray], np.ndarray]
 
 
 def brusselator(y: jax.Array) -> jax.Array:
-    """How fast both substances change, (2 * cells,); beyond the ends they are 1 and 3."""
+    """Return the rates of change of both substances, (2 * cells,); their boundary values are 1 and 3."""
     u, v = jnp.split(y, 2)
     spread = SPREAD * (u.size + 1) ** 2
 
@@ -55,32 +56,32 @@ def brusselator(y: jax.Array) -> jax.Array:
 
 
 def start(cells: int) -> np.ndarray:
-    """A wave of the first substance in an even second one."""
+    """Return the initial state: a sine wave of the first substance, and a constant second one."""
     x = np.arange(1, cells + 1) / (cells + 1)
     return np.concatenate([1 + np.sin(2 * np.pi * x), np.full(cells, 3.0)])
 
 
 def solve_sparse(matrix: Any, step: float) -> Solver:
-    """Solves with 1 - GAMMA * step * J, for the Jacobian as `BCOO`."""
+    """Return a solver for the matrix 1 - GAMMA * step * J, with a Jacobian J as `BCOO`."""
     rows, cols = np.asarray(matrix.indices).T
     sparse = scipy.sparse.csc_array((-GAMMA * step * np.asarray(matrix.data), (rows, cols)), shape=matrix.shape)
     return scipy.sparse.linalg.splu(sparse + scipy.sparse.eye_array(len(matrix), format="csc")).solve
 
 
 def solve_dense(matrix: Any, step: float) -> Solver:
-    """The same for an array."""
+    """Return the same for a dense Jacobian."""
     factors = scipy.linalg.lu_factor(np.eye(len(matrix)) - GAMMA * step * np.asarray(matrix))
     return lambda right: scipy.linalg.lu_solve(factors, right)
 
 
 class Method:
-    """The Rosenbrock method ROS2 of Verwer and others (1999): second order, two systems with one matrix in a step."""
+    """The Rosenbrock method ROS2 of Verwer et al. (1999): second order, with two solves of one matrix per step."""
 
     def __init__(self, jacobian_at: Callable[..., Any], solver: Callable[[Any, float], Solver]) -> None:
         self.slope, self.jacobian_at, self.solver = jax.jit(brusselator), jax.jit(jacobian_at), solver
 
     def step(self, y: np.ndarray, step: float) -> tuple[np.ndarray, float]:
-        """The state after a step, and how far off it seems in units of the tolerance."""
+        """Return the state after a step, and its estimated error in units of the tolerance."""
         solve = self.solver(self.jacobian_at(y), step)
         first = solve(np.asarray(self.slope(y)))
         second = solve(np.asarray(self.slope(y + step * first)) - 2 * first)
@@ -88,7 +89,7 @@ class Method:
         return y + step * (1.5 * first + 0.5 * second), float(error.max())
 
     def run(self, y: np.ndarray, until: float) -> tuple[np.ndarray, np.ndarray]:
-        """Steps as long as the tolerance lets them be; returns the times (n,) and the states (n, 2 * cells)."""
+        """Integrate with adaptive steps; return the times (n,) and the states (n, 2 * cells)."""
         times, states, step = [0.0], [y], 1e-4
         with tqdm(total=until, unit="s", leave=False, bar_format="{l_bar}{bar}| {n:.2f} of {total:.2f}") as bar:
             while times[-1] < until:
@@ -103,7 +104,7 @@ class Method:
 
 
 def timed(call: Callable[[], Any], rounds: int) -> float:
-    """Milliseconds for a call, the median."""
+    """Return the median time of a call in milliseconds."""
     jax.block_until_ready(call())
     found = []
     for _ in range(rounds):
@@ -116,8 +117,8 @@ def timed(call: Callable[[], Any], rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", type=int, nargs="+", default=[64, 256, 1024], help="how many (default 64 256 1024)")
-    parser.add_argument("--until", type=float, default=10.0, help="the time to end at (default 10)")
-    parser.add_argument("--rounds", type=int, default=5, help="calls to take the median time of (default 5)")
+    parser.add_argument("--until", type=float, default=10.0, help="end time (default 10)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls, of which the median is taken (default 5)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args()
     if min(options.cells) < 2:
@@ -161,7 +162,7 @@ def main() -> None:
     limit = 2 / (4 * SPREAD * (cells + 1) ** 2)
     console.print(
         f"{cells} cells until {options.until:g}: {len(steps)} implicit steps in {seconds:.1f} s; an explicit method "
-        f"(Euler's) would take {options.until / limit:,.0f}, since it explodes with longer ones than {limit:.1e}."
+        f"(Euler's) would take {options.until / limit:,.0f}, since it is unstable with steps longer than {limit:.1e}."
     )
 
     picture = options.out / "stiff_brusselator.png"

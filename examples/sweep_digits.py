@@ -1,10 +1,10 @@
-"""Which learning rate? Eight of them with eight seeds each, trained on handwritten digits as one program.
+"""Sweep eight learning rates with eight seeds each, trained on handwritten digits as one program.
 
     python examples/sweep_digits.py --rates 8 --seeds 8 --steps 300 --out demo
 
-The 64 networks are one ensemble: seed k begins alike under every rate, and all see the same batches. The script prints
-a table, and draws `sweep_digits.png`: the learning curves of each rate, and the curve that a sweep is for, the error
-against the rate with the band over the seeds.
+The 64 networks are one ensemble. Seed k has the same initial weights for every rate, and all networks see the same
+batches. The script prints a table, and draws `sweep_digits.png`: the learning curves of each rate, and the validation
+error against the rate, with a band over the seeds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -38,7 +38,7 @@ class Network(nnx.Module):
         self.out = nnx.Linear(48, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (batch, 10) of images (batch, 64)."""
+        """Return logits (batch, 10) for images (batch, 64)."""
         return self.out(nnx.relu(self.hidden(x)))
 
 
@@ -48,8 +48,8 @@ def loss(model: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", type=int, default=8, help="how many learning rates, from 0.0001 to 1 (default 8)")
-    parser.add_argument("--seeds", type=int, default=8, help="networks of each rate (default 8)")
+    parser.add_argument("--rates", type=int, default=8, help="number of learning rates, from 0.0001 to 1 (default 8)")
+    parser.add_argument("--seeds", type=int, default=8, help="networks for each rate (default 8)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (default 300)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args()
@@ -65,7 +65,7 @@ def main() -> None:
     rates = np.geomspace(1e-4, 1, options.rates).tolist()
     hyperparams = grid(learning_rate=rates, repeats=options.seeds)
     size = len(hyperparams["learning_rate"])
-    # The same keys under every rate.
+    # The same keys for every rate.
     seeds = jax.numpy.tile(jax.random.split(jax.random.key(0), options.seeds), options.rates)
     ensemble = Ensemble.create(Network, size, seed=seeds)
     console.print(f"{ensemble}: {options.rates} rates × {options.seeds} seeds")
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def draw(path: Path, rates: list[float], nll: np.ndarray, history: list[dict[str, float]]) -> None:
-    """The learning curves of each rate, and the error against the rate."""
+    """Draw the learning curves of each rate, and the error against the rate."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     plots.learning_curves(history, by="learning_rate", ax=left)
     left.set(yscale="log", title="Each rate, with the band over its seeds", ylabel="training loss")

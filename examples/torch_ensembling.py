@@ -1,10 +1,10 @@
-"""PyTorch's tutorial on model ensembling, told in Plurax.
+"""PyTorch's tutorial on model ensembling, written with Plurax.
 
     python examples/torch_ensembling.py --members 10 --batches 20
 
-Ten networks of one architecture, evaluated as one: each on its own batch, or all on the same. What PyTorch does with
-`stack_module_state`, `functional_call` and `torch.func.vmap` is `Ensemble.stack` and a call here. Where PyTorch is
-installed, the same weights go through it, and the results are compared.
+Ten networks of one architecture are evaluated as one, each on its own batch or all on the same batch. Where PyTorch
+needs `stack_module_state`, `functional_call` and `torch.func.vmap`, Plurax needs `Ensemble.stack` and a call. If
+PyTorch is installed, the results are compared with those of PyTorch for the same weights.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class SimpleMLP(nnx.Module):
         self.fc3 = nnx.Linear(128, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (batch, 10) of images (batch, 28, 28)."""
+        """Return logits (batch, 10) for images (batch, 28, 28)."""
         x = x.reshape(len(x), -1)
         return self.fc3(nnx.relu(self.fc2(nnx.relu(self.fc1(x)))))
 
 
 def of_torch(models: list[SimpleMLP], images: np.ndarray) -> np.ndarray:
-    """The same weights in PyTorch, by the tutorial's own recipe; `images` has one batch for each model."""
+    """Evaluate the same weights in PyTorch, as the tutorial does; `images` has one batch for each model."""
     import torch
     from torch import func, nn
 
@@ -65,7 +65,7 @@ def of_torch(models: list[SimpleMLP], images: np.ndarray) -> np.ndarray:
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """The best of twenty calls, after the one that compiles."""
+    """Return the time of the fastest of twenty calls, after one that compiles."""
     jax.block_until_ready(call())
     times = []
     for _ in range(20):
@@ -78,7 +78,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--members", type=int, default=10)
-    parser.add_argument("--batches", type=int, default=20, help="how many batches of data; at least --members")
+    parser.add_argument("--batches", type=int, default=20, help="number of batches of data, at least --members")
     options = parser.parse_args()
     if not 1 <= options.members <= options.batches:
         parser.error("--members must be at least 1, and at most --batches")
@@ -104,7 +104,7 @@ def main() -> None:
 
     if importlib.util.find_spec("torch") is not None:
         np.testing.assert_allclose(predictions, of_torch(models, np.asarray(own)), rtol=1e-3, atol=1e-4)
-        print("3. PyTorch with the same weights says the same.")
+        print("3. PyTorch gives the same results with the same weights.")
     else:
         print("3. (PyTorch is not installed: not compared.)")
 

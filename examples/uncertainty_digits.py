@@ -1,10 +1,10 @@
-"""Does an ensemble know when it does not know? Digits as they are, turned, and with shuffled pixels.
+"""Measure the uncertainty of an ensemble on digits, on rotated digits, and on digits with shuffled pixels.
 
     python examples/uncertainty_digits.py --members 8 --steps 2000 --out demo
 
-Each network learns from its own bootstrap sample of the digits, and stops on its own when images that none has seen
-say so. The script prints scores, calibrates the ensemble by a temperature, makes sets of digits that hold the right one
-nine times in ten, and draws `uncertainty_digits.png`.
+Each network is trained on its own bootstrap sample of the digits, and stops early by its loss on validation images. The
+script prints scores, calibrates the ensemble with a temperature, forms sets that contain the correct digit in nine
+cases of ten, and draws `uncertainty_digits.png`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 
-mpl.use("Agg")  # draws into a file: no window is needed
+mpl.use("Agg")  # draws to a file; needs no window
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -43,7 +43,7 @@ class Network(nnx.Module):
         self.out = nnx.Linear(64, 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits (batch, 10) of images (batch, 64)."""
+        """Return logits (batch, 10) for images (batch, 64)."""
         return self.out(self.dropout(nnx.relu(self.hidden(x))))
 
 
@@ -52,15 +52,15 @@ def loss(model: Network, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def turned(images: np.ndarray, angle: float) -> np.ndarray:
-    """The images turned by an angle in degrees."""
+    """Return the images, rotated by an angle in degrees."""
     square = images.reshape(-1, 8, 8)
     return rotate(square, angle, axes=(1, 2), reshape=False, order=1).reshape(images.shape).astype(np.float32)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--members", type=int, default=8, help="how many networks (default 8)")
-    parser.add_argument("--steps", type=int, default=2000, help="training steps at most (default 2000)")
+    parser.add_argument("--members", type=int, default=8, help="number of networks (default 8)")
+    parser.add_argument("--steps", type=int, default=2000, help="maximum training steps (default 2000)")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory for the picture")
     options = parser.parse_args()
     if options.members < 2:
@@ -91,7 +91,7 @@ def main() -> None:
     temperature = fit_temperature(logits, y_valid, pooled=True)
 
     def predicted(inputs: np.ndarray) -> jax.Array:
-        """The members' probabilities, calibrated."""
+        """Return the calibrated probabilities of the members."""
         return jax.nn.softmax(ensemble.view(deterministic=True)(inputs) / temperature, axis=-1)
 
     shuffled = np.random.default_rng(0).permuted(x_test, axis=1)
@@ -105,8 +105,8 @@ def main() -> None:
         sets = conformal_sets(found[name].mean(axis=0), threshold)
         covered = jnp.take_along_axis(sets, y_test[:, None], axis=1).mean()
         console.print(
-            f"Sets for {name}: {float(sets.sum(axis=1).mean()):.2f} digits on average, which hold the right one in "
-            f"{float(covered):.1%} (promised as they are: 90 %)."
+            f"Sets for images {name}: {float(sets.sum(axis=1).mean()):.2f} digits on average, which contain the "
+            f"correct one in {float(covered):.1%} (guaranteed for images as they are: 90 %)."
         )
     console.print(f"Temperature of the ensemble: {float(temperature):.2f}")
 
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def report(found: dict[str, jax.Array], labels: np.ndarray) -> Table:
-    """A row for each kind of images; AUROC: how well mutual information tells them from those as they are."""
+    """Return a table with a row for each kind of images; the AUROC of mutual information is against "as they are"."""
     table = Table(title=f"{len(labels)} test images")
     for head in ("", "accuracy", "NLL", "ECE", "entropy", "mutual info", "AUROC"):
         table.add_column(head, justify="left" if not head else "right", no_wrap=True)
@@ -133,7 +133,7 @@ def report(found: dict[str, jax.Array], labels: np.ndarray) -> Table:
 
 
 def draw(path: Path, found: dict[str, jax.Array], labels: np.ndarray) -> None:
-    """Doubt in and out of the distribution, what it is worth, calibration, and who disagrees with whom."""
+    """Draw entropies in and out of distribution, risk against coverage, calibration, and disagreement of members."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 8.4), layout="constrained")
     shown = {name: found[name] for name in ("as they are", "turned by 45°", "shuffled pixels")}
     plots.entropies({name: metrics.predictive_entropy(p) for name, p in shown.items()}, ax=axes[0, 0])

@@ -1,8 +1,8 @@
-"""A tour of `vmap`: one function, and then many inputs for it.
+"""A tour of `vmap`: apply one function to many inputs.
 
     python examples/vmap_tour.py
 
-The steps are those of MindSpore's tutorial on `vmap`; every printed array is checked against a plain Python loop.
+The steps follow MindSpore's tutorial on `vmap`. Every printed array is checked against a plain Python loop.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from plurax.transforms import grad, vmap
 
 
 def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Dot products of `w` (3,) with the windows of `x` (5,)."""
+    """Return the dot products of `w` (3,) with the windows of `x` (5,)."""
     return jnp.array([jnp.dot(x[i - 1 : i + 2], w) for i in range(1, len(x) - 1)])
 
 
 def show(title: str, got: Any, expected: Any) -> None:
-    """Print an array, or the shape of a large one, once it is certain to be right."""
+    """Check an array against the expected one, and print it, or the shape of a large one."""
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     text = np.array2string(np.asarray(got), separator=", ", formatter={"float": "{:.3g}".format}).replace("\n", "")
     print(f"  {title:42}  {text if got.size < 10 else f'an array of shape {got.shape}'}")

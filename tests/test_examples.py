@@ -111,12 +111,12 @@ def test_waves_are_those_of_theory_and_show_what_is_hidden(tmp_path):
         (
             "control_flow",
             ("--lanes", "3", "--width", "3", "--side", "9", "--limit", "9", "--chunk-size", "5", "--rounds", "1"),
-            "3. A while_loop, 81 lanes of 1 to 9 turns",
+            "3. A while_loop, 81 lanes of 1 to 9 iterations",
         ),
         (
             "laplacian",
             ("--particles", "1", "2", "--samples", "9", "--rounds", "1"),
-            "energy 3.0 at every point, but for",
+            "energy 3.0 at every point, up to",
         ),
         (
             "stiff_brusselator",

@@ -1,7 +1,7 @@
-"""`tune`: compiles and measures the candidates of `strategy="auto"`, and chooses the quickest; what is found is kept.
+"""`tune`: compile and measure the candidates of `strategy="auto"`, choose the fastest, and cache the result.
 
-What wins depends on the program, its shapes and the machine, and we know of no rule for it: batched operations win for
-small perceptrons, one member after another for convolutions, and by how much changes with the size.
+The fastest strategy depends on the program, its shapes and the machine, and we know no general rule: batched operations
+win for small perceptrons, one member after another for convolutions, and the margin changes with the size.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ...transforms._core.memory import in_words
 from ...transforms._runs.atomic_write import write_atomically
 from .._members.strategy import Execution
 
-# A program with a copy of the operations for each member is not compiled if that is likely to take longer: seconds.
+# "unroll", a copy of the operations for each member, is skipped if its compilation is likely to take longer: seconds.
 _LONGEST_COMPILE = 20.0
-# What takes this many times as long as the best is not measured again; within `_EQUAL` of it, it is as quick.
+# A candidate slower than the best by the first factor is not measured again; one within the second counts as equal.
 _OUT_OF_REACH, _EQUAL = 1.3, 1.03
-# A measurement is a block of steps, one after another as in training, for so many seconds.
+# A measurement is a block of consecutive steps, as in training, of this many seconds.
 _BLOCK = 0.05
-# A candidate has so many blocks at first, as long as they take no more than 1 / 16 of the time, and then one in each
-# round.
+# Each candidate gets `_FIRST` blocks at first, as long as they take no more than 1 / `_SHARES` of the time, and then
+# one in each round.
 _FIRST, _SHARES, _ROUNDS = 4, 16, 15
 
-# Part of the fingerprint, so that results in files of another form are not found.
+# The version of the file format, part of the fingerprint, so that files of other versions are not found.
 _FORMAT = 3
-# For the other trainers of this process; `tune_cache` is for other processes.
+# The results of this process, shared by all trainers; `tune_cache` is for other processes.
 _remembered: dict[str, Tuning] = {}
 
 
@@ -50,10 +50,10 @@ class CandidateExecution:
 
     Attributes:
       execution: how the members are executed.
-      ms: the lower quartile of the times of a step; None if it was not measured.
-      temporaries: bytes of the compiled program besides its arguments and results; of one member for a loop.
-      compile_s: how long tracing and compiling took.
-      note: why it was not measured.
+      ms: the lower quartile of the times of a step, in milliseconds; None if it was not measured.
+      temporaries: bytes of the compiled program besides its arguments and results; for "loop", those of one member.
+      compile_s: seconds for tracing and compiling.
+      note: the reason why it was not measured.
     """
 
     execution: Execution
@@ -65,13 +65,13 @@ class CandidateExecution:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The measurements, and the choice they led to; as text a table.
+    """The measurements and the resulting choice; `str` formats them as a table.
 
     Attributes:
-      chosen: the execution.
-      candidates: all that were considered.
+      chosen: the chosen execution.
+      candidates: all candidates that were considered.
       where: the device and the number of members.
-      seconds: how long measuring took, compiling not counted.
+      seconds: the duration of the measurements, without compilation.
     """
 
     chosen: Execution
@@ -80,7 +80,7 @@ class Tuning:
     seconds: float
 
     def __str__(self) -> str:
-        """Return a table of the candidates, the quickest first."""
+        """Return a table of the candidates, the fastest first."""
         rows = [("", "ms", "temporaries", "compile (s)", "")]
         for one in sorted(self.candidates, key=lambda one: inf if one.ms is None else one.ms):
             ms = "" if one.ms is None else f"{one.ms:.3g}"
@@ -106,28 +106,28 @@ def tune(
     where: str,
     aloud: bool = False,
 ) -> Tuning | None:
-    """Measure the candidates, and choose the quickest.
+    """Measure the candidates, and choose the fastest.
 
     Args:
-      temporaries: compiles a step that is executed in a given way, and returns the bytes of its temporaries.
-      seconds_of: takes so many steps, and returns the seconds of one.
-      size: how many members there are on one device.
-      convolutions: whether the program has some, which may be rewritten.
+      temporaries: compiles a step for an execution, and returns the bytes of its temporaries.
+      seconds_of: takes a number of steps with an execution, and returns the seconds of one.
+      size: the number of members on one device.
+      convolutions: whether the program has convolutions, which may be rewritten as products.
       looped: whether a Python loop over the members is possible.
-      devices: over how many devices the members may be spread.
-      seconds: for all measuring; compiling is not counted.
-      budget: bytes of temporaries, or None.
+      devices: the number of devices over which the members may be distributed.
+      seconds: the time for all measurements, without compilation.
+      budget: the maximum bytes of temporaries, or None.
       where: the device and the members, for the table.
-      aloud: whether to print what is measured.
+      aloud: whether to print what is being measured.
 
     Returns:
-      The measurements; None where all fail when they run, such as for want of memory for a copy of the state.
+      The measurements; None if every candidate fails at run time, for example for lack of memory.
 
     Raises:
       ValueError: none of the candidates fits into the budget.
     """
     search = _Search(temporaries, seconds_of, seconds, budget, aloud)
-    # One member at a time tells how long a step takes to compile, and whether products pay, for all that follow.
+    # One member at a time comes first: it shows the compile time of a step, and whether products are worthwhile.
     first = "loop" if looped else "map"
     plain = search.measure(Execution(first))
     products = convolutions and search.measure(Execution(first, products=True)) < plain
@@ -140,10 +140,10 @@ def tune(
                 search.skip(execution, f"about {to_compile:.0f} s to compile")
             else:
                 search.measure(execution)
-    # Smaller chunks as long as they are quicker, or the larger ones do not fit.
+    # Smaller chunks are tried as long as they are faster, or the larger ones do not fit.
     chunk, larger = size // 4, search.measure(Execution("vmap", None, products))
     while chunk >= 2:
-        # As many chunks as `chunk` makes, but of equal size: for 9 members and 4 at a time, 3 chunks of 3.
+        # The same number of chunks, but of equal size: for 9 members and 4 at a time, 3 chunks of 3.
         smaller = search.measure(Execution("vmap", -(-size // -(-size // chunk)), products))
         if smaller > larger:
             break
@@ -158,7 +158,7 @@ def tune(
 
 @dataclass
 class _Search:
-    """The candidates that were considered so far, their times, and the seconds that were spent."""
+    """The candidates considered so far, their times, and the seconds spent."""
 
     temporaries: Callable[[Execution], int]
     seconds_of: Callable[[Execution, int], float]
@@ -171,7 +171,7 @@ class _Search:
     error: Exception | None = None
 
     def measure(self, execution: Execution) -> float:
-        """Compile an execution and take some steps; return the seconds of one, infinite where it is no candidate."""
+        """Compile an execution and take some steps; return the seconds of one, or infinity if it was not measured."""
         if execution in self.found:
             return self.time(execution)
         if self.spent > self.seconds and self.times:
@@ -185,7 +185,7 @@ class _Search:
             if self.budget is not None and temporaries > self.budget:
                 self.found[execution] = replace(one, note="over the memory budget")
                 return inf
-            # The first allocates, loads and compiles small things; it counts only where there is no time for others.
+            # The first block includes allocations and one-time work, so it counts only if there is no time for others.
             times = [self._block(execution, inf)]
             before = self.spent
             while len(times) <= _FIRST and self.spent < min(self.seconds, before + self.seconds / _SHARES):
@@ -197,18 +197,18 @@ class _Search:
         return self.time(execution)
 
     def time(self, execution: Execution) -> float:
-        """Return the seconds of a step, infinite where it was not measured."""
+        """Return the seconds of a step, or infinity if it was not measured."""
         return _typical(self.times.get(execution, [inf]))
 
     def skip(self, execution: Execution, why: str) -> float:
-        """Note why an execution is not measured; return its time, which is infinite."""
+        """Record why an execution is not measured; return infinity as its time."""
         self.found[execution] = CandidateExecution(execution, note=why)
         return inf
 
     def repeat(self) -> None:
-        """Measure those within reach of the best again, a block of each in every round.
+        """Measure the candidates near the best again, one block of each in every round.
 
-        In rounds, so that what else the machine does for a while slows all of them and not one.
+        With rounds, other work on the machine slows all candidates alike, not just one.
         """
         for _ in range(_ROUNDS):
             limit = _OUT_OF_REACH * min(map(min, self.times.values()), default=0.0)
@@ -219,7 +219,7 @@ class _Search:
                     times.append(self._block(execution, min(times)))
 
     def best(self) -> Execution:
-        """Return the quickest; raise the first error if none was measured, or if none fits into the budget."""
+        """Return the fastest execution; raise if none fits into the budget, or raise the first error if all failed."""
         if not self.times:
             over = [one for one in self.found.values() if one.temporaries is not None]
             if self.budget is None or not over:
@@ -230,13 +230,12 @@ class _Search:
             found = f"no execution fits into memory_budget={budget}: the least found is {need}"
             raise ValueError(f"Trainer: {found}; raise it, or make the batch smaller.")
         limit = _EQUAL * min(map(self.time, self.times))
-        # Of those that are as quick, the one that needs the least memory: it suffers least from what else the machine
-        # does.
+        # Among equally fast executions, the one with the least memory is least affected by other work on the machine.
         equal = [execution for execution in self.times if self.time(execution) <= limit]
         return min(equal, key=lambda execution: self.found[execution].temporaries or 0)
 
     def _block(self, execution: Execution, once: float) -> float:
-        """Return the seconds of a step, from as many as fit into a block if one takes `once`, or from a single one."""
+        """Time one block of steps, given that a step takes about `once` seconds; return the seconds of one."""
         steps = max(1, int(min(_BLOCK, self.seconds - self.spent) / once))
         found = self.seconds_of(execution, steps)
         self.spent += found * steps
@@ -244,18 +243,18 @@ class _Search:
 
 
 def _typical(times: list[float]) -> float:
-    """Return the lower quartile: other work on the machine makes a step slower, and never quicker.
+    """Return the lower quartile: other work on the machine makes a step slower, never faster.
 
-    So does the system, where steps keep the state that they are given: it takes freed memory away and gives it back.
-    That comes and goes, and takes half of a short step.
+    Without donation, so does the operating system, which reclaims freed memory and hands it out again. The effect comes
+    and goes, and can be half of the time of a short step.
     """
     return sorted(times)[(len(times) - 1) // 4]
 
 
 def fingerprint(jaxpr: Jaxpr, *about: object) -> str:
-    """Return a hash of a program and of the machine, and of what else a measurement depends on."""
+    """Return a hash of a program, the machine, and everything else that a measurement depends on."""
     device = jax.devices()[0]
-    # A jaxpr prints the functions that it calls with their addresses, which each process has anew.
+    # A jaxpr prints functions with their addresses, which differ between processes.
     program = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
     machine = (
         *(jax.__version__, version("jaxlib"), device.platform, device.device_kind, processor(), cores()),
@@ -265,7 +264,7 @@ def fingerprint(jaxpr: Jaxpr, *about: object) -> str:
 
 
 def recall(key: str, directory: Path | None) -> Tuning | None:
-    """Return what was found for a program before, in this process or in the directory; else None."""
+    """Return an earlier result for a program, from this process or the directory; None if there is none."""
     if key not in _remembered and directory is not None:
         try:
             read = json.loads((directory / f"{key}.json").read_text())
@@ -273,12 +272,12 @@ def recall(key: str, directory: Path | None) -> Tuning | None:
             read |= {"chosen": Execution(*read["chosen"]), "candidates": tuple(candidates)}
             _remembered[key] = Tuning(**read)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            pass  # missing or damaged: it is measured again
+            pass  # missing or damaged: measured again
     return _remembered.get(key)
 
 
 def remember(key: str, tuning: Tuning, directory: Path | None) -> None:
-    """Keep what was found, in this process and in the directory."""
+    """Store a result in this process and in the directory."""
     _remembered[key] = tuning
     if directory is None:
         return

@@ -1,4 +1,4 @@
-"""`Executor`: steps of all members, executed in one way or another."""
+"""`Executor`: compile, run and time the step of all members."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .forms import Padded, State, Unstacked, padded, put, stacked, take, unstack
 
 
 class StepInputs(NamedTuple):
-    """What one step of all members takes.
+    """The inputs of one step of all members.
 
     Attributes:
       state: the training state before the step.
-      arguments: those of the loss after the model.
-      axes: for each of them, how it is mapped over the members.
+      arguments: the arguments of the loss after the model.
+      axes: the axes of each argument along which the members are mapped.
     """
 
     state: State
@@ -45,7 +45,7 @@ class StepInputs(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        """Return a hashable value that differs where another program is compiled."""
+        """Return a hashable value that identifies the compiled program: structures, shapes, dtypes and axes."""
         leaves, treedef = jax.tree.flatten((self.state._member(), self.arguments))
         shapes = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
         return self.state._structure, self.size, treedef, shapes, HashablePytree.of(self.axes)
@@ -53,42 +53,42 @@ class StepInputs(NamedTuple):
     @property
     def is_traced(self) -> bool:
         """Return whether a step is part of a trace, so that nothing can be measured or compared."""
-        # Within a trace constants are traced too, even where the state and the batch are not.
+        # Inside a trace constants are traced too, even if the state and the batch are not.
         leaves = jax.tree.leaves((self.state, self.arguments))
         return any(isinstance(x, Tracer) for x in leaves) or isinstance(jnp.zeros(()), Tracer)
 
     def of_member(self) -> tuple[Any, ...]:
-        """Return the shapes and dtypes of what the step of one member takes."""
+        """Return the shapes and dtypes of the inputs of one member's step."""
         batch = jax.eval_shape(lambda *args: take_member(args, self.axes, 0), *self.arguments)
         return self.state._member(), *batch
 
 
 class Executor:
-    """Steps of all members.
+    """Compile, run and time the step of all members.
 
     Args:
       step: the step of one member.
-      layout: how the members are spread over devices; None for one device, or for as many as an execution names.
+      layout: the layout of the members on a mesh; None without a mesh, when the `Execution` sets the number of devices.
     """
 
     def __init__(self, step: MemberStep, layout: Layout | None) -> None:
         self._step = step
         self.layout = layout
-        # One program for a step that leaves its state usable, one for a step that takes over its memory.
+        # One program for a step that leaves its state usable, and one for a step that donates the memory of its state.
         self._programs = [
             jax.jit(partial(self._step_of_all, in_place), static_argnums=0, donate_argnums=(1,) * in_place)
             for in_place in (False, True)
         ]
-        # It always takes over the memory of the member: unstacked arrays are copies, or what the last step has made,
-        # and nobody else has either.
+        # Always donates the memory of the member: unstacked arrays are copies or results of the previous step, to which
+        # there are no other references.
         self._member_program = jax.jit(self._step_of_member, static_argnums=0, donate_argnums=1)
-        # For a step that leaves its state usable: from stacked arrays into new ones, so that no member is copied.
+        # For a step that leaves its state usable: reads stacked arrays and writes new ones, so no member is copied.
         self._row_program = jax.jit(self._step_of_row, static_argnums=0, donate_argnums=2)
 
     def execute(self, execution: Execution, inputs: StepInputs, donate: bool) -> tuple[State, dict[str, jax.Array]]:
-        """Take a step that is executed in a given way; return the new state and the metrics.
+        """Take a step with an execution; return the new state and the metrics.
 
-        Where it takes over the memory of the state, the new one has the form in which the next step takes it.
+        With `donate`, the new state has the form that the next step needs, which may not be a `TrainState`.
         """
         structure, size = inputs.state._structure, inputs.size
         after: State
@@ -99,7 +99,7 @@ class Executor:
         else:
             static, arguments = self._static(execution, inputs), _on_device(inputs.arguments)
             of_members = []
-            # An array as the index, so that one program serves all members.
+            # The index is an array, so that one program serves all members.
             if donate:
                 before, members = unstacked(inputs.state), []
                 for i, member in enumerate(before.members):
@@ -117,12 +117,12 @@ class Executor:
         return after if donate else stacked(after), metrics
 
     def temporaries(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
-        """Compile a step that is executed in a given way, and return the bytes of its temporaries."""
+        """Compile a step for an execution, and return the bytes of its temporaries."""
         analysis: Any = self.lower(inputs, donate, execution).compile().memory_analysis()
         return analysis.temp_size_in_bytes
 
     def lower(self, inputs: StepInputs, donate: bool, execution: Execution) -> Any:
-        """Return the lowered program of a step; of one member, for a loop."""
+        """Return the lowered program of a step; for "loop", that of one member."""
         if execution.strategy == "loop":
             static, member = self._static(execution, inputs), inputs.state._member()
             last = np.uint32(0), _on_device(inputs.arguments)
@@ -134,10 +134,10 @@ class Executor:
             return self._programs[donate].lower(*jax.tree.map(_shape_if_traced, self._arguments(execution, inputs)))
 
     def seconds(self, inputs: StepInputs, donate: bool, execution: Execution, steps: int) -> float:
-        """Take so many steps, and return the seconds of one: the mean of all but the first, if it is not alone."""
-        # Steps that take over the memory of their state begin with a copy: the user's stays usable.
+        """Take `steps` steps, and return the seconds of one: the mean of all but the first, if there are several."""
+        # With donation the steps begin with a copy, so that the state of the user stays usable.
         after = jax.tree.map(jnp.copy, inputs.state) if donate else inputs.state
-        # JAX computes asynchronously: the clock starts when all before is done, and stops when all results are.
+        # JAX computes asynchronously: the clock starts when all earlier work is done, and stops when all results are.
         jax.block_until_ready(after)
         start = time.perf_counter()
         for i in range(steps):
@@ -152,7 +152,7 @@ class Executor:
         return inputs.state._structure, execution, inputs.size, HashablePytree.of(inputs.axes)
 
     def _arguments(self, execution: Execution, inputs: StepInputs) -> tuple[Any, ...]:
-        """Return the arguments of a program of all members, with its arrays on the devices from which it takes them."""
+        """Return the arguments of a program of all members, with the arrays on the devices of that program."""
         state, arguments, axes = inputs
         static, layout = self._static(execution, inputs), self._layout_of(execution)
         if layout is None:
@@ -167,9 +167,9 @@ class Executor:
         return self.layout
 
     def member_program(self, inputs: StepInputs) -> Jaxpr:
-        """Trace the step of one member, with the whole of its batch."""
-        # What is measured, hashed and searched for convolutions. A loss may name an axis of the mesh, which exists
-        # inside `shard_map` alone: here its size is declared.
+        """Trace the step of one member, with its whole batch."""
+        # The program that "auto" hashes and searches for convolutions. A loss may name an axis of the mesh, which
+        # exists only inside `shard_map`, so its size is declared here.
         axis_env = [] if self.layout is None else list(self.layout.mesh.shape.items())
         step = partial(self._step, inputs.state._structure)
         return jax.make_jaxpr(step, axis_env=axis_env)(*inputs.of_member()).jaxpr
@@ -177,7 +177,7 @@ class Executor:
     def _step_of_all(
         self, in_place: bool, static: tuple[Any, ...], arrays: Arrays, step: jax.Array, batch: Any
     ) -> tuple[Arrays, jax.Array, dict[str, Any]]:
-        """Return the new arrays of all members, the number of the next step, and the metrics; to be compiled."""
+        """Return the new arrays of all members, the next step number, and the metrics; compiled in `__init__`."""
         structure, execution, size, axes = static
         layout = self._layout_of(execution)
         of_member = partial(self._step, structure, split=layout is not None and layout.shards > 1)
@@ -188,21 +188,21 @@ class Executor:
         if layout is None:
             arrays, metrics = mapped(size)(arrays, *batch)
         else:
-            # `shard_map` goes around the strategy, so that the compiler sees one device's program for its own members.
+            # `shard_map` wraps the strategy, so that the compiler sees the program of one device for its own members.
             of_device = mapped(layout.padded(size) // layout.devices)
             specs = layout.batch_specs(batch, axes.value)
             arrays, metrics = layout.on_each(of_device, P(ENSEMBLE), *specs)(arrays, *batch)
         return arrays, step + 1, metrics
 
     def _step_of_member(self, static: tuple[Any, ...], arrays: Arrays, i: jax.Array, batch: Any) -> Any:
-        """Return the new arrays of a member, and its metrics; to be compiled once for all members."""
+        """Return the new arrays and the metrics of a member; compiled once for all members."""
         structure, execution, _, axes = static
         step: Callable[..., Any] = partial(self._step, structure)
         step = convolutions_as_products(step) if execution.products else step
         return step(arrays, *take_member(batch, axes.value, i))
 
     def _step_of_row(self, static: tuple[Any, ...], arrays: Arrays, new: Arrays, i: jax.Array, batch: Any) -> Any:
-        """Return `new` with the new arrays of a member of `arrays`, and its metrics; compiled once for all members."""
+        """Take the step of member `i` of `arrays`, write its arrays into `new`; return `new` and the metrics."""
         of_member, metrics = self._step_of_member(static, take(arrays, i), i, batch)
         return put(new, of_member, i), metrics
 
@@ -212,18 +212,18 @@ def _shape_if_traced(x: Any) -> Any:
 
 
 def _on_device(arguments: Any) -> Any:
-    """Return the arguments as arrays on the device, transferred once and not once for each member."""
+    """Return the arguments as arrays on the device, transferred once instead of once for each member."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), arguments)
 
 
 @jax.jit
 def _room_for(arrays: Any) -> Any:
-    """Return arrays of the same shapes, in which a step puts the new ones; not zeros, which keys have none of."""
+    """Return arrays of the same shapes for the results of a step; not zeros, which do not exist for keys."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), arrays)
 
 
-# Compiled, so that it is a single dispatch, however many members and metrics there are.
+# Compiled, so that it is a single dispatch for any number of members and metrics.
 @jax.jit
 def _next_step_and_stacked(step: jax.Array, metrics: Sequence[Any]) -> tuple[jax.Array, dict[str, Any]]:
-    """Return the number of the next step, and the metrics of all members, stacked."""
+    """Return the next step number, and the metrics of all members, stacked."""
     return step + 1, stack(metrics)

@@ -1,7 +1,7 @@
-"""The forms in which a run holds its state between steps, and `stacked`, which returns a `TrainState` again.
+"""The forms in which a run holds its state between steps, and `stacked`, which converts them to a `TrainState`.
 
-A loop over members leaves the arrays of each, and devices over which members do not divide have rows that pad them. To
-stack or to cut those off after each step would cost a copy of the state, or send it to every device.
+A loop over members produces separate arrays for each member, and a mesh that does not divide the number of members
+needs padding. Stacking, or removing the padding, after each step would copy the state or send it to every device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .._step.state import Arrays, TrainState
 @partial(jax.tree_util.register_dataclass, data_fields=["members", "step"], meta_fields=["_structure"])
 @dataclass(frozen=True)
 class Unstacked:
-    """A state as the arrays of each member."""
+    """A state with separate arrays for each member."""
 
     _structure: Structure
     members: Sequence[Arrays]
@@ -41,7 +41,7 @@ class Unstacked:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays", "step"], meta_fields=["_structure", "_size"])
 @dataclass(frozen=True)
 class Padded:
-    """A state of `_size` members and copies of the last one, so that each device has equally many."""
+    """A state of `_size` members, padded with copies of the last one, so that each device has the same number."""
 
     _structure: Structure
     _size: int
@@ -56,12 +56,12 @@ State = TrainState | Unstacked | Padded
 
 
 def stacked(state: State) -> TrainState:
-    """Return a state as a `TrainState`."""
+    """Convert a state to a `TrainState`."""
     if isinstance(state, TrainState):
         return state
     if isinstance(state, Padded):
         return TrainState._of_arrays(state._structure, without_padding(state.arrays, state._size), state.step)
-    # One at a time into an array that is donated: one compiled program for any number of members, and no second copy.
+    # One member at a time into donated arrays: one compiled program for any number of members, and no second copy.
     arrays = _room(state.members[0], state._size)
     for i, member in enumerate(state.members):
         arrays = put(arrays, member, np.uint32(i))
@@ -69,29 +69,29 @@ def stacked(state: State) -> TrainState:
 
 
 def unstacked(state: State) -> Unstacked:
-    """Return a state with the arrays of each member; copies, unless it has that form."""
+    """Convert a state to separate arrays for each member; copies, unless it has that form already."""
     if isinstance(state, Unstacked):
         return state
-    # One program for all members too: to split every array at once would compile one for each number of members.
+    # One program for any number of members; splitting all arrays at once would compile one for each number.
     arrays = stacked(state)._arrays()
     members = [take(arrays, np.uint32(i)) for i in range(state._size)]
     return Unstacked(state._structure, members, state.step)
 
 
 def padded(state: State, layout: Layout) -> Padded:
-    """Return a state with its members on the devices of a layout."""
+    """Return a state with its members on the devices of a layout, padded if necessary."""
     if isinstance(state, Padded) and Layout.around(state.arrays) == layout:
         return state
     arrays, size = layout.place(stacked(state)._arrays()), state._size
     if size % layout.devices:
-        # Copies of a member and not zeros: what a loss makes of zeros may not be finite, and `jax_debug_nans` would
-        # raise for a member that does not exist.
+        # Copies of a member instead of zeros: the loss of zeros may not be finite, and `jax_debug_nans` would raise for
+        # a member that does not exist.
         arrays = _pad(arrays, layout, layout.padded(size) - size)
     return Padded(state._structure, size, arrays, layout.place_shared(state.step))
 
 
 def without_padding(rows: Any, size: int) -> Any:
-    """Return the rows of `size` members."""
+    """Return the rows of the first `size` members, without padding."""
     if len(jax.tree.leaves(rows)[0]) == size:
         return rows
     layout = Layout.around(rows)
@@ -106,7 +106,7 @@ def _room(member: Any, size: int) -> Any:
 
 @partial(jax.jit, donate_argnums=0)
 def put(arrays: Any, member: Any, i: jax.Array) -> Any:
-    """Return stacked arrays with the arrays of a member as those of member `i`."""
+    """Return stacked arrays with the arrays of member `i` replaced."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), arrays, member)
 
 

@@ -1,4 +1,4 @@
-"""`Stepper`: takes the training steps of all members, and decides how each is executed."""
+"""`Stepper`: take the training steps of all members, and choose the execution of each."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .data_parallel import check_split
 from .executor import Executor, StepInputs
 from .forms import State
 
-# A loop over at most so many members is written out where it is no Python loop; one over more is compiled as a loop.
+# Where "loop" is not possible, "auto" replaces it with "unroll" for at most this many members, and with "map" for more.
 _MOST_COPIES = 16
 
 
 class Stepper:
-    """Training steps of all members, executed as the trainer asks, as an earlier step was, or as is quickest.
+    """Take training steps of all members with the execution that is requested, used earlier, or fastest.
 
     Args:
       step: the step of one member.
-      layout: how the members are spread over devices; None for one device.
-      in_axes: how a batch is mapped over members, as for `Trainer`.
-      asked: the strategy and the chunk size that the trainer was given.
-      budget: the most bytes that the temporaries of a step may take, or None.
+      layout: the layout of the members on a mesh; None without a mesh.
+      in_axes: the axes of a batch, as for `Trainer`.
+      asked: the strategy and the chunk size that were passed to the trainer.
+      budget: the maximum bytes of the temporaries of a step, or None.
       seconds: how long "auto" may measure.
-      cache: the directory in which it keeps what it has found, or None.
+      cache: the directory in which "auto" stores its results, or None.
 
     Attributes:
-      executor: executes the steps, and measures them.
-      tuning: what was measured last; None where nothing was.
+      executor: runs and times the steps.
+      tuning: the latest measurements; None if there are none.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Stepper:
 
     @property
     def freezes(self) -> bool:
-        """Return whether a member stops where its loss or gradients are not finite."""
+        """Return whether a member stops when its loss or gradients are not finite."""
         return self._step.freeze
 
     @property
     def columns(self) -> list[str]:
-        """Return the names of the hyperparameters with a number for each member, which are columns of the history."""
+        """Return the names of the hyperparameters with a number for each member, the columns of the history."""
         return [name for name, values in self._numbers.items() if isinstance(values, list)]
 
     @property
@@ -75,27 +75,27 @@ class Stepper:
         return {**self._step.optimizer.numbers, **self._step.loss.numbers}
 
     def settings(self, execution: Execution | None = None) -> dict[str, Any]:
-        """Return the settings that a checkpoint names, as far as they are known: plain values, for JSON.
+        """Return the settings that a checkpoint stores in its manifest, as plain values for JSON.
 
         Args:
-          execution: how steps were executed; None for the execution that was asked for.
+          execution: the execution of the steps; None for the requested one.
 
         Returns:
-          The name of the optax factory as "optimizer" (None for a ready transformation), the hyperparameters that are
-          numbers as "hyperparams", and the fields of `Execution`.
+          The name of the optax factory as "optimizer" (None for a ready transformation), the numeric hyperparameters as
+          "hyperparams", and the fields of `Execution`.
         """
         execution = execution or self._asked
         return {"optimizer": self._step.optimizer.name, "hyperparams": self._numbers, **execution._asdict()}
 
     def arguments(self, batch: Any, size: int) -> tuple[tuple[Any, ...], tuple[Axes, ...]]:
-        """Return the arguments of the loss after the model, and how each is mapped over `size` members.
+        """Return the arguments of the loss after the model, and the axes of each; check them for `size` members.
 
         Raises:
-          ValueError: the batch does not fit `in_axes`.
+          ValueError: the batch does not match `in_axes`.
         """
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         axes = axes_per_argument("Trainer.step", self._in_axes, arguments)
-        # The model comes first, so that the loss's own names are those of the errors.
+        # With None for the model, so that errors use the argument names of the loss.
         what = "the number of members"
         mapped_size("Trainer.step", self._step.loss.fun, (None, *arguments), {}, (None, *axes), None, size, what)
         return arguments, tuple(axes)
@@ -109,40 +109,40 @@ class Stepper:
         donate: bool = False,
         aloud: bool = False,
     ) -> tuple[State, dict[str, jax.Array], Execution]:
-        """Take a step, and return the new state, the metrics, and how it was executed.
+        """Take a step, and return the new state, the metrics, and the execution.
 
         Args:
-          state: where to start.
+          state: the state before the step.
           batch: as for `Trainer.step`.
-          execution: how an earlier step was executed, which decides what the trainer leaves open.
-          donate: whether the step takes over the memory of `state`.
-          aloud: whether to print what is measured, which may take a while.
+          execution: the execution of an earlier step, used again if the settings of the trainer allow it.
+          donate: whether the step reuses the memory of `state`.
+          aloud: whether to print what is being measured.
         """
         inputs = StepInputs(state, *self.arguments(batch, state._size))
         layout = self.executor.layout
         if layout is not None and layout.shards > 1:
-            # Once for each kind; a traced step has no values to compare, so the next one of its kind is checked again.
+            # Checked once for each kind of inputs, but again after a traced step, which has no values to compare.
             kind = inputs.kind
             if kind not in self._checked_splits and check_split(self._step, layout, inputs):
                 self._checked_splits.add(kind)
-        # After the checks, since to choose may take seconds of measuring, and compiles.
+        # After the checks, since choosing compiles and may measure for seconds.
         execution = self.choose(inputs, execution, donate, aloud)
         if donate:
-            # A loader may fill the same buffer again, while the step still reads it.
+            # Copied, since a data loader may reuse the buffer while the step still reads it.
             arguments = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, inputs.arguments)
             inputs = inputs._replace(arguments=arguments)
         after, metrics = self.executor.execute(execution, inputs, donate)
         return after, metrics, execution
 
     def choose(self, inputs: StepInputs, earlier: Execution | None, donate: bool, aloud: bool) -> Execution:
-        """Return how a step is executed: as the trainer asks, else as an earlier one was, else the quickest way."""
+        """Return the execution of a step: as requested, else as in an earlier step, else the fastest."""
         asked = self._asked.strategy
         if self._asked.chunk_size is not None:
             chosen = self._asked._replace(strategy="vmap")
         elif asked not in ("auto", "vmap"):
             chosen = self._asked
         elif earlier and asked in ("auto", earlier.strategy) and self._fits(inputs, donate, earlier):
-            # A resumed run goes on as it began: another execution rounds otherwise.
+            # A resumed run keeps its execution, since another one rounds differently.
             chosen = earlier
         elif asked == "auto":
             chosen = self._quickest(inputs, donate, aloud)
@@ -152,28 +152,28 @@ class Stepper:
         return chosen if self._fits(inputs, donate, chosen) else self._largest_chunk(inputs, donate)
 
     def _possible(self, inputs: StepInputs, chosen: Execution) -> Execution:
-        """Return an execution, or what replaces it in a trace, on a mesh, or on a machine with fewer devices."""
+        """Return an execution, or its replacement in a trace, on a mesh, or on a machine with fewer devices."""
         if chosen == Execution("vmap", chosen.chunk_size):
-            return chosen  # the usual case of a training loop, in which the arrays of the state are not visited
+            return chosen  # the common case, handled early because `is_traced` visits all arrays of the state
         on_mesh = self.executor.layout is not None
         if traced := inputs.is_traced:  # part of one program on one device
             chosen = chosen._replace(products=False, devices=1)
         if chosen.strategy == "loop" and (traced or on_mesh):
-            # Written out, with a copy of the step for each member; "auto" has a compiled loop for many.
+            # Unrolled, with a copy of the step for each member; "auto" uses a compiled loop for many members.
             many = self._asked.strategy == "auto" and self._members_per_device(inputs) > _MOST_COPIES
             chosen = chosen._replace(strategy="map" if many else "unroll")
-        if chosen.devices > len(jax.local_devices()):  # of a checkpoint that another machine has written
+        if chosen.devices > len(jax.local_devices()):  # from a checkpoint that was written on another machine
             chosen = chosen._replace(devices=1)
         return chosen
 
     def _quickest(self, inputs: StepInputs, donate: bool, aloud: bool) -> Execution:
-        """Return the execution that "auto" chooses, found once for each kind of model and batch."""
+        """Return the execution that "auto" chooses, determined once for each kind of model and batch."""
         kind = donate, inputs.kind
         if kind in self._chosen:
             return self._chosen[kind]
         layout, jaxpr, traced = self.executor.layout, self.executor.member_program(inputs), inputs.is_traced
-        # In a trace there is no time. Processes would each measure other times, and choose differently. Side effects
-        # would happen; naming an axis of the mesh is one to JAX, but does nothing.
+        # Nothing can be timed inside a trace. Several processes would measure different times and choose differently.
+        # A measurement would repeat side effects; naming a mesh axis counts as an effect in JAX, but is harmless.
         alone = layout is None or layout.in_one_process
         effects = [effect for effect in jaxpr.effects if type(effect).__name__ != "NamedAxisEffect"]
         tuning = None
@@ -183,16 +183,16 @@ class Stepper:
             chosen = Execution("loop" if in_turn(jaxpr, jax.default_backend()) else "vmap")
         else:
             self.tuning, chosen = tuning, tuning.chosen
-        if not traced:  # so that a later step that is not traced measures
+        if not traced:  # not stored for a traced step, so that a later untraced step measures
             self._chosen[kind] = chosen
         return chosen
 
     def _tuned(self, jaxpr: Jaxpr, inputs: StepInputs, donate: bool, aloud: bool) -> Tuning | None:
-        """Return what was measured for a program, now or before; None where there is no memory to measure."""
+        """Return the measurements of a program, new or cached; None if every candidate fails at run time."""
         layout, size = self.executor.layout, inputs.size
         on_mesh = None if layout is None else tuple(layout.mesh.shape.items())
         devices = len(jax.local_devices()) if on_mesh is None and jax.default_backend() == "cpu" else 1
-        # With the seconds: a search that was short of time is not the answer for one that has more.
+        # The key includes the seconds: a search with less time must not answer for one with more.
         key = fingerprint(jaxpr, size, inputs.axes, self._budget, self._seconds, on_mesh, devices, donate)
         tuning = recall(key, self._cache)
         if tuning is None:
@@ -217,11 +217,11 @@ class Stepper:
         return size if layout is None else layout.padded(size) // layout.devices
 
     def _fits(self, inputs: StepInputs, donate: bool, execution: Execution) -> bool:
-        """Return whether a step that is executed so stays within the budget; compiles it to find out."""
+        """Return whether a step with this execution fits into the budget; compiles it to find out."""
         return self._budget is None or self._need(inputs, donate, execution) <= self._budget
 
     def _need(self, inputs: StepInputs, donate: bool, execution: Execution) -> int:
-        """Return the bytes of a step's temporaries, found once for each kind of model and batch."""
+        """Return the bytes of a step's temporaries, determined once for each kind of model and batch."""
         kind = execution, donate, inputs.kind
         if kind not in self._temporaries:
             self._temporaries[kind] = self.executor.temporaries(inputs, donate, execution)
@@ -231,7 +231,7 @@ class Stepper:
         """Return the largest chunk for "vmap" whose temporaries fit into the budget."""
         kind, members = ("chunk", donate, inputs.kind), self._members_per_device(inputs)
         if kind not in self._chosen:
-            assert self._budget is not None  # else everything fits
+            assert self._budget is not None  # otherwise everything fits
 
             def of_chunk(chunk: int) -> Execution:
                 return Execution("vmap", None if chunk == members else chunk)

@@ -1,20 +1,21 @@
-"""Many models of one architecture, stored as one: the `Ensemble`, its evaluation, and where its members are.
+"""The `Ensemble` (models of one architecture with stacked arrays), its evaluation, and its placement on devices.
 
-In come models, or a function that makes one and a seed; out come the outputs of all members, stacked along axis 0, or a
+Input: models, or a function that creates one and a seed. Output: the outputs of all members, stacked along axis 0, or a
 `Prediction`.
 
-- `functional_model.py`: a pytree with an apply function, as a model (the members of `Ensemble.from_apply`).
-- `create.py`: the arrays of the members: given models stacked along axis 0 of every array, or models made from a seed,
-  on each device its own.
-- `ensemble.py`: the `Ensemble` itself, a pytree of those arrays: indexing, views, the check that axis 0 is the members.
-- `call.py`: the compiled program of `ens(x)`: batched, or one member after another where that is quicker.
-- `prediction.py`: the outputs of the members as a mean, a variance and, of classes, entropies.
+- `functional_model.py`: wrap a pytree and an apply function as a model (the members of `Ensemble.from_apply`).
+- `create.py`: create the stacked arrays, from given models or from a seed; on a mesh, each device creates those of its
+  own members.
+- `ensemble.py`: the `Ensemble` itself, a pytree of those arrays: indexing, views, the check that axis 0 indexes the
+  members.
+- `call.py`: the compiled program of `ens(x)`: batched, or one member after another where that is faster.
+- `prediction.py`: combine the outputs of the members into a mean, a variance and, for classification, entropies.
 
-Below these, and shared with training:
+The following files are lower layers, which training uses too:
 
-- `strategy.py`: how a function of one member is executed for all: at once ("vmap"), in chunks, in a compiled loop
-  ("map"), or written out ("unroll"); also the loop that writes each member's result in place.
-- `sharding.py`: the layout of members, and of the batch, over the devices of a mesh: where arrays are placed and split,
-  how a number of members that does not divide is padded, and the `shard_map` around a function of members.
-- `rows.py`: arrays with a row for each member: rows taken, replaced or chosen, on one device or on many.
+- `strategy.py`: execute a function of one member for all members: batched ("vmap"), in chunks, in a compiled loop
+  ("map"), or unrolled ("unroll"); also the loop that writes the result of each member in place.
+- `sharding.py`: the layout of the members and the batch over the devices of a mesh: placement, splitting, padding of a
+  number of members that the devices do not divide, and the `shard_map` around a function of members.
+- `rows.py`: take, replace or select rows of arrays with one row per member, on one device or on several.
 """

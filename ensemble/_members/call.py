@@ -1,4 +1,4 @@
-"""The call of all members, as one compiled program."""
+"""Call all members in one compiled program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sharding import ENSEMBLE, Layout
 from .strategy import Execution, in_turn, over_members
 
 
-# The ensemble is typed as Any: `Ensemble.__call__` is written with this function, so its class is not known here.
+# The ensemble is typed as Any, since `ensemble.py` imports this file.
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def call_members(
     ens: Any, arrays: list[Any], static: HashablePytree, in_axes: HashablePytree, layout: Layout | None
@@ -28,15 +28,15 @@ def call_members(
 
     Args:
       ens: the ensemble.
-      arrays: the arrays of the arguments, from `HashablePytree.separate((args, kwargs))`.
-      static: the rest of the arguments, likewise.
-      in_axes: as `Ensemble.__call__` takes it, made hashable.
-      layout: where the members are; None on one device.
+      arrays: the arrays among the arguments, from `HashablePytree.separate((args, kwargs))`.
+      static: the rest of the arguments, from the same call.
+      in_axes: the `in_axes` of `Ensemble.__call__`, made hashable.
+      layout: the devices of the members; None on one device.
     """
     args, kwargs = static.join(arrays)
     axes = axes_per_argument("Ensemble", in_axes.value, args)
     keyword_axis = None if in_axes.value is None else 0
-    # Configuration by keyword has no axis to map; only arrays do.
+    # Keyword arguments that are not arrays have no axis to map.
     mapped = jax.tree.map(lambda x: x if HashablePytree.is_array(x) else None, kwargs)
     size, what = len(ens), "the number of members"
     mapped_size("Ensemble", _evaluate, (None, *args), mapped, (None, *axes), keyword_axis, size, what)
@@ -56,19 +56,19 @@ def call_members(
         def executed(strategy: str) -> Any:
             return over_members(call_member, Execution(strategy), (0, array_axes), len(ens))
 
-        # The batched program says whether it has a convolution. Where it has none, it is executed as it was traced, so
-        # that a member is not traced twice.
+        # The batched program shows whether there is a convolution. If not, the traced program is executed, so that a
+        # member is not traced twice.
         batched, out = jax.make_jaxpr(executed("vmap"), return_shape=True)(ens, arrays)
         if in_turn(batched.jaxpr, jax.default_backend()):
             return executed("map")(ens, arrays)
         return jax.tree.unflatten(jax.tree.structure(out), jaxpr_as_fun(batched)(*jax.tree.leaves((ens, arrays))))
 
     if layout is None:
-        # Explicit sharding is part of an array's type, and JAX maps arrays of one type of axis only.
+        # Explicit sharding is part of an array's type, and JAX requires mapped axes to have the same sharding.
         leaves, treedef = jax.tree.flatten((ens, arrays))
         leaves, _ = divided_alike(leaves, [0] * (len(leaves) - len(arrays)) + array_axes)
         return call(*jax.tree.unflatten(treedef, leaves))
-    # Each device calls its own: left to itself the compiler would gather the members of convolutions.
+    # Each device calls its own members: without `shard_map` the compiler would gather the members for convolutions.
     specs = [P() if axis is None else P(*[None] * axis, ENSEMBLE) for axis in array_axes]
     return layout.on_each(call, P(ENSEMBLE), specs)(ens, arrays)
 

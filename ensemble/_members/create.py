@@ -1,4 +1,4 @@
-"""The stacked arrays of members: stacked from given models, or created from a seed."""
+"""Create the stacked arrays of the members, from given models or from a seed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _REMEDY = "build all members with one configuration", "define it once, at module
 
 
 def stack_members(api: str, members: Sequence[Any]) -> tuple[Structure, Any, Any]:
-    """Return the structure of the members, and their stacked trainable and other arrays; raise if they do not fit."""
+    """Return the structure of the members, and their stacked trainable and other arrays; raise if they differ."""
     parts = stack_models(api, "member", _REMEDY, members)
     _check_any_arrays(api, parts)
     return parts.structure, parts.trainable, parts.rest
 
 
 def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) -> tuple[Structure, Any, Any]:
-    """Return the same for the members of `Ensemble.create`, which describes the arguments."""
+    """Return the same for newly created members; arguments as for `Ensemble.create`."""
     from flax import nnx
 
     check_callable("Ensemble.create", make, "make")
@@ -39,8 +39,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
     structures: list[Structure] = []
 
     def make_one(i: jax.Array) -> tuple[Any, Any]:
-        """Return the arrays of member `i`, and append its structure: lax.map returns arrays only."""
-        # A folded key does not depend on how many members there are.
+        """Return the arrays of member `i`, and append its structure to a list, since lax.map returns arrays only."""
+        # A folded key does not depend on the number of members.
         member = make(nnx.Rngs(key[i] if key.ndim else jax.random.fold_in(key, i)))
         if not is_model(member):
             raise TypeError(f"Ensemble.create: make must return a model, but it returned {describe(member)}.")
@@ -50,19 +50,19 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
         structures.append(parts.structure)
         return strong((parts.trainable, parts.rest))
 
-    # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap.
+    # A loop instead of a vmap, since keys of the `rbg` kind give different numbers under vmap.
     make_some = partial(lax.map, make_one)
     if mesh is None:
         trainable, rest = _run_once(lambda: make_some(jnp.arange(size)), key)
         return structures[0], trainable, rest
     layout = Layout.of("Ensemble.create", mesh)
     if layout.padded(size) != size:
-        devices = f'the {layout.devices} devices of the mesh axis "ensemble"'
-        raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}; create as many as do.")
+        devices = f'the {layout.devices} devices of the mesh axis "ensemble"; use a multiple of {layout.devices}'
+        raise ValueError(f"Ensemble.create: {size} members do not divide over {devices}.")
     if isinstance(key, Tracer):
         raise TypeError("Ensemble.create: with a mesh, seed must have a value, but got one that is traced.")
-    # `make_one` closes over the key, which may be committed to other devices than those of the mesh: by way of the host
-    # it becomes a constant that may be anywhere.
+    # `make_one` closes over the key, which may be committed to devices outside the mesh. Copied through the host, it is
+    # an uncommitted constant.
     impl, words = jax.random.key_impl(key), np.asarray(jax.random.key_data(key))
     key = jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
     indices = layout.place(np.arange(size))
@@ -73,8 +73,8 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
 
 def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
     """Return `fun()`, compiled for a single run."""
-    # At LLVM's level 2 it compiles in 1.3 s where level 3 takes 5 to 8, with the same numbers. Compiling ahead of time
-    # needs values: neither a traced key, nor a trace around the call, in which even a constant is traced.
+    # LLVM optimisation level 2 compiles in 1.3 s where level 3 takes 5 to 8 s, with the same results. Compilation ahead
+    # of time needs values: no traced key, and no trace around the call, in which even a constant is traced.
     if isinstance(key, Tracer) or isinstance(jnp.zeros(()), Tracer):
         return fun()
     options: dict[str, Any] = {"xla_backend_optimization_level": 2}
@@ -87,7 +87,7 @@ def _check_any_arrays(api: str, parts: SplitModel) -> None:
 
 
 def _key(seed: Any, size: int) -> jax.Array:
-    """Return one key, or `size` of them; raise if the seed is neither these nor an int."""
+    """Return one key, or `size` keys, for a seed; raise if it is neither an int nor these."""
     if isinstance(seed, jax.Array) and is_key(seed):
         if seed.shape in ((), (size,)):
             return seed

@@ -24,9 +24,9 @@ from .sharding import Layout, within
 
 @dataclass(frozen=True, eq=False)
 class _Ndims:
-    """The number of axes of each array of an ensemble, and -1 for each leaf that is not an array.
+    """The number of axes of each array of an ensemble, with -1 for each leaf that is not an array.
 
-    An ensemble may hold ints or shardings instead of arrays, as a prefix for `in_axes` or `in_shardings`. JAX compares
+    An ensemble that holds ints or shardings instead of arrays is a prefix for `in_axes` or `in_shardings`. JAX compares
     the static parts of a prefix and of an ensemble with `==`, so such a prefix must be equal to every ensemble.
     """
 
@@ -43,17 +43,17 @@ class _Ndims:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ensemble:
-    """Models of one architecture, with axis 0 of every array as the members.
+    """Several models of one architecture, with their arrays stacked along axis 0.
 
-    Made by `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble never changes: every method
-    returns something new. It is a pytree of its stacked arrays, so it passes through `jax.jit` and `jax.tree.map`.
+    Create one with `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble is immutable: every method
+    returns a new object. It is a pytree of its stacked arrays, so it works with `jax.jit` and `jax.tree.map`.
     `plurax.transforms.vmap` accepts an ensemble as the function or as an argument, and maps over its members.
 
     Attributes:
       structure: the static part that all members share.
-      trainable: the trainable arrays, stacked: the `nnx.Param`s of NNX modules as nested dicts. Its gradient and
-        optimiser state have this structure.
-      rest: the other arrays, stacked: BatchNorm statistics, dropout keys.
+      trainable: the trainable arrays, stacked: for NNX modules the `nnx.Param`s, as nested dicts. Gradients and
+        optimiser states have the same structure.
+      rest: all other arrays, stacked, such as BatchNorm statistics and dropout keys.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Ensemble:
     structure: Structure
     trainable: Any
     rest: Any
-    # Static, so that it survives flattening: if the arrays later have another number of axes, they were sliced.
+    # Static, so that it survives flattening: if the arrays later differ in their number of axes, they were sliced.
     _ndims: _Ndims = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,17 +80,17 @@ class Ensemble:
         """Stack models of one architecture, as MindSpore's `CellList`.
 
         Args:
-          members: a list or another sequence of NNX modules (or of what indexing an ensemble gives); they are copied.
+          members: a list or another sequence of NNX modules, or of members of an ensemble (`ens[i]`). They are copied.
 
         Returns:
           An ensemble of `len(members)` models.
 
         Raises:
-          TypeError: `members` is not a sequence, or holds something that is not a model; members of different classes,
-            or with a variable that is not an array.
-          ValueError: `members` is empty, holds models without arrays, models that share a variable (such as those of an
-            `nnx.Rngs` that all of them keep), or models that differ in the path, shape or dtype of an array or in their
-            configuration. The first difference is named, and the member's index.
+          TypeError: `members` is not a sequence or contains an element that is not a model; the members have different
+            classes; a variable is not an array.
+          ValueError: `members` is empty; the models have no arrays, share a variable (for example because all of them
+            keep one `nnx.Rngs`), or differ in their configuration or in the path, shape or dtype of an array. The
+            message names the first difference and the index of the member.
 
         Cost:
           One copy of every array.
@@ -114,26 +114,28 @@ class Ensemble:
 
     @classmethod
     def create(cls, make: Callable[..., Any], size: int, *, seed: Any, mesh: Any = None) -> Ensemble:
-        """Create members that differ in their random numbers, in one compiled program.
+        """Create members with different random initialisations, in one compiled program.
 
         Args:
           make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
-          size: how many members, at least 1.
+          size: the number of members, at least 1.
           seed: an int or a key. Member i is `make(nnx.Rngs(jax.random.fold_in(jax.random.key(seed), i)))`, to an ulp.
-            Or an array of keys (size,): member i is `make(nnx.Rngs(seed[i]))`, so that some may begin equal.
-          mesh: a `jax.sharding.Mesh` with an axis "ensemble": each of its devices makes its own members, and no other
-            (but along an axis "data") holds them. It may span several processes.
+            Alternatively an array of keys (size,): member i is `make(nnx.Rngs(seed[i]))`, so equal keys give equal
+            members.
+          mesh: a `jax.sharding.Mesh` with an axis "ensemble". Each device along that axis creates and holds only its
+            own members; devices along an axis "data" hold copies. A mesh may span several processes.
 
         Returns:
           An ensemble of `size` models.
 
         Raises:
-          TypeError: `make` is not callable or does not return a model; `size` is not an int; `seed` is neither an int
-            nor a key, nor `size` keys; `mesh` is not a mesh.
-          ValueError: `size` is below 1, or does not divide over the devices of the mesh; the models have no arrays.
+          TypeError: `make` is not callable or does not return a model; `size` is not an int; `seed` is neither an int,
+            a key, nor an array of `size` keys; `seed` is traced and there is a mesh; `mesh` is not a mesh.
+          ValueError: `size` is below 1 or not divisible by the number of devices along "ensemble"; the axes of the mesh
+            have other names; the models have no arrays.
 
         Cost:
-          One compilation, and members made one after another: no more memory than the result.
+          One compilation. The members are created one after another, so peak memory is that of the result.
 
         Examples:
           >>> from flax import nnx
@@ -147,23 +149,24 @@ class Ensemble:
     def from_apply(
         cls, apply: Callable[..., Any], variables: Sequence[Any], *, trainable: Rule | None = None
     ) -> Ensemble:
-        """Make an ensemble of anything that is a pytree with an apply function: Linen, Equinox, plain functions.
+        """Make an ensemble from an apply function and one pytree per member: Linen, Equinox, plain functions.
 
         Args:
-          apply: a pure function `apply(variables, *args, **kwargs)`, such as a Linen module's `apply`.
-          variables: a list of pytrees, one for each member. Arrays are stacked; leaves that are not arrays (functions,
-            Python numbers) are configuration, and must be equal.
-          trainable: which arrays train: a function of a dotted path such as `"params.dense.kernel"` and the array. None
-            trains the collection "params" of Linen variables (a mapping with that key), else every array of floating
-            point.
+          apply: a pure function `apply(variables, *args, **kwargs)`, such as the `apply` of a Linen module.
+          variables: a list or tuple of pytrees, one for each member. Arrays are stacked. Leaves that are not arrays
+            (functions, Python numbers) are configuration and must be equal in all members.
+          trainable: selects the arrays to train: a function of a dotted path, such as `"params.dense.kernel"`, and the
+            array. None trains the floating-point arrays: those of the collection "params" for Linen variables (a
+            mapping with that key), otherwise all.
 
         Returns:
-          An ensemble whose members, and the models that a loss receives, are callables with an attribute `variables`.
-          A loss carries other state along (`batch_stats`) by assigning `model.variables`.
+          An ensemble. Its members, and the models that a loss receives, are callables with an attribute `variables`.
+          A loss updates other state (`batch_stats`) by assigning to `model.variables`.
 
         Raises:
-          TypeError: `apply` is not callable, or `variables` is not a list.
-          ValueError: the list is empty, or a member differs in structure, shape, dtype or configuration.
+          TypeError: `apply` is not callable, or `variables` is not a list or tuple.
+          ValueError: the list is empty; the pytrees hold no arrays; a member differs from the first in structure,
+            shape, dtype or configuration.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -176,9 +179,9 @@ class Ensemble:
         check_callable("Ensemble.from_apply", apply, "apply")
         if not isinstance(variables, (list, tuple)):
             got = type(variables).__name__
-            raise TypeError(f"Ensemble.from_apply: variables must be a list, one pytree a member, but got a {got}.")
+            raise TypeError(f"Ensemble.from_apply: variables must be a list, one pytree per member, but got a {got}.")
         if not variables:
-            raise ValueError("Ensemble.from_apply: the list of variables is empty; give those of at least one member.")
+            raise ValueError("Ensemble.from_apply: the list of variables is empty; pass at least one pytree.")
         members = [FunctionalModel(apply, value, trainable) for value in variables]
         return cls(*stack_members("Ensemble.from_apply", members))
 
@@ -186,18 +189,19 @@ class Ensemble:
         """Evaluate every member, in one compiled program.
 
         Args:
-          *args: the arguments of a member: arrays, or configuration that is not an array, passed on as it is.
-          in_axes: None shows every member the same arguments; 0 gives member i slice i of each positional argument; a
-            tuple has one entry for each.
-          **kwargs: shared by all members where they are not arrays or `in_axes` is None; else mapped over axis 0, as
-            `jax.vmap` does.
+          *args: the positional arguments of one member: arrays, or other values, which are passed unchanged.
+          in_axes: None gives every member the same arguments; 0 gives member i slice i of each positional argument; a
+            tuple has one entry for each positional argument.
+          **kwargs: keyword arguments of one member. With `in_axes=None` all members share them; otherwise arrays are
+            mapped over axis 0, as in `jax.vmap`, and other values are shared.
 
         Returns:
-          The output of a member, with a new axis 0 of length `len(self)`.
+          The outputs of the members, stacked along a new axis 0 of length `len(self)`.
 
         Raises:
-          ValueError: a mapped axis is not as long as the ensemble; a member would change its own state (BatchNorm in
-            training, dropout): see `view`.
+          TypeError: `in_axes` is not an int, None, a tuple or a list.
+          ValueError: `in_axes` does not match the arguments; a mapped axis does not have length `len(self)`; a member
+            would change its own state (BatchNorm in training mode, dropout): see `view`.
         """
         check_in_axes("Ensemble", in_axes)
         self._check_intact()
@@ -208,25 +212,25 @@ class Ensemble:
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
     def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
-        """Predict with all members in evaluation mode, and measure how certain they are.
+        """Predict with all members in evaluation mode; return the mean and measures of uncertainty.
 
-        Evaluation mode is `deterministic=True` and `use_running_average=True` in every module that has such an
+        Evaluation mode sets `deterministic=True` and `use_running_average=True` in every NNX module that has such an
         attribute.
 
         Args:
           x: inputs, shape (batch, ...).
-          kind: `"classification"` takes the members' outputs as logits (batch, classes); `"regression"` as values
-            (batch, ...) or as a pair of means and variances.
-          in_axes: as in a call: None shows every member the same `x`; 0 gives member i slice i of it.
-          **kwargs: passed on as in a call, such as `train=False` for Linen.
+          kind: the meaning of the members' outputs. `"classification"`: logits (batch, classes); `"regression"`:
+            values (batch, ...), or a pair of means and variances.
+          in_axes: as in a call: None gives every member the same `x`; 0 gives member i slice i of it.
+          **kwargs: keyword arguments of the members, such as `train=False` for Linen.
 
         Returns:
-          A `Prediction`, in float32 where the outputs are of half precision.
+          A `Prediction`; in float32 for half-precision outputs.
 
         Raises:
-          TypeError: logits that are not of floating point.
-          ValueError: as in a call; `kind` is unknown; the outputs do not have the shape that it needs; logits of
-            fewer than 2 classes; a negative variance.
+          TypeError: as in a call; the logits are not floating point.
+          ValueError: as in a call; `kind` is unknown; the outputs do not have the shape that `kind` requires; the
+            logits have fewer than 2 classes; a variance is negative.
 
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
@@ -236,10 +240,11 @@ class Ensemble:
         return classify(outputs) if kind == "classification" else regress(outputs)
 
     def view(self, **attributes: Any) -> Ensemble:
-        """Return an ensemble with static attributes of the members changed, as `nnx.view`.
+        """Return an ensemble with other values of static attributes of the members, as `nnx.view`.
 
         Args:
-          **attributes: such as `deterministic=True` (dropout) or `use_running_average=True` (BatchNorm).
+          **attributes: new values by name, such as `deterministic=True` (dropout) or `use_running_average=True`
+            (BatchNorm).
 
         Returns:
           An ensemble with the same arrays.
@@ -289,7 +294,7 @@ class Ensemble:
         return jax.tree.map(lambda x: x[i], self).__plurax_member__()
 
     def __repr__(self) -> str:
-        # Sliced, or a prefix: there is no axis 0 whose length would be the number of members.
+        # In a sliced ensemble or a prefix, no axis 0 has the number of members as its length.
         if not self._is_intact() or min(self._ndims.of, default=0) < 1:
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
@@ -299,23 +304,23 @@ class Ensemble:
         return _Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
 
     def _is_intact(self) -> bool:
-        # As plain tuples: `_Ndims` of a prefix would be equal to any.
+        # Plain tuples are compared, because the `_Ndims` of a prefix is equal to any other.
         return self._current_ndims().of == self._ndims.of
 
     def _check_intact(self) -> None:
-        """Raise if axis 0 of the arrays is not the members."""
+        """Raise if axis 0 of the arrays no longer indexes the members."""
         if not self._is_intact():
             found = "its arrays were sliced or stacked, as by jax.vmap or lax.scan: their axis 0 is not the members"
             raise ValueError(f"Ensemble: {found}; use plurax.transforms.vmap, or pass all of it, with in_axes=None.")
 
     def _evaluating(self) -> Ensemble:
-        """Return the ensemble in evaluation mode; functions of variables are left as they are."""
+        """Return the ensemble in evaluation mode; members of `from_apply` stay unchanged."""
         model = self.__plurax_member__()
         if not is_module(model):
             return self
         from flax import nnx
 
-        # Not `model.eval()`: a user's class may have a method of that name with another meaning.
+        # Not `model.eval()`: a user's class may define a method `eval` with another meaning.
         evaluating = nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
         return self.__plurax_stack__(evaluating)
 
@@ -323,15 +328,15 @@ class Ensemble:
     # it maps over members, the third when it differentiates.
 
     def __plurax_member__(self) -> Any:
-        """Return the model with the arrays that are here: one member where axis 0 was mapped, else all in one model."""
+        """Return a model with the current arrays: one member where axis 0 is mapped, else all members, stacked."""
         return self.structure.merge(self.trainable, self.rest)
 
     def __plurax_stack__(self, model: Any) -> Ensemble:
-        """Return `model` as an ensemble, within a vmap as well as outside."""
+        """Return `model` as an ensemble, inside a vmap as well as outside."""
         parts = split(model)
         stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
-        # Within a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis less than the result will
-        # have outside. The difference is the same for all arrays.
+        # Inside a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis fewer than the result
+        # has outside. The difference is the same for all arrays.
         mapped = self._ndims.of[0] - self._current_ndims().of[0]
         object.__setattr__(stacked, "_ndims", _Ndims(tuple(ndim + mapped for ndim in stacked._ndims.of)))
         return stacked
@@ -346,7 +351,7 @@ def _flatten_with_keys(ens: Ensemble) -> tuple[Any, Any]:
 
 
 def _unflatten(static: tuple[Structure, _Ndims], arrays: Iterable[Any]) -> Ensemble:
-    # Not by the constructor, which would take the number of axes from the arrays: those may be sliced, or no arrays.
+    # The constructor would take the number of axes from the arrays, which may be sliced, or not be arrays at all.
     ens = object.__new__(Ensemble)
     trainable, rest = arrays
     vars(ens).update(structure=static[0], trainable=trainable, rest=rest, _ndims=static[1])

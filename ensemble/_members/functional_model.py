@@ -1,4 +1,4 @@
-"""`FunctionalModel`: a pytree with an apply function, as a model."""
+"""`FunctionalModel`: a model made of a pytree and an apply function."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Rule = Callable[[str, Any], bool]
 
 @dataclass(eq=False, repr=False)
 class FunctionalModel:
-    """A model made of variables and a pure function of them.
+    """A model made of variables and a pure function that takes them.
 
-    It is what indexing an ensemble of `Ensemble.from_apply` gives, and what its loss receives. Assigning `variables`
-    in a loss carries state along, such as Linen's `batch_stats`.
+    A member of an ensemble that `Ensemble.from_apply` made, as indexing returns it and as a loss receives it. A loss
+    updates state, such as the `batch_stats` of Linen, by assigning to `variables`.
 
     Attributes:
       apply: the function.
@@ -39,7 +39,7 @@ class FunctionalModel:
         return f"FunctionalModel({_name(self.apply)}, {self.variables!r})"
 
     def __plurax_split__(self) -> tuple[FunctionalStructure, Any, Any]:
-        """Return the structure, the variables that train, and the other arrays, with None in place of the others."""
+        """Return the structure, the trainable arrays, and the other arrays: two trees, each with None for the rest."""
         named, treedef = jax.tree.flatten_with_path(self.variables)
         is_linen = isinstance(self.variables, Mapping) and "params" in self.variables
         rule = self._rule or (_trains_params if is_linen else _trains_floats)
@@ -49,10 +49,10 @@ class FunctionalModel:
                 return leaf
             return Placeholder.TRAINABLE if rule(dotted(path), leaf) else Placeholder.REST
 
-        # The entry of each leaf in the structure: a placeholder for an array, configuration as it is.
+        # The entry of each leaf in the structure: a placeholder for an array, the leaf itself for anything else.
         kinds = tuple(kind_of(path, leaf) for path, leaf in named)
 
-        # None is a pytree without leaves: optax and `jax.grad` see the wanted arrays alone.
+        # None is a pytree without leaves, so optax and `jax.grad` see only the wanted arrays.
         trainable, rest = (
             jax.tree.unflatten(
                 treedef, [x if kind is wanted else None for kind, (_, x) in zip(kinds, named, strict=True)]
@@ -78,7 +78,7 @@ class FunctionalStructure:
         """Return the model with these arrays; each tree has None where the other has an array."""
         both = zip((Placeholder.TRAINABLE, Placeholder.REST), (trainable, rest), strict=True)
         arrays = {kind: iter(jax.tree.leaves(part)) for kind, part in both}
-        # In the order of the leaves, which is that of `__plurax_split__`.
+        # In the order of the leaves, as `__plurax_split__` visits them.
         variables = self.static.map(lambda kind: next(arrays[kind]) if isinstance(kind, Placeholder) else kind)
         return FunctionalModel(self.apply, variables, self.rule)
 
@@ -93,7 +93,7 @@ class FunctionalStructure:
         return self  # it never changes, and a copied function would no longer be equal
 
     def _key(self) -> tuple[Any, ...]:
-        # Tuples compare by identity first: the `==` of some callables, such as Equinox modules, is an array.
+        # A tuple, since tuples compare by identity first: `==` of some callables, such as Equinox modules, is an array.
         return self.apply, self.rule, self.static
 
     def __eq__(self, other: object) -> bool:

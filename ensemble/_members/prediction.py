@@ -1,4 +1,4 @@
-"""`Prediction`: what an ensemble predicts, and how certain it is."""
+"""`Prediction`: the mean prediction of an ensemble and its uncertainty."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .._scoring.validation import at_least_float32, check_probabilities, check_v
 
 
 class Prediction(NamedTuple):
-    """The joint prediction of the members.
+    """The combined prediction of the members, with its uncertainty.
 
-    Every array has the dtype of the members' outputs, but is computed and given in float32 where those are of half
-    precision (float16, bfloat16). Of integers, which only regression takes, mean and variance are of floating point.
+    Arrays have the dtype of the members' outputs, or float32 if that is half precision (float16, bfloat16). Integer
+    outputs, which only regression accepts, give a floating-point mean and variance.
 
     Attributes:
-      mean: classification: mean probability of each class (batch, classes); regression: mean value (batch, ...).
-      variance: over the members, of each class's probability (batch, classes); for regression of the value, and where
-        the members give variances themselves, with the mean of those added: the variance of the mixture. A negative
-        one of those is refused; where it is traced, as under `jit`, it makes the result NaN.
-      entropy: of `mean`, in nats (batch,): the total uncertainty. None for regression.
-      mutual_information: `entropy` less the mean entropy of the members, in nats (batch,): the part of the uncertainty
-        that is disagreement. None for regression.
-      members: each member's probabilities (size, batch, classes) or values (size, batch, ...).
+      mean: classification: mean probability of each class, (batch, classes); regression: mean value, (batch, ...).
+      variance: classification: variance of each class probability over the members, (batch, classes). Regression:
+        variance of the value over the members, (batch, ...); if the members predict variances too, their mean is added,
+        which gives the variance of the mixture. A negative predicted variance raises, or under `jit` gives NaN.
+      entropy: entropy of `mean` in nats, (batch,): the total uncertainty. None for regression.
+      mutual_information: `entropy` minus the mean entropy of the members, in nats, (batch,): the uncertainty that is
+        due to disagreement. None for regression.
+      members: the probabilities (size, batch, classes) or values (size, batch, ...) of each member.
 
     Source:
       Depeweg et al. 2018, "Decomposition of Uncertainty in Bayesian Deep Learning".
@@ -33,7 +33,7 @@ class Prediction(NamedTuple):
     Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import Ensemble
-      >>> sure = [jnp.array([[9.0, 0.0]]), jnp.array([[0.0, 9.0]])]  # but of different things
+      >>> sure = [jnp.array([[9.0, 0.0]]), jnp.array([[0.0, 9.0]])]  # confident, but in different classes
       >>> prediction = Ensemble.from_apply(lambda logits, x: logits, sure).predict(None)
       >>> prediction.mean
       Array([[0.5, 0.5]], dtype=float32)
@@ -47,7 +47,7 @@ class Prediction(NamedTuple):
 
 
 def classify(logits: Any) -> Prediction:
-    """Return the prediction for logits (members, batch, classes); raise if they are not."""
+    """Return the prediction for logits (members, batch, classes); raise for anything else."""
     if not isinstance(logits, jax.Array) or logits.ndim != 3:
         found = f"all together returned {_say(logits)}; for values use kind='regression'"
         raise ValueError(f"Ensemble.predict: each member must return logits of shape (batch, classes), but {found}.")
@@ -57,7 +57,7 @@ def classify(logits: Any) -> Prediction:
 
 @jax.jit
 def _of_logits(logits: jax.Array) -> Prediction:
-    # The mixture of the members: probabilities are averaged, not logits.
+    # The ensemble is the mixture of its members, so probabilities are averaged, not logits.
     members = jax.nn.softmax(at_least_float32(logits), axis=-1)
     mean = members.mean(axis=0)
     total = entropy_of(mean)
@@ -65,7 +65,7 @@ def _of_logits(logits: jax.Array) -> Prediction:
 
 
 def regress(outputs: Any) -> Prediction:
-    """Return the prediction for values, or for means and variances; raise if they are neither."""
+    """Return the prediction for values, or for means and variances; raise for anything else."""
     is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
     if not all(isinstance(x, jax.Array) for x in (outputs if is_pair else [outputs])):
         expected = "for regression each member must return values or a pair (mean, variance)"
@@ -76,8 +76,8 @@ def regress(outputs: Any) -> Prediction:
     if members.shape != variances.shape:
         shapes = f"means have shape {members.shape[1:]}, but their variances {variances.shape[1:]}"
         raise ValueError(f"Ensemble.predict: the members' {shapes}; return one variance for each mean.")
-    # Models that return log-variances are the usual cause. Without this their numbers would be added up as variances,
-    # and those above 0 would look plausible.
+    # The usual cause is a model that returns log-variances. Without this check they would be averaged as variances,
+    # and a positive result would look plausible.
     check_variances("Ensemble.predict", variances)
     return _of_values(members, variances)
 
@@ -89,7 +89,7 @@ def _of_values(members: jax.Array, variances: jax.Array | None) -> Prediction:
     variance = members.var(axis=0)
     if variances is not None:
         variances = at_least_float32(variances)
-        # Of a mixture with equal weights: Var(y) = Var(means) + E(variances), the law of total variance.
+        # The law of total variance for a mixture with equal weights: Var(y) = Var(means) + E(variances).
         variance += jnp.where(variances < 0, jnp.nan, variances).mean(axis=0)
     return Prediction(members.mean(axis=0), variance, None, None, members)
 

@@ -1,4 +1,4 @@
-"""Arrays with a row for each member, on one device or on many: rows are taken, replaced or chosen."""
+"""Take, replace or select rows of arrays with one row per member, on one device or on several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sharding import Layout, constrain, move
 
 
 def member_index(api: str, i: Any, size: int) -> int:
-    """Return the index of a member, which counts from the end where it is negative, from 0 on; raise if it is none."""
+    """Return the index of a member, with negative ones counted from the end; raise if it is out of range."""
     if isinstance(i, bool) or not hasattr(type(i), "__index__"):
         raise TypeError(f"{api}: the index of a member must be an int, but got {describe(i)}.")
     if not -size <= operator.index(i) < size:
@@ -24,17 +24,17 @@ def member_index(api: str, i: Any, size: int) -> int:
 
 
 def by_row(values: jax.Array, x: jax.Array) -> jax.Array:
-    """Return one value for each row, with as many axes as `x` has, so that they broadcast."""
+    """Return one value for each row, reshaped to the number of axes of `x`, so that it broadcasts against `x`."""
     return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def take(rows: Any, places: np.ndarray) -> Any:
-    """Return the rows of some members, in the given order; on a mesh spread over it."""
+    """Return the rows of some members, in the given order, distributed as `rows` is."""
     return _take(rows, places, Layout.around(rows))
 
 
 def put(rows: Any, places: np.ndarray, new: Any) -> Any:
-    """Return the rows with new ones for some of the members."""
+    """Return `rows` with the rows of some members replaced."""
     return _put(rows, places, new, Layout.around(rows))
 
 
@@ -52,7 +52,7 @@ def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
 
 @partial(jax.jit, static_argnums=2)
 def _take(rows: Any, places: jax.Array, layout: Layout | None) -> Any:
-    # Within the program that takes the rows, or the compiler may choose to put all of them on every device.
+    # Constrained inside the program, since otherwise the compiler may replicate the result on every device.
     return constrain(jax.tree.map(lambda x: x[places], rows), layout)
 
 

@@ -1,7 +1,7 @@
-"""Members over many devices: each device executes its own, and nothing is exchanged between members.
+"""Distribute members over devices: each device executes its own members, without communication between members.
 
-`shard_map` goes around the strategy, so the compiler sees the program of one device: left to itself it would gather
-members for convolutions. An axis `data` splits the batch; there the gradients are averaged, and nothing else.
+`shard_map` wraps the strategy, so that the compiler sees the program of one device; otherwise it would gather the
+members for convolutions. A mesh axis `data` splits the batch; over it, losses, gradients and metrics are averaged.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ ENSEMBLE, DATA = "ensemble", "data"
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices over which the members of an ensemble are spread.
+    """The devices over which the members of an ensemble are distributed.
 
     Attributes:
-      mesh: with an axis `ensemble`, and perhaps an axis `data`.
+      mesh: a mesh with an axis `ensemble` and, optionally, an axis `data`.
     """
 
     mesh: Mesh
 
     @classmethod
     def of(cls, api: str, mesh: Any) -> Layout:
-        """Return the layout on a mesh of the user; raise if its axes are not those of an ensemble."""
+        """Return the layout for a mesh of the user; raise if it has other axes than `ensemble` and `data`."""
         if not isinstance(mesh, Mesh):
             expected = 'a jax.sharding.Mesh, such as jax.make_mesh((4,), ("ensemble",))'
             raise TypeError(f"{api}: mesh must be {expected}, but got {describe(mesh)}.")
         if ENSEMBLE not in mesh.axis_names or not set(mesh.axis_names) <= {ENSEMBLE, DATA}:
             expected, names = 'an axis "ensemble" and may have an axis "data"', ", ".join(map(repr, mesh.axis_names))
             raise ValueError(f"{api}: mesh must have {expected}, but its axes are {names}; rename them.")
-        # With automatic axes: under explicit ones JAX would check the sharding of each operation of the user's model.
+        # Axes of type Auto: with Explicit axes JAX would check the sharding of each operation of the user's model.
         return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)))
 
     @classmethod
@@ -57,7 +57,7 @@ class Layout:
 
     @classmethod
     def around(cls, tree: Any) -> Layout | None:
-        """Return the layout of stacked arrays; None if they are not spread over devices, or are traced."""
+        """Return the layout of stacked arrays; None if they are traced, or not distributed over devices."""
         sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or sharding.mesh.size == 1:
             return None
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Return the number of devices over which the members are spread."""
+        """Return the number of devices along the axis `ensemble`."""
         return self.mesh.shape[ENSEMBLE]
 
     @property
@@ -75,7 +75,7 @@ class Layout:
 
     def of_members(self, size: int) -> NamedSharding:
         """Return the sharding of an array with `size` members along axis 0."""
-        # JAX spreads only what divides: otherwise every device has a copy.
+        # JAX shards an axis only if the number of devices divides its length; otherwise every device has a copy.
         return self.shared if size % self.devices else NamedSharding(self.mesh, P(ENSEMBLE))
 
     @cached_property
@@ -84,7 +84,7 @@ class Layout:
         return NamedSharding(self.mesh, P())
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return a context in which this mesh replaces one that the user has set."""
+        """Return a context in which this mesh replaces the one that the user has set."""
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     @property
@@ -92,20 +92,20 @@ class Layout:
         return all(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
     def padded(self, size: int) -> int:
-        """Return the number of rows for `size` members, a multiple of the devices; the last member fills them up."""
-        # Rounded up: `-(-a // b)` is the ceiling of the quotient, in integers.
+        """Return the number of rows for `size` members: the next multiple of the number of devices."""
+        # `-(-a // b)` is the quotient rounded up, in integers.
         return -(-size // self.devices) * self.devices
 
     def place(self, tree: Any) -> Any:
-        """Return `tree`, whose arrays have the members along axis 0, on the devices of these members."""
+        """Return `tree`, whose arrays have the members along axis 0, with each row on the device of its member."""
         return jax.tree.map(lambda x: move(x, self.of_members(len(x))), tree)
 
     def place_shared(self, x: Any) -> jax.Array:
-        """Return an array of which every device has a copy."""
+        """Return the array with a copy on every device."""
         return move(x, self.shared)
 
     def place_batch(self, batch: Any, axes: Sequence[Axes], size: int) -> Any:
-        """Return the batch of `size` members with each array on the devices that need it, padded where these do not."""
+        """Return the batch of `size` members with each array on the devices that need it, padded like the members."""
 
         def place(x: Any, spec: P) -> jax.Array:
             x = pad(x, tuple(spec).index(ENSEMBLE), self.padded(size) - size) if ENSEMBLE in spec else x
@@ -114,14 +114,14 @@ class Layout:
         return jax.tree.map(place, batch, self.batch_specs(batch, axes))
 
     def batch_specs(self, batch: Any, axes: Sequence[Axes]) -> Any:
-        """Return the partition of each array of the batch, as a tree like it."""
+        """Return the `PartitionSpec` of each array of the batch, as a tree of the same structure."""
 
         def spec(x: Any, axis: int | None) -> P:
-            """Return how one array is divided: by members, and by examples along the first other axis."""
+            """Return the spec of one array: split by members, and by examples along the first other axis."""
             names: list[str | None] = [None] * jnp.ndim(x)
             if axis is not None:
                 names[axis % jnp.ndim(x)] = ENSEMBLE
-            # The examples are along the first axis that is not the members'.
+            # The examples lie along the first axis that does not index members.
             if self.shards > 1 and None in names:
                 names[names.index(None)] = DATA
             return P(*names)
@@ -137,25 +137,25 @@ class Layout:
         for where, length in lengths.items():
             if length % self.shards:
                 found = f'{length} examples, which do not split over the {self.shards} devices of the mesh axis "data"'
-                raise ValueError(f"{api}: the batch (`{where}`) has {found}; change it.")
+                raise ValueError(f"{api}: the batch (`{where}`) has {found}; pass a multiple of {self.shards}.")
         if len(set(lengths.values())) > 1:
-            remedy = "let the loss close over what is not one per example"
+            remedy = "let the loss close over arrays that do not have one row per example"
             raise ValueError(f'{api}: the mesh axis "data" splits arrays of one length, but got {lengths}; {remedy}.')
 
     def on_each(self, fun: Callable[..., Any], *specs: Any) -> Callable[..., Any]:
-        """Return `fun` on each device, of the parts of its arguments that `specs` give."""
-        # Without the check of which values vary over devices (`check_vma`): it refuses a loop whose carry begins as
-        # zeros that all devices share and ends as values that differ, such as those of a user's model.
+        """Return `fun` executed on each device, on the parts of its arguments that `specs` assign to the device."""
+        # Without the check of which values vary over devices (`check_vma`): it rejects a loop whose carry begins as
+        # zeros, equal on all devices, and ends as values that differ. Models of users contain such loops.
         return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=P(ENSEMBLE), check_vma=False)
 
 
 def within(layout: Layout | None) -> AbstractContextManager[Any]:
-    """Return the context of a layout; of None, one that changes nothing."""
+    """Return the context of a layout, or a context that does nothing for None."""
     return nullcontext() if layout is None else layout.context()
 
 
 def constrain(tree: Any, layout: Layout | None) -> Any:
-    """Return what `Layout.place` does, within a program; of no layout, the tree as it is."""
+    """Place `tree` as `Layout.place` does, but inside a program; without a layout, return it unchanged."""
     if layout is None:
         return tree
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, layout.of_members(len(x))), tree)
@@ -163,12 +163,12 @@ def constrain(tree: Any, layout: Layout | None) -> Any:
 
 def pad(x: jax.Array, axis: int, more: int) -> jax.Array:
     """Return `x` with `more` copies of its last slice along `axis`."""
-    # Of places beyond the end, "clip" takes the last.
+    # With "clip", an index beyond the end takes the last slice.
     return jnp.take(x, np.arange(x.shape[axis] + more), axis, mode="clip") if more else x
 
 
 def everywhere(tree: Any) -> Any:
-    """Return `tree` with all of each array in this process, also what other processes hold."""
+    """Return `tree` with every array complete in this process, including the parts that other processes hold."""
 
     def gather(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or not isinstance(x.sharding, NamedSharding):
@@ -178,7 +178,7 @@ def everywhere(tree: Any) -> Any:
     return jax.tree.map(gather, tree)
 
 
-# Cached, so that arrays of one sharding share a compiled program: `jax.jit` of a new lambda would compile anew.
+# Cached, so that arrays of one sharding share a compiled program: `jax.jit` compiles again for every new lambda.
 @cache
 def _moved(sharding: NamedSharding) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x, out_shardings=sharding)
@@ -188,18 +188,18 @@ def move(tree: Any, sharding: Any) -> Any:
     """Return `tree` with its arrays in another sharding, which may span several processes."""
 
     def of_leaf(x: Any) -> jax.Array:
-        """Return one array with the sharding, moved as far as needed."""
+        """Return one array with the sharding, moved only if necessary."""
         if isinstance(x, Tracer):
             return jax.device_put(x, sharding)
         if isinstance(x, jax.Array) and x.sharding == sharding:
             return x
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return _moved(sharding)(x)  # no process holds all of it: a program of all processes moves its parts
+            return _moved(sharding)(x)  # no process holds the whole array: all of them run a program that moves parts
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         x = x if hasattr(x, "dtype") else jnp.asarray(x)
-        # Each process has all of the array, and copies the parts of its own devices. `device_put` to devices of other
-        # processes would compare the array in all of them. NumPy has no keys: their words are placed, and wrapped.
+        # Each process has the whole array and copies the parts for its own devices. `device_put` to devices of other
+        # processes would compare the array across processes. NumPy has no keys: their data is placed, then wrapped.
         data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
         held = jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
         return jax.random.wrap_key_data(held, impl=jax.random.key_impl(x)) if is_key(x) else held
@@ -208,9 +208,9 @@ def move(tree: Any, sharding: Any) -> Any:
 
 
 def own_keys(tree: Any) -> Any:
-    """Return `tree` with single keys that differ over the axis `data`, so that examples draw different numbers.
+    """Fold the index along the axis `data` into each single key of `tree`, so that examples draw different numbers.
 
-    Arrays of keys are split with the batch, or stay as they are.
+    Arrays of keys are split with the batch or stay unchanged.
     """
 
     def of_shard(x: Any) -> Any:

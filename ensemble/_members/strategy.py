@@ -1,7 +1,7 @@
-"""Strategies: how one function is executed for all members, in one program or in several.
+"""Strategies: execute a function of one member for all members.
 
-`vmap`, `map` and `unroll` are one compiled program: batched operations, a loop that the compiler sees, and one copy of
-the operations for each member. `loop` is a Python loop over a compiled program for one member.
+`vmap`, `map` and `unroll` are one compiled program: batched operations, a compiled loop, or one copy of the operations
+for each member. `loop` is a Python loop over a compiled program for one member.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Execution(NamedTuple):
       strategy: "vmap", "map", "unroll" or "loop".
       chunk_size: for "vmap", the number of members at a time; None for all at once.
       products: whether convolutions are rewritten as matrix products.
-      devices: the number of devices over which the members are spread.
+      devices: the number of devices over which the members are distributed.
     """
 
     strategy: str
@@ -52,27 +52,27 @@ class Execution(NamedTuple):
 def over_members(
     fun: Callable[..., Any], execution: Execution, in_axes: Sequence[Axes], size: int, *, in_place: bool = False
 ) -> Callable[..., Any]:
-    """Return `fun` over `size` members, with the members along axis 0 of its outputs; a function that can be traced.
+    """Map `fun` over `size` members, with the members along axis 0 of its outputs; return a traceable function.
 
     Args:
       fun: a function of one member's arguments.
-      execution: how; a "loop" cannot be traced.
+      execution: the strategy, other than "loop", which cannot be traced.
       in_axes: an axis specification for each argument.
       size: the number of members.
-      in_place: whether the first of its outputs takes the place of its first argument, in whose memory it is written.
+      in_place: whether the first output replaces the first argument and is written into its memory.
     """
     if execution.products:
         fun = convolutions_as_products(fun)
 
-    # That of JAX: the arguments have been checked.
+    # `jax.vmap` instead of ours, since the arguments have been checked.
     def batched(size: int) -> Callable[..., Any]:
         return jax.vmap(fun, tuple(in_axes), axis_size=size)
 
     def unrolled(size: int) -> Callable[..., Any]:
         return lambda *args: stack([fun(*take_member(args, in_axes, i)) for i in range(size)])
 
-    # One member at a time is a chunk of one that is not batched: even of one member, a batched convolution is a
-    # grouped one, which XLA computes by another and slower kernel.
+    # "map" uses chunks of one member without batching: a batched convolution is a grouped one even for a batch of one
+    # member, and XLA computes it by a slower kernel.
     mapped = batched if execution.strategy == "vmap" else unrolled
     chunk = 1 if execution.strategy == "map" else execution.chunk_size
     if chunk is None:
@@ -91,10 +91,10 @@ def _in_place(
 ) -> Callable[..., Any]:
     """Return a loop that carries the first argument and replaces a chunk of its members in each iteration.
 
-    A loop that slices its arguments and collects the outputs holds all of the first argument twice, and at the end
-    copies it to where it was. `otherwise` is such a loop, for outputs that cannot take the place of the argument.
+    A loop that slices its arguments and collects the outputs holds the whole first argument twice, and copies the
+    result back at the end. `otherwise` is such a loop, for outputs that differ from the argument in shape or dtype.
     """
-    of_chunk = jax.jit(mapped, inline=True)  # so that it is traced once, for its shapes and for the loop
+    of_chunk = jax.jit(mapped, inline=True)  # traced only once, for its output shapes and for the loop
     count = -(-size // chunk)
 
     def replaced(carried: Any, *others: Any) -> Any:
@@ -107,7 +107,7 @@ def _in_place(
 
         before = jax.eval_shape(partial(slice_members, 0), carried)
         new, extra = jax.eval_shape(of_chunk, *before)
-        # `skip` below needs zeros like the other outputs, and keys have none.
+        # `skip` below returns zeros like the other outputs, which do not exist for keys.
         has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(extra))
         if has_keys or _shapes(new) != _shapes(before[0]):
             return otherwise(carried, *others)
@@ -117,20 +117,20 @@ def _in_place(
 
         def replace_chunk(carried: Any, i: Any) -> tuple[Any, Any]:
             """Return `carried` with chunk `i` replaced, and the other outputs of the chunk."""
-            # The last chunk begins early enough to be as long as the others: all of them are one program.
+            # The last chunk starts early enough to have the same length as the others, so that one program serves all.
             start = jnp.minimum(i * chunk, size - chunk)
             args = slice_members(start, carried)
-            # Always so, but unknown to the compiler, which therefore computes the whole chunk before it writes any of
-            # it. Left to itself it would write while it computes, from a copy of everything for each chunk.
+            # The condition always holds, but the compiler cannot know that, so it computes the whole chunk before it
+            # writes any of it. Without the condition it would copy the whole array for each chunk.
             new, extra = lax.cond(i >= 0, of_chunk, skip, *args)
-            if size % chunk:  # some members of the last chunk were in the one before, and must not take two steps
+            if size % chunk:  # the last two chunks overlap, and no member may take two steps
                 new = where_rows(start + jnp.arange(chunk) >= i * chunk, new, args[0])
             return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), carried, new), extra
 
         carried, extras = lax.scan(replace_chunk, carried, jnp.arange(count))
         extras = jax.tree.map(lambda x: x.reshape(count * chunk, *x.shape[2:]), extras)
-        # The members that the last chunk shares with the one before are there twice: the second time with outputs of
-        # their new values.
+        # Members in both of the last two chunks have two rows. The second is dropped: it was computed from values that
+        # had been updated already.
         last, overlap = (count - 1) * chunk, count * chunk - size
         return carried, jax.tree.map(lambda x: jnp.concatenate([x[:last], x[last + overlap :]]), extras)
 
@@ -144,13 +144,13 @@ def _shapes(tree: Any) -> Any:
 
 def take_member(args: Sequence[Any], in_axes: Sequence[Axes], i: Any) -> Any:
     """Return the arguments of member `i`, an int or a traced integer."""
-    # A static slice where the index is known: the compiler can fold it into what uses it.
+    # A static slice if the index is known, which the compiler can fuse into its consumers.
     take: Any = lax.index_in_dim if isinstance(i, int) else lax.dynamic_index_in_dim
     return _map_mapped(lambda x, axis: take(x, i, axis, keepdims=False), args, in_axes)
 
 
 def _map_mapped(fun: Callable[[Any, int], Any], args: Sequence[Any], in_axes: Sequence[Axes]) -> Any:
-    """Return the arguments with `fun(array, axis)` in place of each array that is mapped over the members."""
+    """Apply `fun(array, axis)` to each array of the arguments that is mapped over the members."""
     leaves, treedef = jax.tree.flatten(tuple(args))
     axes = broadcast_axes(tuple(in_axes), tuple(args))
     found = [x if axis is None else fun(x, axis) for x, axis in zip(leaves, axes, strict=True)]
@@ -158,9 +158,9 @@ def _map_mapped(fun: Callable[[Any, int], Any], args: Sequence[Any], in_axes: Se
 
 
 def in_turn(jaxpr: Jaxpr, platform: str) -> bool:
-    """Return whether members are quicker one after another than batched, by the rule where nothing is measured.
+    """Return whether members are faster one after another than batched, by a rule that is used without measurements.
 
-    Mapping a convolution over its weights makes a grouped convolution, which XLA's CPU backend computes two to three
-    times as slowly as one member after another, forward and backward. So convolutions on a CPU are not batched.
+    Batching a convolution over its weights gives a grouped convolution. The CPU backend of XLA needs two to three times
+    as long for it as for one member after another, forward and backward. So convolutions on a CPU are not batched.
     """
     return platform == "cpu" and has_convolution(jaxpr)

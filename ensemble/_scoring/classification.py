@@ -1,4 +1,4 @@
-"""Scores of predicted probabilities against labels, each a few lines with its source."""
+"""Scores of predicted probabilities against labels."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .validation import check_scored, prepared
 
 
 def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Return the share of examples whose most probable class is the label, in 0 to 1.
+    """Return the fraction of examples whose most probable class is the label, in 0 to 1.
 
     Args:
-      probabilities: floating (..., batch, classes), at least 2 classes; logits give the same. The first of
-        equally probable classes counts.
-      labels: classes as integers (batch,), from 0 to classes - 1.
+      probabilities: floating point (..., batch, classes), at least 2 classes; logits give the same result. Among
+        equally probable classes, the first one is predicted.
+      labels: integer classes (batch,), from 0 to classes - 1.
 
     Returns:
-      Shape (...), NaN where the probabilities of an example hold a NaN, where a traced label is not a class and where
-      the batch is empty; float32, or float64 for such probabilities.
+      Shape (...), float32, or float64 for float64 probabilities. NaN if the probabilities of an example contain a NaN,
+      a traced label is out of range, or the batch is empty.
 
     Raises:
-      TypeError: labels are not integers, or probabilities not floating.
-      ValueError: the shapes do not fit, there are fewer than 2 classes, or a label that is not traced is not a class.
+      TypeError: `labels` are not integers, or `probabilities` are not floating point.
+      ValueError: the shapes do not match; there are fewer than 2 classes; a label that is not traced is out of range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -49,10 +49,11 @@ def nll(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
       labels: as for `accuracy`.
 
     Returns:
-      As for `accuracy`; NaN also where a traced probability is outside 0 to 1 by more than 0.01.
+      As for `accuracy`; NaN also if a traced probability is outside 0 to 1 by more than 0.01.
 
     Raises:
-      TypeError, ValueError: as for `accuracy`; a probability that is not traced is outside 0 to 1 by more than 0.01.
+      TypeError: as for `accuracy`.
+      ValueError: as for `accuracy`; a probability that is not traced is outside 0 to 1 by more than 0.01.
 
     Source:
       Good 1952, "Rational Decisions" (the logarithmic score).
@@ -67,7 +68,7 @@ def nll(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
 
 
 def brier(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Return the mean squared distance of the probabilities from the one-hot label, summed over classes: 0 to 2.
+    """Return the mean squared distance of the probabilities from the one-hot label, summed over classes, in 0 to 2.
 
     Args:
       probabilities: as for `nll`.
@@ -80,7 +81,7 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
       TypeError, ValueError: as for `nll`.
 
     Source:
-      Brier 1950, "Verification of Forecasts Expressed in Terms of Probability", in its form for many classes.
+      Brier 1950, "Verification of Forecasts Expressed in Terms of Probability", in its multi-class form.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -92,15 +93,15 @@ def brier(probabilities: ArrayLike, labels: ArrayLike) -> jax.Array:
 
 
 def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.Array:
-    """Return the expected calibration error: the distance of confidence from accuracy, in 0 to 1.
+    """Return the expected calibration error: the mean gap between confidence and accuracy, in 0 to 1.
 
-    Examples are put into `bins` intervals of equal width by the probability of their most probable class; the error is
-    the mean over examples of the distance between their bin's mean confidence and its accuracy.
+    Examples are grouped into `bins` intervals of equal width by their confidence, the probability of the predicted
+    class. The error is the mean over examples of |mean confidence - accuracy| of their bin.
 
     Args:
       probabilities: as for `nll`.
       labels: as for `accuracy`.
-      bins: number of intervals. Each contains its upper end, not its lower one.
+      bins: the number of intervals. Each includes its upper end, but not its lower one.
 
     Returns:
       As for `nll`.
@@ -109,7 +110,7 @@ def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.A
       TypeError, ValueError: as for `nll`; `bins` is not a positive int.
 
     Cost:
-      One pass over the examples for each bin, in memory that does not grow with the bins.
+      One pass over the examples for each bin; the memory does not grow with the number of bins.
 
     Source:
       Guo et al. 2017, "On Calibration of Modern Neural Networks", equation 3.
@@ -125,15 +126,16 @@ def ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.A
 
 
 def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15) -> jax.Array:
-    """Return the expected calibration error with bins that hold equally many examples, in 0 to 1.
+    """Return the expected calibration error with bins of equally many examples, in 0 to 1.
 
-    As `ece`, but the examples are sorted by their confidence and split into `bins` parts of equal number, or
-    nearly: part k begins with example floor(k * batch / bins). So no bin is empty, and none holds almost all examples.
+    As `ece`, but the examples are sorted by confidence and split into `bins` parts of (nearly) equal size: part k
+    begins with example floor(k * batch / bins). So no bin contains almost all examples, as with intervals of equal
+    width.
 
     Args:
       probabilities: as for `nll`.
       labels: as for `accuracy`.
-      bins: number of parts. Equally confident examples stay in their order.
+      bins: the number of parts. Examples of equal confidence keep their order.
 
     Returns:
       As for `nll`.
@@ -158,15 +160,15 @@ def adaptive_ece(probabilities: ArrayLike, labels: ArrayLike, *, bins: int = 15)
     return _ece(*check_scored("adaptive_ece", probabilities, labels), int(bins), True)
 
 
-# The computation after the checks is one compiled program for each score: quicker than one for each operation, and
-# without copies of the probabilities.
+# After the checks, each score is one compiled program: faster than one program per operation, and without copies of the
+# probabilities.
 
 
 @partial(jax.jit, static_argnums=(0, 3))
 def _mean(term: Callable[[jax.Array, jax.Array], jax.Array], p: jax.Array, labels: jax.Array, bounded: bool) -> Any:
     """Return the mean over the examples of a `term` of probabilities and labels."""
     p, labels, valid = prepared(p, labels, bounded)
-    # NaN, not an error: labels and probabilities may be traced, and a score of a wrong label must not look like one.
+    # Traced values cannot raise, so an invalid label or probability makes the score NaN instead of a plausible number.
     return jnp.where(valid, term(p, labels), jnp.nan).mean(axis=-1)
 
 
@@ -175,13 +177,13 @@ def _right(p: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def at_labels(values: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return for each example the value (..., batch, classes) of its label."""
+    """Return the value of the label of each example, (..., batch), from values (..., batch, classes)."""
     index = jnp.broadcast_to(labels, values.shape[:-1])[..., None]
     return jnp.take_along_axis(values, index, axis=-1)[..., 0]
 
 
 def _surprise(p: jax.Array, labels: jax.Array) -> jax.Array:
-    # Not the smallest number above 0, which XLA may flush to 0 as it does with all that are not normal.
+    # The smallest normal number, since XLA may flush subnormal numbers to 0.
     return -jnp.log(jnp.maximum(at_labels(p, labels), jnp.finfo(p.dtype).tiny))
 
 
@@ -193,7 +195,7 @@ def _squared_distance(p: jax.Array, labels: jax.Array) -> jax.Array:
 def _ece(p: jax.Array, labels: jax.Array, bins: int, equally_many: bool) -> jax.Array:
     """Return the calibration error over bins of equal width, or of equally many examples."""
     p, labels, valid = prepared(p, labels, True)
-    # The confidence is that of the predicted class, whether it is right or not.
+    # The confidence is the probability of the predicted class, whether or not it is correct.
     confidence = p.max(axis=-1)
     gap = jnp.where(valid, confidence - _right(p, labels), jnp.nan)
     if equally_many:
@@ -204,10 +206,10 @@ def _ece(p: jax.Array, labels: jax.Array, bins: int, equally_many: bool) -> jax.
         rank = jnp.argsort(jnp.argsort(confidence, axis=-1, stable=True), axis=-1)
         bin_of = jnp.asarray(bin_of_rank)[rank]
     else:
-        # By comparison with the ends of the bins: `confidence * bins` may be rounded across one.
+        # Compared with the ends of the bins, since `confidence * bins` may round across an end.
         ends = np.arange(1, bins) / bins
         bin_of = jnp.searchsorted(jnp.asarray(ends, confidence.dtype), confidence)
-    # Each bin by a sum: a product with a one-hot matrix loses digits over millions of examples.
+    # One sum for each bin: a product with a one-hot matrix loses digits over millions of examples.
     per_bin = jax.lax.map(lambda k: jnp.where(bin_of == k, gap, 0).sum(axis=-1), jnp.arange(bins))
     # sum_k n_k / batch * |mean confidence_k - accuracy_k| = sum_k |sum of gaps in bin k| / batch, as n_k cancels.
     return jnp.abs(per_bin).sum(axis=0) / labels.shape[0]

@@ -1,4 +1,4 @@
-"""Scores of predicted means and variances against values."""
+"""Scores of predicted means and variances against targets."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .validation import at_least_float32, check_numbers, check_shape
 
 
 def gaussian_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Return the mean negative logarithm of the density of the targets under normal distributions, in nats.
+    """Return the mean negative log-density of the targets under normal distributions, in nats.
 
     Args:
-      mean: real (..., batch).
-      variance: of the same shape, above 0.
-      targets: real (batch,).
+      mean: real numbers (..., batch).
+      variance: positive numbers of the same shape.
+      targets: real numbers (batch,).
 
     Returns:
-      Shape (...); NaN where a traced variance is not above 0; floating point.
+      Shape (...), floating point; NaN if a traced variance is not above 0.
 
     Raises:
-      TypeError: an argument does not hold real numbers.
-      ValueError: shapes that do not fit, or a variance that is not traced and not above 0.
+      TypeError: an argument is not an array of real numbers.
+      ValueError: the shapes do not match, an array is empty, or a variance that is not traced is not above 0.
 
     Source:
       Lakshminarayanan et al. 2017, equation 1, with its constant.
@@ -47,12 +47,12 @@ def mixture_nll(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> jax
     """Return the mean negative log-density of the targets under the mixture of the members, in nats.
 
     Args:
-      mean: real (members, batch), those of each member.
-      variance: of the same shape, above 0.
-      targets: real (batch,).
+      mean: the means of each member, real numbers (members, batch).
+      variance: positive numbers of the same shape.
+      targets: real numbers (batch,).
 
     Returns:
-      A scalar; as for `gaussian_nll`.
+      A scalar; dtype and NaN as for `gaussian_nll`.
 
     Raises:
       TypeError, ValueError: as for `gaussian_nll`.
@@ -73,12 +73,12 @@ def gaussian_crps(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> j
     """Return the mean continuous ranked probability score of normal distributions, in units of the targets.
 
     Args:
-      mean: real (..., batch).
-      variance: of the same shape, above 0.
-      targets: real (batch,).
+      mean: real numbers (..., batch).
+      variance: positive numbers of the same shape.
+      targets: real numbers (batch,).
 
     Returns:
-      Shape (...); as for `gaussian_nll`.
+      Shape (...); dtype and NaN as for `gaussian_nll`.
 
     Raises:
       TypeError, ValueError: as for `gaussian_nll`.
@@ -96,16 +96,16 @@ def gaussian_crps(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike) -> j
 
 
 def interval_coverage(mean: ArrayLike, variance: ArrayLike, targets: ArrayLike, *, level: float = 0.95) -> jax.Array:
-    """Return the share of the targets that lie in the central interval of their normal distributions.
+    """Return the fraction of the targets that lie in the central interval of their normal distributions.
 
     Args:
-      mean: real (..., batch).
-      variance: of the same shape, above 0.
-      targets: real (batch,).
-      level: the share that is expected if the distributions are right, above 0 and below 1.
+      mean: real numbers (..., batch).
+      variance: positive numbers of the same shape.
+      targets: real numbers (batch,).
+      level: the probability of the interval, above 0 and below 1: the fraction expected of calibrated predictions.
 
     Returns:
-      Shape (...), in 0 to 1; as for `gaussian_nll`.
+      Shape (...), in 0 to 1; dtype and NaN as for `gaussian_nll`.
 
     Raises:
       TypeError, ValueError: as for `gaussian_nll`; `level` is out of range.
@@ -134,7 +134,7 @@ def _mixture(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Ar
 
 @jax.jit
 def _crps(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the mean score, of which the integral has a closed form for normal distributions."""
+    """Return the mean score, by its closed form for normal distributions."""
     mean, variance, targets = _wide(mean, variance, targets)
     deviation = jnp.sqrt(variance)
     # Equation 21 of Gneiting and Raftery, negated: s (z (2 Phi(z) - 1) + 2 phi(z) - 1 / sqrt(pi)), z = (y - m) / s.
@@ -145,12 +145,12 @@ def _crps(mean: jax.Array, variance: jax.Array, targets: jax.Array) -> jax.Array
 
 @partial(jax.jit, static_argnums=3)
 def _coverage(mean: jax.Array, variance: jax.Array, targets: jax.Array, level: float) -> jax.Array:
-    """Return the share of targets that are within the quantiles (1 - level) / 2 and (1 + level) / 2."""
+    """Return the fraction of targets between the quantiles (1 - level) / 2 and (1 + level) / 2."""
     mean, variance, targets = _wide(mean, variance, targets)
     reach = ndtri(jnp.asarray((1 + level) / 2, mean.dtype)) * jnp.sqrt(variance)
     error = jnp.abs(targets - mean)
     inside = (error <= reach).astype(mean.dtype)
-    # A comparison with NaN is false, and would count as outside.
+    # A comparison with NaN is false, and would count as outside the interval.
     return jnp.where(jnp.isnan(error) | jnp.isnan(reach), jnp.nan, inside).mean(axis=-1)
 
 
@@ -168,7 +168,7 @@ def _wide(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _check(name: str, mean: Any, variance: Any, targets: Any) -> tuple[Any, Any, Any]:
-    """Return mean, variance and targets as arrays of floating point; raise if they do not fit."""
+    """Return mean, variance and targets as floating-point arrays; raise if their shapes or values do not fit."""
     mean = check_numbers(name, "mean", mean, "(..., batch)")
     variance = check_numbers(name, "variance", variance, "(..., batch)", positive=True)
     targets = check_numbers(name, "targets", targets, "(batch,)")

@@ -1,4 +1,4 @@
-"""Measures of how well a score of doubt separates good examples from bad ones."""
+"""Measures of how well an uncertainty score separates good examples from bad ones."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .validation import at_least_float32, check_numbers, check_shape
 
 
 def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
-    """Return the area under the ROC curve: the share of pairs in which the out-of-distribution example scores higher.
+    """Return the area under the ROC curve of an uncertainty score that detects out-of-distribution examples.
 
     Args:
-      scores_in: doubt about examples in the distribution, such as `mutual_information`: real (..., count).
-      scores_out: doubt about examples out of it: (..., other count).
+      scores_in: scores of in-distribution examples, such as `mutual_information`: real numbers (..., count).
+      scores_out: scores of out-of-distribution examples: (..., other count).
 
     Returns:
-      Shape (...): the share of the pairs in which the second is higher, with a tie counting half: 0.5 is chance, 1 is
-      perfect separation. NaN where a score is NaN. Floating point.
+      Shape (...), floating point: the fraction of pairs in which the out-of-distribution example has the higher score;
+      a tie counts half. 0.5 is chance, 1 is perfect separation. NaN if a score is NaN.
 
     Raises:
-      TypeError: an argument does not hold real numbers.
-      ValueError: leading axes that differ, or no scores.
+      TypeError: an argument is not an array of real numbers.
+      ValueError: the leading axes differ, or there are no scores.
 
     Cost:
-      A sort of each.
+      A sort of `scores_in`, and two binary searches for each score in `scores_out`.
 
     Source:
       Hanley and McNeil 1982, "The meaning and use of the area under a receiver operating characteristic (ROC) curve".
@@ -47,12 +47,12 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> jax.Array:
 
 
 class RiskCoverage(NamedTuple):
-    """The error of the predictions that are kept when those with the most doubt are left out.
+    """The error of the predictions that are kept if the most uncertain ones are rejected.
 
     Attributes:
-      coverage: share of the examples that are kept, (batch,): 1 / batch, 2 / batch and so on to 1.
-      risk: the mean error of these, (..., batch).
-      area: mean of the risks, (...): the area under the curve; smaller is better.
+      coverage: the fraction of examples that are kept, (batch,): 1 / batch, 2 / batch, ..., 1.
+      risk: the mean error of the kept examples, (..., batch).
+      area: the mean of the risks, (...): the area under the curve; smaller is better.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -68,19 +68,19 @@ class RiskCoverage(NamedTuple):
 
 
 def risk_coverage(doubts: ArrayLike, errors: ArrayLike) -> RiskCoverage:
-    """Return the risk of predictions against the share of them that is kept, the least doubtful first.
+    """Return the mean error of the kept predictions as a function of the fraction kept, the least uncertain first.
 
     Args:
-      doubts: of each example, such as `predictive_entropy`: real (..., batch). Of examples with equal doubts the first
-        is kept first.
-      errors: of each example, such as whether the label was missed: real or bool (..., batch), of the same shape.
+      doubts: an uncertainty score for each example, such as `predictive_entropy`: real numbers (..., batch). Examples
+        with equal scores are kept in their order.
+      errors: the error of each example, such as whether the prediction is wrong: real or bool, of the same shape.
 
     Returns:
-      A `RiskCoverage`. NaN where a doubt is NaN.
+      A `RiskCoverage`. Risks and areas are NaN if a score is NaN.
 
     Raises:
-      TypeError: an argument does not hold real numbers.
-      ValueError: shapes that differ, or no examples.
+      TypeError: an argument is not an array of real numbers.
+      ValueError: the shapes differ, or there are no examples.
 
     Source:
       El-Yaniv and Wiener 2010, "On the Foundations of Noise-free Selective Classification"; Geifman et al. 2019,
@@ -103,14 +103,14 @@ def _auroc(scores_in: jax.Array, scores_out: jax.Array) -> jax.Array:
     """Return the area for each of the leading axes."""
     scores_in, scores_out = at_least_float32(scores_in), at_least_float32(scores_out)
 
-    # The area is P(in < out) + P(in = out) / 2 (the Mann-Whitney statistic). For each score out of the distribution,
-    # two binary searches count the scores in it that are below, and those that are not above.
+    # The area is P(in < out) + P(in = out) / 2 (the Mann-Whitney statistic). For each out-of-distribution score, two
+    # binary searches count the in-distribution scores that are below it, and those that are not above it.
     def of_one(inner: jax.Array, outer: jax.Array) -> jax.Array:
         """Return the area for scores without leading axes."""
         ordered = jnp.sort(inner)
         below = jnp.searchsorted(ordered, outer, side="left")
         not_above = jnp.searchsorted(ordered, outer, side="right")
-        # As shares of the scores: a count of pairs may overflow an int32.
+        # Fractions of the scores, since a count of pairs may overflow an int32.
         share = (below.astype(inner.dtype) + not_above.astype(inner.dtype)) / (2 * inner.shape[0])
         return jnp.where(jnp.isnan(inner).any() | jnp.isnan(outer).any(), jnp.nan, share.mean())
 
@@ -121,13 +121,13 @@ def _auroc(scores_in: jax.Array, scores_out: jax.Array) -> jax.Array:
 
 @jax.jit
 def _risk_coverage(doubts: jax.Array, errors: jax.Array) -> RiskCoverage:
-    """Return the mean error of the first 1, 2, ... examples in the order of their doubts."""
+    """Return the mean error of the first 1, 2, ... examples in the order of their uncertainty."""
     errors = at_least_float32(errors)
     doubts = at_least_float32(doubts)
     batch = doubts.shape[-1]
     kept = jnp.take_along_axis(errors, jnp.argsort(doubts, axis=-1, stable=True), axis=-1)
     counts = jnp.arange(1, batch + 1, dtype=errors.dtype)
     risk = jnp.cumsum(kept, axis=-1) / counts
-    # Sorting puts a NaN last, where it would go unnoticed.
+    # Sorting puts NaN last, where it would go unnoticed.
     risk = jnp.where(jnp.isnan(doubts).any(axis=-1, keepdims=True), jnp.nan, risk)
     return RiskCoverage(counts / batch, risk, risk.mean(axis=-1))

@@ -1,4 +1,4 @@
-"""Measures of uncertainty, and of the part of it that is disagreement of the members."""
+"""Measures of uncertainty, and of the part that is due to disagreement of the members."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def entropy(probabilities: ArrayLike) -> jax.Array:
     """Return the Shannon entropy of each distribution, in nats.
 
     Args:
-      probabilities: floating (..., classes), at least 2 classes.
+      probabilities: floating point (..., classes), at least 2 classes.
 
     Returns:
-      Shape (...), NaN where a probability is NaN, or traced and outside 0 to 1 by more than 0.01; float32, or float64
-      for such probabilities.
+      Shape (...), float32, or float64 for float64 probabilities. NaN where a probability is NaN, or where a traced
+      probability is outside 0 to 1 by more than 0.01.
 
     Raises:
-      TypeError: probabilities are not floating.
+      TypeError: `probabilities` are not floating point.
       ValueError: there are fewer than 2 classes, or a probability that is not traced is outside 0 to 1 by more than
         0.01.
 
@@ -40,10 +40,10 @@ def predictive_entropy(probabilities: ArrayLike) -> jax.Array:
     """Return the entropy of the members' mean distribution, in nats: the total uncertainty.
 
     Args:
-      probabilities: floating (members, ..., classes), at least 2 classes.
+      probabilities: floating point (members, ..., classes), at least 2 classes.
 
     Returns:
-      Shape (...), NaN and dtype as for `entropy`.
+      Shape (...); dtype and NaN as for `entropy`.
 
     Raises:
       TypeError, ValueError: as for `entropy`.
@@ -61,13 +61,13 @@ def predictive_entropy(probabilities: ArrayLike) -> jax.Array:
 
 
 def mutual_information(probabilities: ArrayLike) -> jax.Array:
-    """Return the entropy of the members' mean less their mean entropy, in nats: the doubt that is disagreement.
+    """Return the entropy of the members' mean minus their mean entropy, in nats: uncertainty due to disagreement.
 
     Args:
-      probabilities: floating (members, ..., classes), at least 2 classes.
+      probabilities: floating point (members, ..., classes), at least 2 classes.
 
     Returns:
-      Shape (...), at least 0; NaN and dtype as for `entropy`.
+      Shape (...), at least 0; dtype and NaN as for `entropy`.
 
     Raises:
       TypeError, ValueError: as for `entropy`.
@@ -78,7 +78,7 @@ def mutual_information(probabilities: ArrayLike) -> jax.Array:
     Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble.metrics import mutual_information
-      >>> mutual_information(jnp.array([[[0.5, 0.5]], [[0.5, 0.5]]]))  # both in doubt, and agreed on it
+      >>> mutual_information(jnp.array([[[0.5, 0.5]], [[0.5, 0.5]]]))  # both uncertain, but in agreement
       Array([0.], dtype=float32)
     """
     return _information(check_probabilities("mutual_information", probabilities, "(members, ..., classes)", 2))
@@ -88,14 +88,14 @@ def epistemic_variance(values: ArrayLike) -> jax.Array:
     """Return the variance of the members' predictions: the part of the uncertainty that more data would reduce.
 
     Args:
-      values: real (members, ...): values or means, or probabilities (members, batch, classes).
+      values: real numbers (members, ...): values, means, or probabilities (members, batch, classes).
 
     Returns:
-      Shape (...), the variance over axis 0, divided by the number of members; floating point.
+      Shape (...), floating point: the variance over axis 0, with the number of members as divisor (`ddof=0`).
 
     Raises:
-      TypeError: the values are not real numbers.
-      ValueError: there are no members.
+      TypeError: `values` is not an array of real numbers.
+      ValueError: `values` is a scalar or empty.
 
     Source:
       Kendall and Gal 2017, "What Uncertainties Do We Need in Bayesian Deep Learning for Computer Vision?".
@@ -110,20 +110,20 @@ def epistemic_variance(values: ArrayLike) -> jax.Array:
 
 
 def aleatoric_variance(variances: ArrayLike) -> jax.Array:
-    """Return the mean of the variances that the members predict: the part of the uncertainty that is in the data.
+    """Return the mean of the members' predicted variances: the part of the uncertainty that is noise in the data.
 
-    With `epistemic_variance` of their means it adds up to the variance of the mixture of the members. For
+    Together with the `epistemic_variance` of their means it gives the variance of the mixture of the members. For
     classification, pass `p * (1 - p)`, the variance of the one-hot label.
 
     Args:
-      variances: real (members, ...), not negative.
+      variances: non-negative numbers (members, ...).
 
     Returns:
-      Shape (...), NaN where a traced variance is negative; floating point.
+      Shape (...), floating point; NaN where a traced variance is negative.
 
     Raises:
-      TypeError: the variances are not real numbers.
-      ValueError: there are no members, or a variance that is not traced is negative.
+      TypeError: `variances` is not an array of real numbers.
+      ValueError: `variances` is a scalar or empty, or a variance that is not traced is negative.
 
     Source:
       Kendall and Gal 2017; Kwon et al. 2020, "Uncertainty quantification using Bayesian neural networks in
@@ -142,16 +142,19 @@ def aleatoric_variance(variances: ArrayLike) -> jax.Array:
 
 
 def disagreement(probabilities: ArrayLike) -> jax.Array:
-    """Return the share of the pairs of members that predict different classes, in 0 to 1.
+    """Return the fraction of pairs of members that predict different classes, in 0 to 1.
 
     Args:
-      probabilities: floating (members, ..., classes), at least 2 members and 2 classes; logits give the same.
+      probabilities: floating point (members, ..., classes), at least 2 members and 2 classes; logits give the same
+        result.
 
     Returns:
-      Shape (...), NaN where one is NaN; its mean over the examples is the disagreement of the ensemble.
+      Shape (...), one value per example, whose mean is the disagreement of the ensemble; NaN where a probability is
+      NaN.
 
     Raises:
-      TypeError, ValueError: as for `accuracy`; there are fewer than 2 members.
+      TypeError: `probabilities` are not floating point.
+      ValueError: there are fewer than 2 members or fewer than 2 classes.
 
     Source:
       Kuncheva and Whitaker 2003, "Measures of Diversity in Classifier Ensembles" (the disagreement measure).
@@ -186,10 +189,10 @@ def _information(p: jax.Array) -> jax.Array:
 
 @jax.jit
 def _disagreement(p: jax.Array) -> jax.Array:
-    """Return for each example the share of the pairs of members with different classes."""
+    """Return for each example the fraction of pairs of members that predict different classes."""
     p = at_least_float32(p)
     members = p.shape[0]
-    # Of v votes for a class v (v - 1) ordered pairs agree: time and memory do not grow with the pairs.
+    # v votes for a class give v (v - 1) ordered pairs that agree, so no loop over pairs is needed.
     votes = jax.nn.one_hot(p.argmax(axis=-1), p.shape[-1], dtype=p.dtype).sum(axis=0)
     agree = (votes * (votes - 1)).sum(axis=-1) / (members * (members - 1))
     return jnp.where(jnp.isnan(p).any(axis=(0, -1)), jnp.nan, 1 - agree)
@@ -203,5 +206,5 @@ def entropy_of(p: jax.Array) -> jax.Array:
 
 def information_of(p: jax.Array, total: Any) -> jax.Array:
     """Return the mutual information of the members' distributions, whose mean has the entropy `total`."""
-    # Never negative by Jensen's inequality, but where all members agree rounding may make it so.
+    # Not negative by Jensen's inequality, but rounding may make it so where all members agree.
     return jnp.maximum(total - entropy_of(p).mean(axis=0), 0)

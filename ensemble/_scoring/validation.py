@@ -1,4 +1,4 @@
-"""Checks of what is scored, and its conversion to a dtype that is wide enough."""
+"""Checks of predictions, labels and targets, and their conversion to at least float32."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ...transforms._core.compat import Tracer
 def prepared(p: jax.Array, labels: jax.Array, bounded: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return probabilities and labels in the dtypes of the computation, and a mask (..., batch) of valid examples."""
     p = with_nans(p) if bounded else at_least_float32(p)
-    # In a narrow dtype the number of classes could overflow. The cast makes no other label a class.
+    # In a narrow dtype the number of classes could overflow. The cast does not make an invalid label valid.
     labels = labels.astype(int)
     return p, labels, (labels >= 0) & (labels < p.shape[-1]) & ~jnp.isnan(p).any(axis=-1)
 
 
 def at_least_float32(x: Any) -> Any:
-    """Return `x` in float32 if it is of half precision, else as it is."""
+    """Return `x` in float32 if it has half precision, else unchanged."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
     return x.astype(jnp.float32) if narrow else x
 
 
 @jax.jit
 def outside(probabilities: jax.Array) -> jax.Array:
-    """Return where numbers are not probabilities."""
-    # Half precision may round to a little beyond 1: bfloat16 does so by up to 2**-8 = 0.004.
+    """Return a mask of the numbers that are not probabilities."""
+    # In half precision a probability may round to slightly above 1: in bfloat16 by up to 2**-8 = 0.004.
     return (probabilities < -0.01) | (probabilities > 1.01)
 
 
 def with_nans(p: Any) -> Any:
-    """Return probabilities in float32 or wider, with NaN for those outside 0 to 1, which may be traced."""
+    """Return probabilities in float32 or wider, with NaN for those outside 0 to 1."""
     p = at_least_float32(p)
     return jnp.where(outside(p), jnp.nan, p)
 
@@ -44,11 +44,11 @@ def with_nans(p: Any) -> Any:
 def first(wrong: Callable[[Any], Any], x: Any) -> tuple[tuple[int, ...], Any] | None:
     """Return the first index of `x` at which `wrong(x)` is true, and the value there.
 
-    None if it is nowhere true, or if that cannot be known: `x` is traced, or other processes hold a part of it.
+    None if there is no such index, or if it cannot be determined: `x` is traced, or other processes hold parts of it.
     """
     if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return None
-    with jax.ensure_compile_time_eval():  # `x` may be a constant of something that is traced
+    with jax.ensure_compile_time_eval():  # `x` may be a constant inside a trace
         found = wrong(x)
         if not found.any():
             return None
@@ -57,20 +57,20 @@ def first(wrong: Callable[[Any], Any], x: Any) -> tuple[tuple[int, ...], Any] | 
 
 
 def unwrapped(x: Any) -> Any:
-    """Return the array that an `nnx.Variable` holds, or anything else as it is."""
+    """Return the array that an `nnx.Variable` holds, or anything else unchanged."""
     convert = getattr(x, "__jax_array__", None)
     return convert() if convert else x
 
 
-# The remedies for an argument that is not of floating point, and for one with a single class.
+# The remedies for an argument that is not floating point, and for one with a single class.
 _REMEDIES = {
     "probabilities": (
         "pass the output of jax.nn.softmax, or one-hot predictions with .astype(float)",
-        "where p is the probability of the second of two, pass jnp.concatenate([1 - p, p], axis=-1)",
+        "if p is the probability of the second of two classes, pass jnp.concatenate([1 - p, p], axis=-1)",
     ),
     "logits": (
         "cast them with .astype(float)",
-        "where z is the one logit of a sigmoid, pass jnp.concatenate([jnp.zeros_like(z), z], axis=-1)",
+        "if z is the single logit of a sigmoid, pass jnp.concatenate([jnp.zeros_like(z), z], axis=-1)",
     ),
 }
 
@@ -78,8 +78,8 @@ _REMEDIES = {
 def check_scored(
     name: str, probabilities: ArrayLike, labels: ArrayLike, *, bounded: bool = True, what: str = "probabilities"
 ) -> tuple[Any, Any]:
-    """Return probabilities (or logits, as `what` says) and labels as arrays; raise if they cannot be scored."""
-    # Floating labels would be truncated by the cast to classes; booleans are no numbers of classes either.
+    """Return probabilities (or logits, if `what` is "logits") and labels as arrays; raise if they are invalid."""
+    # The cast to integers would truncate floating-point labels; booleans are not classes either.
     labels = unwrapped(labels)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be an array of integers, but got {say(labels)}.")
@@ -105,13 +105,13 @@ def check_probabilities(
     probabilities = unwrapped(probabilities)
     if not hasattr(probabilities, "dtype") or not jnp.issubdtype(probabilities.dtype, jnp.floating):
         got, remedy = say(probabilities), _REMEDIES[what][0]
-        raise TypeError(f"{name}: {what} must be an array of floating point, but got {got}; {remedy}.")
+        raise TypeError(f"{name}: {what} must be a floating-point array, but got {got}; {remedy}.")
     shape = jnp.shape(probabilities)
     if len(shape) < least_ndim:
         raise ValueError(f"{name}: {what} must have shape {expected}, but got {shape}.")
-    # One column is nearly always the probability of the second of two classes, of which argmax would give the first.
+    # A single column is almost always the probability of the second of two classes, but argmax would predict class 0.
     if shape[-1] < 2:
-        raise ValueError(f"{name}: {what} must be of at least 2 classes, but have shape {shape}; {_REMEDIES[what][1]}.")
+        raise ValueError(f"{name}: {what} must have at least 2 classes, but got shape {shape}; {_REMEDIES[what][1]}.")
     if bounded and (found := first(outside, probabilities)):
         wrong = f"probabilities{list(found[0])} is {found[1]}"
         raise ValueError(f"{name}: probabilities must be in 0 to 1, but {wrong}; apply jax.nn.softmax to logits.")
@@ -123,27 +123,27 @@ def say(x: Any) -> str:
 
 
 def check_shape(name: str, what: str, x: Any, expected: tuple[int, ...], other: str) -> None:
-    """Raise if an argument has another shape than the `other` argument requires."""
+    """Raise if the shape of an argument does not match that of the `other` argument."""
     if jnp.shape(x) != expected:
         raise ValueError(f"{name}: {what} must have shape {expected} to match {other}, but got {jnp.shape(x)}.")
 
 
 def check_variances(name: str, variances: Any) -> None:
-    """Raise for a negative variance, as far as that is known."""
+    """Raise for a negative variance, unless it is traced."""
     if found := first(lambda x: x < 0, variances):
         wrong = f"variances{list(found[0])} is {found[1]}"
-        raise ValueError(f"{name}: variances must not be negative, but {wrong}; of logarithms give jnp.exp.")
+        raise ValueError(f"{name}: variances must not be negative, but {wrong}; apply jnp.exp to log-variances.")
 
 
 def check_numbers(name: str, what: str, x: Any, expected: str, *, positive: bool = False, flags: bool = False) -> Any:
-    """Return real numbers as an array of floating point with at least one axis; raise if they are not.
+    """Return real numbers as a floating-point array with at least one axis; raise for anything else.
 
     Args:
-      name: the function, for errors.
-      what: the name of its argument.
+      name: the name of the function, for errors.
+      what: the name of the argument, for errors.
       x: the argument.
-      expected: the shape, in words.
-      positive: whether numbers that are known must be above 0.
+      expected: the expected shape, for errors.
+      positive: whether the numbers, unless they are traced, must be above 0.
       flags: whether bool is allowed too.
     """
     x = unwrapped(x)

@@ -1,4 +1,4 @@
-"""`MemberLoss`: a loss, and the hyperparameters that it takes, which may differ between members."""
+"""`MemberLoss`: a loss with hyperparameters, which may differ between members."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class MemberLoss:
     """A loss whose keyword-only arguments are hyperparameters.
 
     Args:
-      fun: the loss of a model and a batch.
-      hyperparams: values by name; those of other names are left for the optimiser.
-      optimizer: a factory of optimisers, which must take none of the same name; or an optimiser.
+      fun: the loss, a function of a model and a batch.
+      hyperparams: values by name; those that the loss does not take are left for the optimiser.
+      optimizer: an optax factory, which must not take a hyperparameter of the same name, or an optimiser.
 
     Attributes:
       fun: the loss.
       per_member: the hyperparameters with one value for each member.
-      numbers: the hyperparameters that are numbers, as JSON has them.
-      others: those of `hyperparams` that the loss does not take; None where there are none.
+      numbers: the numeric hyperparameters, in a form that JSON can represent.
+      others: the entries of `hyperparams` that the loss does not take; None if there are none.
     """
 
     def __init__(self, fun: Callable[..., Any], hyperparams: Any, optimizer: Any) -> None:
@@ -32,10 +32,10 @@ class MemberLoss:
         takes = {name: p for name, p in _parameters(fun).items() if p.kind is p.KEYWORD_ONLY}
         given = hyperparams if isinstance(hyperparams, Mapping) else {}
         own = {name: value for name, value in given.items() if name in takes}
-        # One name for both would be one value for two things, of which the user may mean either.
+        # If both took the name, one value would set two hyperparameters, though the user may mean only one of them.
         for name in own.keys() & _parameters(optimizer).keys():
             both = f"both the loss and {getattr(optimizer, '__name__', optimizer)} take a hyperparameter {name!r}"
-            raise ValueError(f"Trainer: {both}; rename that of the loss.")
+            raise ValueError(f"Trainer: {both}; rename the argument of the loss.")
         for name, parameter in takes.items():
             if parameter.default is parameter.empty and name not in own:
                 remedy = f"give it in hyperparams={{{name!r}: ...}}"
@@ -46,7 +46,7 @@ class MemberLoss:
         self.others = (others or None) if own else hyperparams
 
     def of(self, values: Mapping[str, jax.Array]) -> Callable[..., Any]:
-        """Return the loss of one member, whose hyperparameters have these values."""
+        """Return the loss of one member, with these values of its hyperparameters."""
         values = {**self._shared, **values}
         return partial(self.fun, **values) if values else self.fun
 

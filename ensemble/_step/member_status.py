@@ -1,4 +1,4 @@
-"""`MemberStatus`: which members train, which have stopped, and why; and the tests for finite numbers that decide it."""
+"""`MemberStatus`: the members that train, those that have stopped, and the reasons; the checks for finite values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...transforms._core.prng import is_key
 
 
 class Stop(IntEnum):
-    """The reasons for which a member no longer trains, as stored in `MemberStatus.stopped`."""
+    """The reasons why a member no longer trains, as stored in `MemberStatus.stopped`."""
 
     TRAINS = 0
     NOT_FINITE = 1
@@ -24,12 +24,12 @@ class MemberStatus(NamedTuple):
     """The status of each member, as arrays with the members along axis 0.
 
     Attributes:
-      step: the last step of the run in which the member trained, int32. Where it has stopped, the step that stopped it.
-      stopped: int32: 0 where the member trains, 1 where its loss or gradients were not finite, 2 where it was stopped
-        early.
-      restarts: how often the member was put back to an earlier state, int32.
-      hyperparams: what the loss takes in addition to the batch, one number for each member, by name.
-      schedules: by the name of a hyperparameter of the optimiser, which of the schedules is the member's, int32.
+      step: the last step in which the member trained, int32; for a member that has stopped, the step that stopped it.
+      stopped: 0 if the member trains, 1 if its loss or gradients were not finite, 2 if it was stopped early; int32.
+      restarts: how often the member was restarted from an earlier state, int32.
+      hyperparams: the hyperparameters of the loss by name, one number for each member.
+      schedules: for each hyperparameter of the optimiser that has schedules, by name, the index of the schedule of each
+        member, int32.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -51,7 +51,7 @@ class MemberStatus(NamedTuple):
     @classmethod
     def _first(cls, size: int, hyperparams: Mapping[str, Any], schedules: Mapping[str, Any]) -> MemberStatus:
         """Return the status of members before their first step."""
-        # NumPy's float64 becomes what JAX computes with: float32, unless x64 is on.
+        # `jnp.asarray` converts NumPy's float64 to the default dtype of JAX: float32, unless x64 is enabled.
         given = [{name: jnp.asarray(x) for name, x in values.items()} for values in (hyperparams, schedules)]
         step, stopped, restarts = (jnp.zeros(size, jnp.int32) for _ in range(3))
         return cls(step, stopped, restarts, *given)
@@ -63,30 +63,30 @@ class MemberStatus(NamedTuple):
 
 
 def finite(tree: Any) -> jax.Array:
-    """Return whether all numbers of the arrays of `tree` are finite, and not so large that their sum is not."""
-    # On a CPU a sum is four times as quick as a look at each number, and NaN or infinity among the terms is never lost
-    # in it (inf - inf is NaN). Finite terms overflow only where the square of their norm has long done so; those of
-    # half precision are summed in float32, which holds them.
+    """Return whether all numbers in `tree` are finite, and their sum does not overflow."""
+    # On a CPU a sum is four times as fast as checking each number, and a NaN or infinity among the terms always makes
+    # it non-finite (inf - inf is NaN). Finite terms overflow only if their squared norm is far beyond the range.
+    # Half-precision numbers are summed in float32.
     numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     sums = [x.sum(dtype=jnp.float32 if x.dtype.itemsize < 4 else x.dtype) for x in numbers]
     return jnp.isfinite(sum(sums, start=jnp.zeros(())))
 
 
 def still_finite(new: Any, old: Any) -> jax.Array:
-    """Return whether all numbers of `new` are finite that were so in `old`: a mask of -inf may stay."""
+    """Return whether all numbers of `new` are finite that were finite in `old`; a mask of -inf may stay."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     flags = [(jnp.isfinite(x) | ~jnp.isfinite(y)).all() for x, y in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack(flags).all() if flags else jnp.array(True)
 
 
 def with_other_keys(tree: Any, numbers: jax.Array) -> Any:
-    """Return `tree`, stacked arrays of members, with a number of each member folded into its keys."""
+    """Return `tree`, stacked arrays of members, with one number per member folded into the keys of the member."""
 
     def of_leaf(x: Any) -> Any:
-        """Return new keys for keys, and anything else as it is."""
+        """Return new keys for keys, and anything else unchanged."""
         if not is_key(x):
             return x
-        # `fold_in` takes one key: it is mapped over the other axes of a variable's keys, then over the members.
+        # `fold_in` takes one key, so it is mapped over the other axes of an array of keys, then over the members.
         fold: Any = jax.random.fold_in
         for _ in range(x.ndim - 1):
             fold = jax.vmap(fold, (0, None))

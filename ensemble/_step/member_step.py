@@ -1,4 +1,4 @@
-"""`MemberStep`: one training step of one member, which a strategy executes for all of them."""
+"""`MemberStep`: one training step of one member, which a strategy executes for all members."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class MemberStep:
     """One training step of one member.
 
     Args:
-      loss: the loss of a model and a batch, with the member's hyperparameters.
+      loss: the loss, with the hyperparameters of the members.
       grad_fn: as for `Trainer`, or None.
       optimizer: updates the parameters.
-      freeze: whether a member stops whose loss or gradients are not finite.
+      freeze: whether a member stops when its loss or gradients are not finite.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class MemberStep:
     def __call__(
         self, structure: Structure, arrays: Arrays, *batch: Any, split: bool = False
     ) -> tuple[Arrays, dict[str, Any]]:
-        """Return one member's new arrays, and its metrics: the function that a strategy executes.
+        """Return the new arrays and the metrics of one member. A strategy maps this function over the members.
 
         Args:
           structure: the static part of the model.
-          arrays: those of the member.
+          arrays: the arrays of the member.
           *batch: the arguments of the loss after the model.
-          split: whether the batch is split over the mesh axis `data`; then metrics and gradients are means over it.
+          split: whether the batch is split over the mesh axis `data`; metrics and gradients are then averaged over it.
         """
         trainable, rest, opt_state, standing = arrays
         metrics, gradients, after = self.loss_and_gradients(structure, arrays, batch, split)
         if split:
             metrics, gradients = _averaged((metrics, gradients))
 
-        # For optimisers with a line search. In `shard_map` each device would decide by itself when its search ends,
-        # and a collective inside of it would wait for devices that are done.
+        # For optimisers with a line search. In `shard_map` each device would end its search by itself, and a collective
+        # inside the search would wait for devices that have finished.
         def loss_at(trainable: Any) -> jax.Array:
             """Return the loss at other parameters."""
             if split:
@@ -70,11 +70,11 @@ class MemberStep:
         takes = standing.trains & ~fails
         extra = {"value": metrics["loss"], "grad": gradients, "value_fn": loss_at}
         new = self.optimizer.update(gradients, opt_state, after.trainable, standing.schedules, **extra)
-        # Known before the update, so that XLA chooses while it updates. To look at the new parameters too would cost
-        # more passes over all arrays; where they are not finite, the next loss nearly always is not either.
+        # The condition is known before the update, so XLA fuses the selection into it. Checking the new parameters too
+        # would cost more passes over all arrays; if they are not finite, the next loss is almost never finite either.
         kept = jax.tree.map(partial(_taken_or_kept, takes), (*new, after.rest), (trainable, opt_state, rest))
         trainable, opt_state, rest = kept
-        # Below zero at the step that stops it, so that the loop knows when to report it and to stop recording.
+        # Negative in the step that stops the member, so that the loop reports it once and then stops recording it.
         why = jnp.int32(Stop.NOT_FINITE)
         metrics["stopped"] = jnp.where(fails, -why, standing.stopped)
         standing = standing._replace(
@@ -85,10 +85,10 @@ class MemberStep:
     def loss_and_gradients(
         self, structure: Structure, arrays: Arrays, batch: Any, split: bool
     ) -> tuple[dict[str, Any], Any, SplitModel]:
-        """Return the metrics, the gradients, and the model as the loss leaves it."""
+        """Return the metrics, the gradients, and the model after the call of the loss."""
         trainable, rest, _, standing = arrays
         drawn, batch = (own_keys(rest), own_keys(batch)) if split else (rest, batch)
-        # A module of its own for this trace: the loss may assign to its variables, which are read from it below.
+        # A new module for this trace: the loss may assign to its variables, which are read back below.
         model = structure.merge(trainable, drawn)
         result = self._gradients_of(self.loss.of(standing.hyperparams))(model, *batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
@@ -99,21 +99,21 @@ class MemberStep:
         for name in metrics:
             if name in self.loss.per_member or name in self.optimizer.per_member:
                 raise ValueError(_taken(name))
-        # Checked by path: an optimiser would broadcast a gradient of another shape against the parameter.
+        # Shapes are checked, since an optimiser would broadcast a gradient of another shape against the parameter.
         gradients = _checked_gradients(gradients, trainable)
         after = split_model(model)
         _check_left(SplitModel(structure, trainable, rest), after)
         if split:
-            # Each part of the batch draws with a key of its own, which would not be the same on all devices. So a key
-            # that the loss left alone becomes what it was before.
+            # Each part of the batch draws with its own key, so these keys differ between devices. A key that the loss
+            # did not change is therefore reset to its value before.
             kept = jax.tree.map(lambda x, mine, old: old if x is mine else x, after.rest, drawn, rest)
             after = SplitModel(after.structure, after.trainable, kept)
         return metrics, gradients, after
 
 
 def _taken_or_kept(takes: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new array where the member takes the step, else the old one."""
-    # In the dtype of the new: an optimiser may choose another for its state in its first update.
+    """Return the new array if the member takes the step, else the old one."""
+    # In the dtype of the new array: an optimiser may change the dtype of its state in the first update.
     return jnp.where(takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
 
 
@@ -129,7 +129,7 @@ def _value_and_grad(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def metrics_of(value: Any) -> dict[str, Any]:
-    """Return the loss, and what it reports, by name; raise for a loss that returns anything else."""
+    """Return the loss and the values that it reports, by name; raise for a loss with another output."""
     loss, aux = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, {})
     if isinstance(loss, (tuple, list, dict)) or jnp.shape(loss) != ():
         expected, found = "a scalar, or a pair of a scalar and a dict", jax.tree.map(jnp.shape, loss)
@@ -143,11 +143,11 @@ def metrics_of(value: Any) -> dict[str, Any]:
 
 
 def _taken(name: str) -> str:
-    return f'Trainer: loss reports something called "{name}", a name that the history uses; rename it.'
+    return f'Trainer: loss reports a value named "{name}", a name that the history uses; rename it.'
 
 
 def _checked_gradients(gradients: Any, trainable: Any) -> Any:
-    """Return the gradients as a tree like the trainable arrays; raise for others."""
+    """Return the gradients as a tree; raise if paths or shapes differ from the trainable arrays."""
     gradients = to_pure(gradients)
     expected, found = named_arrays(trainable), named_arrays(gradients)
     for path in [*expected, *found]:
@@ -159,7 +159,7 @@ def _checked_gradients(gradients: Any, trainable: Any) -> Any:
 
 
 def _check_left(before: SplitModel, after: SplitModel) -> None:
-    """Raise if the loss left a model with other variables, or with values of other shapes or dtypes."""
+    """Raise if the loss changed the variables of the model, or the shape or dtype of a value."""
     check_structure("Trainer: loss", "the model", before, after)
     then, now = before.arrays(), after.arrays()
     for path in then:
@@ -169,5 +169,5 @@ def _check_left(before: SplitModel, after: SplitModel) -> None:
 
 
 def _averaged(tree: Any) -> Any:
-    """Return the mean over the parts of the batch; integers, such as counts, are the same in all of them."""
+    """Return the mean over the parts of the batch; integers, such as counts, are equal in all parts."""
     return jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, tree)

@@ -1,4 +1,4 @@
-"""`MemberOptimizer`: an optax optimiser for every member, each with its own hyperparameters, kept in its state."""
+"""`MemberOptimizer`: one optax optimiser for all members, each with its own hyperparameters in its state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import optax
 
 from ...transforms._core.arguments import describe
 
-# A schedule is described by its values at these steps: two functions cannot be compared, as a resumed run has to.
+# A schedule is identified by its values at these steps: a resumed run compares schedules, but functions have no `==`.
 _SAMPLED_STEPS = (0, 1, 10, 100, 1000, 10000)
 
 
@@ -27,9 +27,9 @@ class MemberOptimizer:
 
     Attributes:
       per_member: the hyperparameters with one value for each member.
-      name: what the factory is called; None for a ready transformation.
-      numbers: the hyperparameters that are numbers, as JSON has them; schedules as text that tells them apart.
-      schedules: the hyperparameters with a value for each member that are functions of the step.
+      name: the name of the factory; None for a ready transformation.
+      numbers: the numeric hyperparameters, in a form that JSON can represent; schedules as text that identifies them.
+      schedules: the hyperparameters with one value for each member of which at least one is a function of the step.
     """
 
     def __init__(self, optimizer: Any, hyperparams: Mapping[str, Any] | None) -> None:
@@ -59,52 +59,52 @@ class MemberOptimizer:
         self.name = getattr(optimizer, "__name__", type(optimizer).__name__)
         names, make = _check_names(optimizer, given), optimizer
         if self.per_member:
-            # Only what differs between members becomes an array: `1 - b1` in Python is not `1 - b1` in float32.
+            # Only hyperparameters with a value per member become arrays: `1 - b1` in Python is not `1 - b1` in float32.
             make = optax.inject_hyperparams(optimizer, static_args=[x for x in names if x not in self.per_member])
         self._make = partial(make, **self._shared)
-        # Of the first member, to look at shapes and to update with: each member's own values are in its state, where
-        # `init` puts them. As numbers of Python, the kind that optax takes for what it keeps in the state.
+        # Built with the values of the first member; updates read the values of each member from its state, where `init`
+        # puts them. Python numbers, since optax stores these in the state.
         first = {name: values[0].item() for name, values in self.per_member.items()}
         self._transform = optax.with_extra_args_support(self._make(**first))
 
     def init(self, trainable: Any, size: int) -> Any:
-        """Return the state for `size` members with stacked parameters."""
+        """Return the optimiser state of `size` members with stacked parameters."""
         for name, values in self.per_member.items():
             check_size(name, values, size)
 
         def init_member(params: Any, values: dict[str, Any]) -> Any:
             return (self._make(**values) if values else self._transform).init(params)
 
-        # Mapped over the members, so that each has its own number in `hyperparams` of its state. That is where
-        # `update` reads it, and where `exploit` changes it.
+        # Mapped over the members, so that the state of each has its own numbers in `hyperparams`, where `update` reads
+        # them and `exploit` changes them.
         return jax.vmap(init_member)(trainable, self.per_member)
 
     def update(
         self, gradients: Any, state: Any, params: Any, schedules: Mapping[str, jax.Array], **extra: Any
     ) -> tuple[Any, Any]:
-        """Return one member's new parameters and state.
+        """Return the new parameters and optimiser state of one member.
 
         Args:
-          gradients: those of the loss.
-          state: that of the optimiser.
+          gradients: the gradients of the loss.
+          state: the optimiser state.
           params: the parameters.
-          schedules: by the name of a hyperparameter, which of its schedules is the member's.
-          **extra: for optimisers that ask for it, such as `optax.lbfgs`.
+          schedules: the index of the member's schedule, for each hyperparameter with schedules.
+          **extra: extra arguments for optimisers that take them, such as `optax.lbfgs`.
         """
         if schedules:
-            # optax would evaluate one schedule for all members. Here each member's index selects its own.
+            # optax would evaluate one schedule for all members. Here the index of each member selects its schedule.
             now = {
                 name: self.schedules[name](which, state.count).astype(state.hyperparams[name].dtype)
                 for name, which in schedules.items()
             }
             state = state._replace(hyperparams={**state.hyperparams, **now})
-        # The extra arguments reach those transforms alone that ask for them.
+        # optax passes the extra arguments only to transforms that take them.
         updates, state = self._transform.update(gradients, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
 
 def check_size(name: str, values: np.ndarray, size: int) -> np.ndarray:
-    """Return the values; raise if there is not one for each member."""
+    """Return the values; raise if their number is not the number of members."""
     if len(values) != size:
         found = f"hyperparams[{name!r}] has {len(values)} values, but the ensemble has {size} members"
         raise ValueError(f"Trainer: {found}; give one for each, or a single number for all.")
@@ -112,15 +112,15 @@ def check_size(name: str, values: np.ndarray, size: int) -> np.ndarray:
 
 
 class Schedules:
-    """A hyperparameter that is a function of the step, with one function, or a number, for each member.
+    """A hyperparameter that is a function of the step, with one schedule or number for each member.
 
     Args:
-      name: of the hyperparameter.
-      values: a sequence of schedules as those of optax, and of numbers.
+      name: the name of the hyperparameter.
+      values: a sequence of optax schedules and numbers.
 
     Attributes:
-      which: for each member the index of its function.
-      first: for each member its value at the first step.
+      which: the index of the schedule of each member.
+      first: the value of each member at the first step.
     """
 
     def __init__(self, name: str, values: Sequence[Any]) -> None:
@@ -128,25 +128,25 @@ class Schedules:
             expected = "a number or a schedule for each member"
             raise TypeError(f"Trainer: hyperparams[{name!r}] must have {expected}, but got {values!r}.")
         values = [x if callable(x) else float(x) for x in values]
-        # Equal ones once, so that the compiled switch has as few branches as there are different schedules.
+        # Without duplicates, so that the compiled switch has one branch for each distinct schedule.
         different = list(dict.fromkeys(values))
         self.which = np.array([different.index(x) for x in values], np.int32)
         self._functions = [x if callable(x) else optax.constant_schedule(x) for x in different]
         self.first = np.array([float(self._functions[i](0)) for i in self.which])
 
     def __call__(self, which: jax.Array, step: jax.Array) -> jax.Array:
-        """Return the value of one member at a step."""
+        """Return the value of schedule number `which` at a step."""
         branches = [lambda step, f=f: jnp.asarray(f(step), float) for f in self._functions]
         return jax.lax.switch(which, branches, step)
 
     def __str__(self) -> str:
-        """Return some values of each member's schedule, by which a resumed run recognizes them."""
+        """Return sample values of the schedule of each member, by which a resumed run identifies them."""
         values = [[f"{float(f(step)):.5g}" for step in _SAMPLED_STEPS] for f in self._functions]
         return "schedules " + "; ".join(", ".join(values[i]) for i in self.which)
 
 
 def sort_hyperparams(given: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
-    """Return those with one value for each member, those that are shared, and the numbers of both, as JSON has them."""
+    """Split hyperparameters into those per member and those shared; return both, and their numbers for JSON."""
     per_member = {name: _values_of(name, value) for name, value in given.items() if _is_per_member(value)}
     shared = {name: value for name, value in given.items() if name not in per_member}
     numbers: dict[str, Any] = {name: values.astype(float).tolist() for name, values in per_member.items()}
@@ -164,7 +164,7 @@ def _is_per_member(value: Any) -> bool:
 
 
 def _values_of(name: str, value: Any) -> np.ndarray:
-    """Return the values as an array, a copy that later changes of the caller's do not reach; raise for others."""
+    """Return the values as an array, copied, since the caller may change them; raise if they are not numbers."""
     try:
         array = np.array(value)
     except ValueError:  # a ragged list
@@ -176,7 +176,7 @@ def _values_of(name: str, value: Any) -> np.ndarray:
 
 
 def _check_names(factory: Callable[..., Any], hyperparams: Mapping[str, Any]) -> list[str]:
-    """Return the names of the factory's parameters; raise for a hyperparameter that it does not take, or lacks."""
+    """Return the names of the factory's parameters; raise for an unknown or a missing hyperparameter."""
     parameters = inspect.signature(factory).parameters
     known = [name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     label = getattr(factory, "__name__", repr(factory))

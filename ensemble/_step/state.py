@@ -1,4 +1,4 @@
-"""`TrainState`: what training changes, as a pytree of arrays with the members along axis 0."""
+"""`TrainState`: the state of training, as a pytree of arrays with the members along axis 0."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ...transforms._models.split_model import Structure
 from .._members.ensemble import Ensemble
 from .member_status import MemberStatus
 
-# The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
+# The arrays of one member, or of all members stacked: trainable, rest, optimiser state, member status.
 Arrays = tuple[Any, Any, Any, MemberStatus]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step", "standing"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """What training changes, as a pytree; `Trainer.init` makes it.
+    """The state of training, as a pytree; create it with `Trainer.init`.
 
     Attributes:
-      ensemble: the `Ensemble`.
+      ensemble: the `Ensemble` in training.
       opt_state: the optax state, with the members along axis 0 of every array.
-      step: how many steps were taken, an int32 scalar.
-      standing: which members train, and which have stopped: a `MemberStatus`.
+      step: the number of steps taken, an int32 scalar.
+      standing: the `MemberStatus`: the members that train, and those that have stopped.
 
     Examples:
       >>> import optax

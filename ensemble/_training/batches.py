@@ -1,4 +1,4 @@
-"""`Batches`: batches drawn by a key, shared by all members or different for each."""
+"""`Batches`: shuffled batches from a random key, shared by all members or different for each."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from ...transforms._models.split_model import dotted
 
 
 class Batches:
-    """Batches of a data set in shuffled epochs, as an iterable for `Trainer.fit`.
+    """An iterable of batches in shuffled epochs, for `Trainer.fit`.
 
-    Every epoch shows each example once, in an order of its own, except those that do not fill a last batch. With
-    `members` each member has its own order, and perhaps its own examples, the same in every epoch. Only indices differ
-    between members: there is one copy of the data.
+    Every epoch contains each example once, in a new random order; examples that do not fill a last batch are dropped.
+    With `members`, each member has its own order and, with `draw`, its own selection of examples, which is the same in
+    every epoch. Only indices differ between members; there is one copy of the data.
 
     Args:
       data: a pytree of arrays with the examples along axis 0, such as `(x, y)`.
-      batch_size: examples in a batch, for each member.
-      key: determines all batches. Those of a member do not depend on the number of members.
-      members: None for batches that all members share; or their number: then the arrays of a batch have shape
-        (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
-      draw: which examples each member has. "all"; "bootstrap": drawn with replacement, as in bagging; "subset": drawn
-        without.
-      fraction: for "bootstrap" and "subset", the number of examples of a member, as a share of all; above 0, and at
+      batch_size: the number of examples in a batch, for each member.
+      key: a random key that determines all batches. The batches of a member do not depend on the number of members.
+      members: None for batches that all members share, or the number of members. With a number, the arrays of a batch
+        have shape (members, batch_size, ...), for a `Trainer` with `in_axes=0`.
+      draw: the examples of each member: "all"; "bootstrap": drawn with replacement, as in bagging; "subset": drawn
+        without replacement.
+      fraction: for "bootstrap" and "subset", the number of examples of a member as a fraction of all; above 0, and at
         most 1 for "subset".
-      epochs: the number of epochs; None for no end.
+      epochs: the number of epochs; None repeats forever.
 
     Attributes:
-      indices: for each member its examples, int32 (members, count); None if all members have all. The other examples
-        may serve to validate it.
+      indices: the examples of each member, int32 (members, count); None with `draw="all"`. The other examples can
+        serve as validation data of that member.
 
     Raises:
-      TypeError: `data` holds no arrays, `key` is not a key, a count is not an int.
-      ValueError: arrays of different lengths, a batch larger than the examples of a member, a count below 1, an unknown
-        `draw`, a `fraction` out of range, or these without `members`.
+      TypeError: `data` contains no arrays or a scalar; `key` is not a key; a count is not an int; `fraction` is not a
+        number.
+      ValueError: the arrays differ in length; `batch_size` is larger than the number of examples of a member; a count
+        is below 1; `draw` is unknown; `fraction` is out of range, or given with `draw="all"`; `draw` is "bootstrap" or
+        "subset", but `members` is None.
 
     Cost:
-      An epoch sorts one random number for each example of each member. A batch is gathered by a compiled program.
+      Each epoch sorts one random number for each example of each member. A compiled program gathers each batch.
 
     Source:
       Breiman 1996, "Bagging Predictors".
@@ -81,16 +83,16 @@ class Batches:
         if draw == "all" and fraction != 1:
             raise ValueError(f'Batches: fraction={fraction} needs draw="bootstrap" or "subset".')
         if draw != "all" and members is None:
-            raise ValueError(f"Batches: draw={draw!r} is for each member; say how many there are with members=.")
+            raise ValueError(f"Batches: draw={draw!r} is for each member; pass the number of members as members=.")
         each = count if draw == "all" else round(fraction * count)
         if batch_size > each:
             raise ValueError(
                 f"Batches: batch_size is {batch_size}, but there are only {each} examples; make it smaller."
             )
-        # NumPy arrays may be changed by the caller, and are copied; JAX arrays cannot.
+        # NumPy arrays are copied, since the caller may change them; JAX arrays are immutable.
         self._data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), data)
         self._batch_size, self._epochs, self._members, self._each = batch_size, epochs, members, each
-        # Two keys, so that the examples a member draws are independent of the order in which it sees them.
+        # Two keys, so that the selected examples of a member are independent of their order.
         to_draw, self._to_shuffle = jax.random.split(key)
         self.indices: jax.Array | None = None
         if draw != "all":
@@ -106,18 +108,18 @@ class Batches:
         """Return the number of batches in all epochs.
 
         Raises:
-          TypeError: there is no end.
+          TypeError: `epochs` is None, so the batches never end.
         """
         if self._epochs is None:
-            raise TypeError("Batches: without epochs= there is no end; pass it for a length.")
+            raise TypeError("Batches: without epochs= the batches never end; pass epochs= for a length.")
         return self._epochs * self.per_epoch
 
     def __iter__(self) -> BatchIterator:
-        """Return an iterator that begins with the first batch."""
+        """Return an iterator that starts at the first batch."""
         return BatchIterator(self)
 
     def order(self, epoch: int) -> jax.Array:
-        """Return the examples in the order in which an epoch shows them: int32 (count,), or (members, count)."""
+        """Return the indices of the examples in the order of an epoch: int32 (count,), or (members, count)."""
         return _order(jax.random.fold_in(self._to_shuffle, epoch), self.indices, self._members, self._each)
 
     def _at(self, order: jax.Array, i: int) -> Any:
@@ -127,7 +129,7 @@ class Batches:
 
 
 class BatchIterator(Iterator[Any]):
-    """An iterator over batches. `skip(count)` passes over some without drawing them."""
+    """An iterator over batches. `skip(count)` skips batches without gathering them."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -136,12 +138,12 @@ class BatchIterator(Iterator[Any]):
         self._order: jax.Array | None = None
 
     def __next__(self) -> Any:
-        """Return the next batch; the order of an epoch is drawn with its first."""
+        """Return the next batch; draw the order of an epoch with its first batch."""
         batches = self._batches
         epoch, i = divmod(self._next, batches.per_epoch)
         if batches._epochs is not None and epoch >= batches._epochs:
             raise StopIteration
-        # One order is kept, not those of all epochs: they would take as much memory as many small data sets.
+        # Only the order of the current epoch is kept, to save memory.
         if epoch != self._epoch:
             self._epoch, self._order = epoch, batches.order(epoch)
         self._next += 1
@@ -149,7 +151,7 @@ class BatchIterator(Iterator[Any]):
         return batches._at(self._order, i)
 
     def skip(self, count: int) -> int:
-        """Pass over `count` batches, or as many as there are, and return their number."""
+        """Skip `count` batches, or all that are left if there are fewer, and return the number skipped."""
         end = self._next + count
         if self._batches._epochs is not None:
             end = min(end, len(self._batches))
@@ -167,18 +169,18 @@ def _drawn(key: jax.Array, members: int, count: int, each: int, replace: bool) -
             return jax.random.randint(own, (each,), 0, count)
         return jax.random.permutation(own, count)[:each].astype(jnp.int32)
 
-    # A loop and not a vmap: keys of the `rbg` kind give other numbers under vmap, which depend on the other members.
+    # A loop instead of a vmap: under vmap, keys of the `rbg` kind give numbers that depend on the other members.
     return jax.lax.map(of_member, jnp.arange(members))
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each: int) -> jax.Array:
-    """Return a permutation of the examples: one for all, or one of its own for each member."""
+    """Return a permutation of the examples: one for all members, or one for each."""
     if members is None:
         return jax.random.permutation(key, each).astype(jnp.int32)
 
     def of_member(i: jax.Array) -> jax.Array:
-        # Folded in by the member's number: the order of a member does not depend on how many others there are.
+        # The index of the member is folded in, so its order does not depend on the number of members.
         shuffled = jax.random.permutation(jax.random.fold_in(key, i), each)
         return (shuffled if indices is None else indices[i][shuffled]).astype(jnp.int32)
 
@@ -187,18 +189,18 @@ def _order(key: jax.Array, indices: jax.Array | None, members: int | None, each:
 
 @partial(jax.jit, static_argnums=3)
 def _gathered(data: Any, order: jax.Array, start: jax.Array, size: int) -> Any:
-    """Return the `size` examples that follow `start` in the order; for each member, if there is an order for each."""
+    """Gather `size` examples from position `start` of the order on, for each member if each has its own order."""
     index = jax.lax.dynamic_slice_in_dim(order, start, size, axis=-1)
     return jax.tree.map(lambda x: x[index], data)
 
 
 def _length(data: Any) -> int:
-    """Return the number of examples; raise if the arrays differ in it."""
+    """Return the number of examples; raise if the arrays differ in length."""
     lengths = {dotted(path) or "data": jnp.shape(x)[:1] for path, x in jax.tree.leaves_with_path(data)}
     if not lengths or not all(lengths.values()):
         raise TypeError(f"Batches: data must be arrays with the examples along axis 0, but got {describe(data)}.")
     (first, (count,)), *others = lengths.items()
     for name, (length,) in others:
         if length != count:
-            raise ValueError(f"Batches: `{first}` has {count} examples, but `{name}` has {length}; give all as many.")
+            raise ValueError(f"Batches: `{first}` has {count} examples, but `{name}` has {length}; make them equal.")
     return int(count)

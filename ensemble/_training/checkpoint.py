@@ -1,6 +1,6 @@
 """`save`, `load` and `load_member`: an ensemble or a training state on disk.
 
-`transforms._runs.checkpoint` writes and reads arrays of members; here is what of an ensemble they are.
+This file names the arrays of an ensemble and of a training state; `transforms._runs.checkpoint` reads and writes them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
     """Write an ensemble or a training state to a directory, atomically.
 
     Args:
-      path: the directory to make. An earlier checkpoint there is replaced once the new one is complete: it is renamed
-        to a hidden name in the same directory, then the new one takes its name. (If the process is killed between the
-        two, the earlier one is under the hidden name.)
+      path: the directory to create. An earlier checkpoint there is replaced once the new one is complete: the earlier
+        one is renamed to a hidden name in the parent directory, then the new one is renamed to `path`. (If the process
+        is killed between the two, the earlier one remains under the hidden name.)
       state_or_ensemble: the `Ensemble` or `TrainState` to write.
 
     Raises:
-      TypeError: neither an `Ensemble` nor a `TrainState`.
-      FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
+      TypeError: `state_or_ensemble` is neither an `Ensemble` nor a `TrainState`.
+      FileExistsError: `path` exists and is not a checkpoint, or contains other files too.
 
     Cost:
-      One copy of the arrays in host memory, and about half a second in addition to the writing.
+      One copy of the arrays in host memory, and about half a second in addition to writing them.
 
     Examples:
       >>> import tempfile
@@ -60,16 +60,17 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
 
     Args:
       path: the directory.
-      like: an `Ensemble` or a `TrainState` of the same architecture, size and optimiser, whose values do not matter
-        (the result of `jax.eval_shape` will do). An `Ensemble` reads the ensemble of a saved training state.
+      like: an `Ensemble` or a `TrainState` of the same architecture, size and optimiser. Only its shapes and dtypes are
+        used, so a result of `jax.eval_shape` suffices. An `Ensemble` also reads the ensemble of a saved training state.
 
     Returns:
-      An object like `like`, with the values of the checkpoint.
+      An object of the type and structure of `like`, with the values of the checkpoint.
 
     Raises:
-      TypeError: `like` is neither.
-      FileNotFoundError: there is no such directory.
-      ValueError: it is not a checkpoint, is damaged, or holds other arrays than `like`; the first difference is named.
+      TypeError: `like` is neither an `Ensemble` nor a `TrainState`.
+      FileNotFoundError: the directory does not exist.
+      ValueError: the directory is not a checkpoint or is damaged; it holds only an ensemble, but `like` is a
+        `TrainState`; its arrays differ from those of `like` (the message names the first difference).
 
     Examples:
       >>> import tempfile
@@ -94,14 +95,15 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     Args:
       path: the directory.
       i: the member's index; negative ones count from the end.
-      like: an `Ensemble`, a `TrainState`, or a model of the same architecture, whose values do not matter.
+      like: an `Ensemble`, a `TrainState`, or a model of the same architecture. Only its shapes and dtypes are used.
 
     Returns:
       The member as a standalone model.
 
     Raises:
-      TypeError, FileNotFoundError, ValueError: as for `load`.
-      IndexError: there is no such member.
+      TypeError: `like` is none of these; `i` is not an int.
+      FileNotFoundError, ValueError: as for `load`.
+      IndexError: `i` is out of range.
 
     Examples:
       >>> import tempfile
@@ -126,7 +128,7 @@ def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:
     else:
         raise TypeError(f"load_member: like must be an Ensemble, a TrainState or a model, but got {describe(like)}.")
     i = member_index(f"{checkpoint}", i, checkpoint.manifest["size"])
-    # The checkpoint has its arrays in the order of the model that was saved, `like` perhaps in another.
+    # `like` may have its arrays in another order than the saved model; `Checkpoint.member` returns them in this one.
     leaves = checkpoint.member(i, "ensemble", expected)
     return structure.merge(*jax.tree.unflatten(jax.tree.structure(stacked), leaves))
 
@@ -139,7 +141,7 @@ def write_state(
     history: Mapping[str, np.ndarray] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint: `about` goes into its manifest, `history` into a file, and `more` among the arrays."""
+    """Write a checkpoint, with `about` in its manifest, `history` in a file, and `more` as additional arrays."""
     about = dict(about or {})
     if isinstance(saved, TrainState):
         about["step"] = int(saved.step)
@@ -149,8 +151,8 @@ def write_state(
 
 
 def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-    """Return the training state, as `like`, and those parts of `more` that the checkpoint has."""
-    # An ensemble has no optimiser's state: to begin with a fresh one would be another run, in silence.
+    """Return the training state, structured as `like`, and those parts of `more` that the checkpoint has."""
+    # A saved ensemble has no optimiser state, and a fresh one would silently change the run.
     if "opt_state" not in checkpoint.manifest["arrays"]:
         where = f"{checkpoint.api}: the checkpoint at {checkpoint.path}"
         raise ValueError(f"{where} holds an ensemble, but no training state; load it with an Ensemble as like.")
@@ -162,17 +164,17 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
 
 
 def _read_ensemble(checkpoint: Checkpoint, like: Ensemble) -> Ensemble:
-    """Return the ensemble, as `like`."""
+    """Return the ensemble, structured as `like`."""
     return Ensemble(like.structure, *_read(checkpoint, _parts(like), len(like))["ensemble"])
 
 
 def _read(checkpoint: Checkpoint, likes: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return each part of `likes` with the values of the checkpoint; raise if its arrays are others."""
+    """Return each part of `likes` with the values of the checkpoint; raise if the arrays differ."""
     return checkpoint.load(likes, _outlines(likes), size)
 
 
 def _parts(saved: TrainState | Ensemble) -> dict[str, Any]:
-    """Return the stacked arrays under their names in a checkpoint."""
+    """Return the stacked arrays, by the names of their parts in a checkpoint."""
     if isinstance(saved, Ensemble):
         return {"ensemble": (saved.trainable, saved.rest)}
     trainable, rest, opt_state, standing = saved._arrays()
@@ -180,19 +182,19 @@ def _parts(saved: TrainState | Ensemble) -> dict[str, Any]:
 
 
 def _outlines(parts: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return for each part its arrays, of one member, as `outline` describes them."""
+    """Return for each part the `outline` of the arrays of one member."""
     outlines = {part: outline(tree, drop_axis=True) for part, tree in parts.items() if part != "ensemble"}
     return {"ensemble": _outline_members(*parts["ensemble"]), **outlines}
 
 
 def _outline_members(trainable: Any, rest: Any) -> list[dict[str, Any]]:
-    # Separately: a path begins in the model, and does not tell in which of the two trees it is.
+    # Separately: a path starts at the model and does not show which of the two trees it belongs to.
     return outline(trainable, drop_axis=True) + outline(rest, drop_axis=True)
 
 
 def _step(step: int, like: Any) -> jax.Array:
-    """Return the number of a step, on the devices of `like`."""
-    # In the sharding of `like`, or the first step after a resumption would be another program than that of the run.
+    """Return the step number as an array on the devices of `like`."""
+    # With the sharding of `like`: otherwise the first step after a resumption would be compiled as another program.
     value = np.asarray(step, like.dtype)
     sharding = getattr(like, "sharding", None)
     if sharding is None or len(sharding.device_set) == 1:

@@ -1,7 +1,7 @@
-"""`EarlyStopping` and `Restarts`, and `Watch`, which stops members between the steps of a run, and puts them back.
+"""`EarlyStopping` and `Restarts`, and `Watch`, which stops and restarts members between the steps of a run.
 
-A member that has stopped early has its best parameters. Once a quarter of the members in a run have stopped they are
-taken out of it, so that its steps become quicker, and are put back in their places when the run ends or is saved.
+A member that has stopped early has its best parameters. Once a quarter of the members in a run have stopped, they are
+removed from it, so that its steps become faster, and inserted again when the run ends or is saved.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from .._members.sharding import everywhere
 from .._step.member_status import Stop, still_finite, with_other_keys
 from .._step.state import TrainState
 
-# Members leave a run together, when at most this share of it goes on: each time a program is compiled for the rest.
+# Stopped members are removed once at most this share of the active ones remains: each removal compiles a new program.
 _FEW = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Stop members that no longer improve, each on its own; for `Trainer.fit`.
+    """Stop each member separately when it no longer improves; an option of `Trainer.fit`.
 
     Args:
-      evaluate: a function of an `Ensemble` that gives one number for each of its members, such as a loss on validation
-        data. In a run it sees only the members that are still in it.
+      evaluate: a function of an `Ensemble` that returns one number for each of its members, such as a loss on
+        validation data. Members that have left the run are not passed to it.
       every: steps between two evaluations.
-      patience: a member stops that has not improved in so many consecutive evaluations.
-      min_delta: by how much a value must be better than the best to count as better.
-      mode: "min" where smaller values are better, "max" where larger ones are. One that is not finite is never better.
-      restore_best: whether a member that stops gets back the parameters and the other state of its best evaluation;
-        what its optimiser holds stays as it was. (Members that train until the run ends keep the last ones.)
+      patience: the number of consecutive evaluations without an improvement after which a member stops.
+      min_delta: a value improves on the best one only if it is better by more than this.
+      mode: "min" if smaller values are better, "max" if larger ones are. A non-finite value never counts as better.
+      restore_best: whether a member that stops gets the parameters and other state of its best evaluation; its
+        optimiser state is not restored. Members that train until the end of the run keep their last parameters.
 
     Raises:
-      TypeError: `evaluate` cannot be called; a count is not an int; `min_delta` is not a number.
-      ValueError: a count below 1, `min_delta` below 0, an unknown mode.
+      TypeError: `evaluate` is not callable; a count is not an int; `min_delta` is not a number.
+      ValueError: a count is below 1; `min_delta` is below 0; `mode` is unknown.
 
     Source:
       Prechelt 1998, "Early Stopping - But When?".
@@ -73,22 +73,22 @@ class EarlyStopping:
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """Put members back that were frozen because something was not finite; for `Trainer.fit`.
+    """Restart members that were frozen because a value was not finite; an option of `Trainer.fit`.
 
-    At each step that `every` divides such a member gets the state that it had at the one before (or where the run
-    began), with new keys where it holds any, and trains again. The state of the others is kept for the next time, where
-    its numbers are finite.
+    At each step divisible by `every`, each frozen member gets back its state from the previous check (or from the start
+    of the run), with new random keys if it holds any, and trains again. Then the state of every member whose numbers
+    are finite is saved for the next check.
 
     Args:
       every: steps between two checks.
-      times: how often one member is put back.
+      times: the maximum number of restarts of one member.
 
     Raises:
       TypeError: a count is not an int.
-      ValueError: a count below 1.
+      ValueError: a count is below 1.
 
     Cost:
-      A copy of the training state.
+      A second copy of the training state in memory.
 
     Examples:
       >>> from plurax.ensemble import Restarts
@@ -105,27 +105,27 @@ class Restarts:
 
 
 class Watch:
-    """The members of a run: which are still in it, their best evaluations, and their snapshots.
+    """Track the members of a run: which are active, their best evaluations, and their snapshots.
 
-    "All members" are those of the ensemble; "active" ones are in the run, and only their arrays are passed to steps.
+    "All members" means the whole ensemble; "active" members are in the run, and only their arrays are passed to steps.
 
     Args:
-      early: when members stop; None for never.
-      restarts: when members are put back; None for never.
+      early: the early stopping; None if there is none.
+      restarts: the restarts; None if there are none.
       state: the state that was passed to `fit`.
       aloud: whether to print which members stop and restart.
 
     Attributes:
       size: the number of all members.
       start: the step of the state that was passed to `fit`.
-      active: the numbers of the members that are in the run, in order.
+      active: the indices of the active members, in order.
       full_state: once members have left the run, the state of all: final for those that left, outdated for the active.
       best: the trainable and the other arrays of each active member at its best evaluation.
-      snapshot: the arrays to which active members are put back.
-      stale: whether some rows of the snapshot are older than the last check, because the newer were not finite.
-      values: the best value of each of all members, NaN before there is one.
-      waits: for how many evaluations it has not improved.
-      finished: whether no member goes on.
+      snapshot: the arrays from which active members restart.
+      stale: whether some rows of the snapshot are older than the last check, because newer ones were not finite.
+      values: the best value of each member (all members), NaN if it has none yet.
+      waits: the number of consecutive evaluations without an improvement, for each member (all members).
+      finished: whether no member continues.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Watch:
         self.stale, self.finished = True, False
 
     def begin(self, state: TrainState, saved: Mapping[str, Any]) -> TrainState:
-        """Return the state with which a run begins, from that of all members and from the parts of a checkpoint."""
+        """Return the state with which a run begins, given the state of all members and the parts of a checkpoint."""
         if self.early is not None:
             self.best = saved.get("best", state._arrays()[:2])
             if "watch" in saved:
@@ -153,27 +153,27 @@ class Watch:
             going = np.flatnonzero(saved["watch"]["in_the_run"])
             if 0 < len(going) < self.size:
                 state = self._leave(state, going)
-        # Copies: a step takes over the memory of the state, whose arrays these are so far.
+        # Copies: these are still arrays of the state, whose memory the next step donates.
         self.best, self.snapshot = jax.tree.map(jnp.copy, (self.best, self.snapshot))
         self.finished = not self._going(*_known(state)).any()
         return state
 
     def parts(self, step: int, state: TrainState) -> dict[str, Any]:
-        """Return what a checkpoint holds for all members in addition to their state, which is the argument."""
+        """Return the parts of a checkpoint besides `state`, the state of all members."""
         parts: dict[str, Any] = {}
         if self.early is not None:
             in_the_run = np.isin(np.arange(self.size), self.active)
             parts["watch"] = {"values": self.values, "waits": self.waits, "in_the_run": in_the_run}
             parts["best"] = self._of_all(state._arrays()[:2], match_sharding(self.best, state._arrays()))
-        if self.restarts is not None and (self.stale or step % self.restarts.every):  # else it is the state
+        if self.restarts is not None and (self.stale or step % self.restarts.every):  # else it equals the state
             parts["snapshot"] = self._of_all(state._arrays(), match_sharding(self.snapshot, state._arrays()))
         return parts
 
     def after(self, step: int, state: State) -> tuple[State, dict[str, Any]]:
-        """Return the state with which the run goes on after a step, and what was evaluated."""
+        """Stop and restart members after a step; return the new state, and the values of an evaluation by name."""
         if all(x is None or step % x.every for x in (self.early, self.restarts)):
             return state, {}
-        # Steps may have put the members on other devices.
+        # Steps may have moved the members to other devices.
         state = stacked(state)
         self.best, self.snapshot = match_sharding((self.best, self.snapshot), state._arrays())
         if self.restarts is not None and step % self.restarts.every == 0:
@@ -184,22 +184,22 @@ class Watch:
         return self._judge(self.early, step, state, values), {"validation": values}
 
     def notice(self, stopped: np.ndarray) -> None:
-        """Note why active members have stopped, 0 for those that train: the run ends if all have."""
+        """Take the stop codes of the active members (0 for those that train); finish the run if all have stopped."""
         if self.restarts is None and stopped.all():
             self.finished = True
 
     def all_members(self, state: State) -> TrainState:
-        """Return the state of all members from that of the active ones; where none goes on, as of the last step."""
+        """Return the state of all members, given the state of the active ones; at its last step if none continues."""
         state = stacked(state)
         if self.full_state is not None:
             rows = self.full_state._arrays()
             arrays = self._of_all(rows, match_sharding(state._arrays(), rows))
             state = TrainState._of_arrays(state._structure, arrays, state.step)
-        # `notice` hears of a step when it is computed, which may be after later steps were dispatched, and checks are
-        # rare. The state at hand shows it at once.
+        # `notice` is called once a step is computed, when later steps may have been dispatched, and checks are rare.
+        # The current state is always up to date.
         self.finished = self.finished or not self._going(*_known(state)).any()
-        # Steps that were taken after the last member had stopped changed nothing but their number: it is taken back,
-        # so that the run ends at the same step however late that was noticed.
+        # Steps after the last member had stopped changed only the step number. It is reset, so that the final state
+        # does not depend on how late the stop was noticed.
         if self.finished and (late := int(state.step) - self.last_step(state)):
             state = replace(state, step=state.step - np.int32(late))
         return state
@@ -210,13 +210,13 @@ class Watch:
         return max(int(steps.max()), self.start)
 
     def nonfinite(self, given: TrainState, last: TrainState) -> np.ndarray:
-        """Return which of all members have parameters that are not finite, where those they began with were."""
+        """Return the members with a non-finite parameter that was finite in the given state."""
         now = last.ensemble.trainable
         finite = _still_finite(now, match_sharding(given.ensemble.trainable, now))
         return np.flatnonzero(~np.asarray(everywhere(finite)))
 
     def batch(self, arguments: Any, axes: Sequence[int | None]) -> Any:
-        """Return a batch with the slices of active members alone, in arrays that have one for each member."""
+        """Return a batch with only the slices of active members, in arrays that have one slice per member."""
         leaves, treedef = jax.tree.flatten(arguments)
         taken = [
             x if axis is None else (jnp if isinstance(x, jax.Array) else np).take(x, self.active, axis)
@@ -225,29 +225,28 @@ class Watch:
         return jax.tree.unflatten(treedef, taken)
 
     def _put_back(self, restarts: Restarts, step: int, state: TrainState) -> TrainState:
-        """Return the state after a check for members to restart, and take the next snapshot."""
+        """Restart frozen members, take the next snapshot, and return the new state."""
         stopped, before = _known(state)
         back = (stopped == Stop.NOT_FINITE) & (before < restarts.times)
         if back.any():
             arrays = _restarted(back, state._arrays(), self.snapshot, np.int32(step))
             state = TrainState._of_arrays(state._structure, arrays, state.step)
-            self._say(step, back, "put back to an earlier state, with new keys")
+            self._say(step, back, "restarted from an earlier state, with new keys")
         self.finished = not self._going(*_known(state)).any()
-        # A member whose numbers are not finite keeps its earlier snapshot: put back to this one, it would stop again.
+        # A member whose numbers are not finite keeps its earlier snapshot; a restart from this one would fail again.
         finite = _still_finite(state._arrays()[:3], self.snapshot[:3])
         self.stale = not np.asarray(everywhere(finite)).all()
         self.snapshot = where_rows(finite, state._arrays(), self.snapshot)
         return state
 
     def _judge(self, early: EarlyStopping, step: int, state: TrainState, values: np.ndarray) -> TrainState:
-        """Return the state after an evaluation, without the members that have stopped once these are a quarter."""
+        """Stop members after an evaluation; return the new state, without the stopped once these are a quarter."""
         stopped, restarts = _known(state)
-        # Members that have stopped are evaluated with the others, since one program evaluates all; their values are
-        # ignored.
+        # Stopped members are evaluated too, since one program evaluates all of them; their values are ignored.
         trains = stopped == Stop.TRAINS
         best, sign = self.values[self.active], 1 if early.mode == "min" else -1
-        # Not "<": the best is NaN before there is one, which nothing is less than, and so the first finite value is
-        # better.
+        # Not "<": the best is NaN at first, and a comparison with NaN is false. With "not >=" the first finite value
+        # is better.
         better = trains & np.isfinite(values) & ~(sign * values >= sign * best - early.min_delta)
         waits = np.where(better, 0, self.waits[self.active] + trains)
         self.values[self.active], self.waits[self.active] = np.where(better, values, best), waits
@@ -255,7 +254,7 @@ class Watch:
             self.best = where_rows(better, state._arrays()[:2], self.best)
         stops = trains & (waits >= early.patience)
         if stops.any():
-            # A member whose values were never finite has no best.
+            # A member without a finite value has no best arrays.
             back = stops & ~np.isnan(self.values[self.active]) & early.restore_best
             arrays = _ended(stops, back, state._arrays(), self.best)
             state = TrainState._of_arrays(state._structure, arrays, state.step)
@@ -267,13 +266,13 @@ class Watch:
         return state
 
     def _going(self, stopped: np.ndarray, restarts: np.ndarray) -> np.ndarray:
-        """Return which members train, or will again after a restart."""
+        """Return which members train now or will train again after a restart."""
         times = 0 if self.restarts is None else self.restarts.times
         return (stopped == Stop.TRAINS) | ((stopped == Stop.NOT_FINITE) & (restarts < times))
 
     def _leave(self, state: TrainState, going: np.ndarray) -> TrainState:
-        """Return the state of those members that go on, from that of all, and keep the latter for the end."""
-        # Rows are counted among the active members, but `going` has their numbers among all.
+        """Remove all members but `going` from the run; return their state, and keep the state of all for the end."""
+        # `best` and `snapshot` have rows of the active members, but `going` indexes all members.
         places = np.flatnonzero(np.isin(self.active, going))
         self.full_state, self.active = state, going
         self.best, self.snapshot = (None if x is None else take(x, places) for x in (self.best, self.snapshot))
@@ -284,7 +283,7 @@ class Watch:
             tqdm.write(f"Step {step}: {members_in_words(self.active[members])} {what}.", file=sys.stderr)
 
     def _of_all(self, full_state: Any, mine: Any) -> Any:
-        """Return arrays of all members, in which the active ones have `mine`."""
+        """Return the arrays of all members, with those of the active ones replaced by `mine`."""
         return mine if len(self.active) == self.size else put(full_state, self.active, mine)
 
 
@@ -298,26 +297,26 @@ def _checked(values: Any, size: int) -> np.ndarray:
 
 
 def _known(state: TrainState) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each active member why it has stopped, and how often it was put back."""
+    """Return the stop code and the number of restarts of each active member."""
     standing = everywhere(state.standing)
     return np.asarray(standing.stopped), np.asarray(standing.restarts)
 
 
 def members_in_words(places: np.ndarray) -> str:
-    """Return members by their numbers, for a sentence."""
+    """Return the indices of members as words for a sentence, such as "members 1, 3"."""
     names = ", ".join(map(str, places))
     return f"member {names}" if len(places) == 1 else f"members {names}"
 
 
 @jax.jit
 def _still_finite(new: Any, old: Any) -> jax.Array:
-    """Return for each member whether its numbers are finite where earlier ones were."""
+    """Return for each member whether all its numbers are finite that were finite before."""
     return jax.vmap(still_finite)(new, old)
 
 
 @jax.jit
 def _ended(stops: jax.Array, back: jax.Array, rows: Any, best: Any) -> Any:
-    """Return the arrays with some members stopped, and some of those put back to their best."""
+    """Return the arrays with some members stopped, and the best arrays of some of those restored."""
     trainable, rest = where_rows(back, best, rows[:2])
     standing = rows[3]._replace(stopped=jnp.where(stops, jnp.int32(Stop.EARLY), rows[3].stopped))
     return trainable, rest, rows[2], standing
@@ -325,12 +324,12 @@ def _ended(stops: jax.Array, back: jax.Array, rows: Any, best: Any) -> Any:
 
 @jax.jit
 def _restarted(back: jax.Array, rows: Any, snapshot: Any, step: jax.Array) -> Any:
-    """Return the arrays with some members put back."""
+    """Return the arrays with some members restarted from their snapshot."""
     times = rows[3].restarts + back
     standing = rows[3]._replace(
         step=jnp.where(back, step, rows[3].step), stopped=jnp.where(back, 0, rows[3].stopped), restarts=times
     )
-    # With the same keys it would draw the same numbers, and fail as before; the number of restarts tells attempts
-    # apart.
+    # With the same keys a member would draw the same numbers and fail again, so the number of restarts is folded into
+    # its keys.
     before = snapshot[0], with_other_keys(snapshot[1], times), with_other_keys(snapshot[2], times)
     return *where_rows(back, before, rows[:3]), standing

@@ -10,19 +10,19 @@ from ...transforms._core.arguments import check_count, describe
 
 
 def grid(*, repeats: int = 1, **values: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return every combination of hyperparameters as a `Trainer` takes them: for each name one value a member.
+    """Return every combination of hyperparameters, in the form that `Trainer` takes: one value per member.
 
     Args:
-      repeats: the number of members of each combination, one after another; they differ in their seeds.
-      **values: for each hyperparameter the values to try: numbers or schedules.
+      repeats: the number of members for each combination; they are neighbours, and differ only in their seeds.
+      **values: for each hyperparameter, the values to try: numbers or schedules.
 
     Returns:
-      Lists of one length, the size of the ensemble: the product of the numbers of values, times `repeats`. The last
-      name changes first.
+      A dict from each name to a list with one value per member. All lists have the same length, the size of the
+      ensemble: the product of the numbers of values, times `repeats`. The last hyperparameter varies fastest.
 
     Raises:
-      TypeError: `repeats` is not an int, or a hyperparameter has no list of values.
-      ValueError: `repeats` is below 1, there are no hyperparameters, or one has no values.
+      TypeError: `repeats` is not an int, or the values of a hyperparameter are not a list or another iterable.
+      ValueError: `repeats` is below 1; there are no hyperparameters, or one has no values.
 
     Examples:
       >>> from plurax.ensemble import grid

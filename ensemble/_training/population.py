@@ -1,4 +1,4 @@
-"""Steps of a population: members are selected, copied, perturbed, combined or averaged."""
+"""Operations on populations: select, copy, perturb, combine and average members."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Members = TypeVar("Members", Ensemble, TrainState)
 
 
 def select(members: Members, indices: ArrayLike) -> Members:
-    """Return an ensemble or a training state of some of the members.
+    """Return an ensemble or a training state with only the selected members.
 
     Args:
       members: an `Ensemble` or a `TrainState`.
-      indices: which members, as integers (count,), in the order of the result. One may be selected several times:
-        then the copies are equal, and so are their random keys.
+      indices: the indices of the members, integers (count,), in the order of the result. An index may be repeated; the
+        copies are then equal, including their random keys.
 
     Returns:
-      The same with `count` members.
+      An object of the same type, with `count` members.
 
     Raises:
-      TypeError: `members` is neither, or `indices` are not integers.
+      TypeError: `members` is neither an `Ensemble` nor a `TrainState`, or `indices` are not integers.
       ValueError: `indices` have another shape, or are empty.
       IndexError: an index that is not traced is out of range.
 
@@ -59,16 +59,16 @@ def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
     """Return the indices of the k best scores, the best first.
 
     Args:
-      scores: one number for each member, (size,). Numbers that are not finite are worst.
+      scores: one number for each member, (size,). Non-finite scores rank last.
       k: the number of indices.
-      mode: "min" where smaller scores are better, "max" where larger ones are.
+      mode: "min" if smaller scores are better, "max" if larger ones are.
 
     Returns:
-      int32 (k,); of equal scores the first is better.
+      int32 (k,); equal scores are ranked by index.
 
     Raises:
       TypeError: `scores` are not real numbers, or `k` is not an int.
-      ValueError: another shape, `k` not from 1 to the number of scores, an unknown mode.
+      ValueError: `scores` have another shape or are empty; `k` is not in 1 to the number of scores; `mode` is unknown.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -79,7 +79,7 @@ def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
     ranked = _ranked("k_best", scores, mode)
     check_count("k_best", "k", k)
     if k > len(ranked):
-        raise ValueError(f"k_best: k must be at most {len(ranked)}, as many as there are scores, but got {k}.")
+        raise ValueError(f"k_best: k must be at most {len(ranked)}, the number of scores, but got {k}.")
     return ranked[:k]
 
 
@@ -92,28 +92,30 @@ def exploit(
     perturb: Mapping[str, tuple[float, ...]] | None = None,
     mode: str = "min",
 ) -> tuple[TrainState, jax.Array]:
-    """Replace the worst members by copies of the best, with other hyperparameters: population based training.
+    """Replace the worst members with perturbed copies of the best: one step of population based training.
 
-    Each of the worst becomes a copy of one of the best, drawn at random: its parameters, its optimiser's state, its
-    hyperparameters and its status, but with random keys of its own. Then each hyperparameter in `perturb` is
-    multiplied by one of the factors, drawn at random.
+    Each of the worst members becomes a copy of a randomly chosen member among the best: its parameters, optimiser
+    state, hyperparameters and status, but with new random keys. Then each hyperparameter in `perturb` of the copy is
+    multiplied by a randomly chosen factor.
 
     Args:
-      state: the state, from `Trainer.init`.
-      scores: one number for each member, (size,). Numbers that are not finite are worst.
+      state: a state from `Trainer.init`, `step` or `fit`.
+      scores: one number for each member, (size,). Non-finite scores rank last.
       key: the key of all random choices.
-      fraction: the share of the members to replace, above 0 and at most 0.5; at least one is replaced.
-      perturb: for the name of a hyperparameter of which each member has its own value, the factors.
-      mode: "min" where smaller scores are better, "max" where larger ones are.
+      fraction: the fraction of the members to replace, and of the best to copy from; above 0 and at most 0.5. At least
+        one member is replaced.
+      perturb: the factors for each hyperparameter to perturb, by name; each member must have its own value of it.
+      mode: "min" if smaller scores are better, "max" if larger ones are.
 
     Returns:
-      The state, and for each member the index of the one that it continues, int32 (size,).
+      The new state, and for each member the index of the member that it is a copy of (its own if it was not replaced),
+      int32 (size,).
 
     Raises:
-      TypeError: `state` is not a `TrainState`, `scores` are not real numbers, `key` is not a key, factors are not
-        numbers.
-      ValueError: another shape of `scores`, a `fraction` out of range, fewer than two members; members do not have a
-        hyperparameter of that name, or it is a schedule.
+      TypeError: `state` is not a `TrainState`; `scores` are not real numbers; `key` is not a key; factors are not
+        numbers; a hyperparameter to perturb has integer values.
+      ValueError: `scores` have another shape; `fraction` is out of range; `mode` is unknown; there are fewer than two
+        members; a hyperparameter to perturb does not exist, has no values per member, or is a schedule.
 
     Source:
       Jaderberg et al. 2017, "Population Based Training of Neural Networks".
@@ -127,7 +129,7 @@ def exploit(
       >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 1, rngs=rngs), 2, seed=0))
       >>> factors = {"learning_rate": (0.8, 1.25)}
       >>> state, source = exploit(state, jnp.array([0.3, 0.7]), key=jax.random.key(0), perturb=factors)
-      >>> source  # both go on with what member 0 was
+      >>> source  # both members now continue from member 0
       Array([0, 0], dtype=int32)
     """
     check_state("exploit", state)
@@ -143,12 +145,12 @@ def exploit(
     to_draw, to_renew, *to_perturb = jax.random.split(key, 2 + len(perturb or {}))
     best = ranked[jax.random.randint(to_draw, (count,), 0, count)]
     source = jnp.arange(size).at[ranked[size - count :]].set(best).astype(jnp.int32)
-    # Of the others each is its own source: the best half and the worst do not overlap, as the fraction is at most 0.5.
+    # All other members are their own source. The best and the worst do not overlap, since the fraction is at most 0.5.
     copied = source != jnp.arange(size)
     trainable, rest, opt_state, standing = jax.tree.map(lambda x: x[source], state._arrays())
     numbers = jax.random.bits(to_renew, (size,))
 
-    # Otherwise a copy would draw the same dropout masks as its source.
+    # New keys, since otherwise a copy would draw the same dropout masks as its source.
     rest, opt_state = where_rows(copied, with_other_keys((rest, opt_state), numbers), (rest, opt_state))
     of_optimizer = dict(getattr(opt_state, "hyperparams", {}))
     of_loss = dict(standing.hyperparams)
@@ -156,13 +158,13 @@ def exploit(
         factors = _checked_factors(name, given, {**of_optimizer, **of_loss}, standing.schedules)
         values = of_loss if name in of_loss else of_optimizer
         if not jnp.issubdtype(values[name].dtype, jnp.inexact):
-            raise TypeError(f"exploit: {name!r} has integers, which factors do not keep; give the Trainer floats.")
+            raise TypeError(f"exploit: {name!r} has integer values, which cannot be scaled; give the Trainer floats.")
         factor = jax.random.choice(own, factors.astype(values[name].dtype), (size,))
         values[name] = jnp.where(copied, values[name] * factor, values[name])
     if of_optimizer:
         opt_state = opt_state._replace(hyperparams=of_optimizer)
     arrays = trainable, rest, opt_state, standing._replace(hyperparams=of_loss)
-    # `x[source]` may have gathered the members.
+    # `x[source]` may have gathered the members on one device.
     layout = Layout.around(state.ensemble)
     if layout is not None:
         arrays = layout.place(arrays)
@@ -170,17 +172,17 @@ def exploit(
 
 
 class Selection(NamedTuple):
-    """Members that were chosen one after another.
+    """Members that `greedy_selection` chose, one in each round.
 
     Attributes:
-      indices: the members in the order in which they were chosen, int32 (rounds,). One may be chosen several times.
-      scores: the score of the mean of those chosen so far, (rounds,).
+      indices: the indices of the members, in the order of selection, int32 (rounds,). An index may be repeated.
+      scores: the score of the mean prediction of the members chosen so far, (rounds,).
 
     Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.ensemble import greedy_selection
       >>> chosen = greedy_selection(jnp.array([[[0.9, 0.1]], [[0.4, 0.6]]]), jnp.array([0]), rounds=2)
-      >>> chosen.indices, jnp.bincount(chosen.indices, length=2)  # which, and how often each
+      >>> chosen.indices, jnp.bincount(chosen.indices, length=2)  # the members, and how often each was chosen
       (Array([0, 0], dtype=int32), Array([2, 0], dtype=int32))
     """
 
@@ -195,23 +197,27 @@ def greedy_selection(
     rounds: int,
     score: Callable[[jax.Array, jax.Array], jax.Array] = nll,
 ) -> Selection:
-    """Choose members, one after another and with replacement, whose mean prediction scores best.
+    """Choose members greedily, with replacement, so that their mean prediction has the best score.
+
+    Each round adds the member that improves the score of the mean prediction most (or worsens it least).
 
     Args:
-      predictions: on data that were not trained on, with the members along axis 0, such as `Prediction.members`.
+      predictions: the predictions of all members on held-out data, with the members along axis 0, such as
+        `Prediction.members`.
       targets: the second argument of `score`, such as labels.
-      rounds: the number of members to choose.
-      score: a pure function of a mean prediction and the targets, to a number that is better if it is smaller.
+      rounds: the number of rounds; each chooses one member.
+      score: a pure function `score(mean_prediction, targets)` that returns a scalar; smaller is better.
 
     Returns:
-      A `Selection`. Take its indices up to the best score: with `select`, or as weights (`jnp.bincount`).
+      A `Selection`. Use its indices up to the best score, with `select` or as weights (`jnp.bincount`).
 
     Raises:
-      TypeError: `score` is not callable, `rounds` is not an int.
-      ValueError: `predictions` have no members, `rounds` is below 1, a score is not a scalar.
+      TypeError: `score` is not callable, or `rounds` is not an int.
+      ValueError: `predictions` have no members; `rounds` is below 1; `score` does not return a scalar; no member has a
+        finite score. In addition, the errors of `score` itself.
 
     Cost:
-      Each round scores as many predictions as there are members, one after another.
+      In each round one evaluation of `score` for each member, one after another.
 
     Source:
       Caruana et al. 2004, "Ensemble Selection from Libraries of Models".
@@ -230,7 +236,7 @@ def greedy_selection(
     check_count("greedy_selection", "rounds", rounds)
     known = not isinstance(predictions, Tracer) and not isinstance(jnp.zeros(()), Tracer)
     if known:
-        score(predictions[0], targets)  # checks values, which it cannot in a compiled loop
+        score(predictions[0], targets)  # raises for invalid values, which it cannot do in the compiled loop
     predictions = predictions.astype(jnp.promote_types(predictions.dtype, jnp.float32))
     scored = jax.eval_shape(score, jax.ShapeDtypeStruct(predictions.shape[1:], predictions.dtype), targets)
     if getattr(scored, "shape", None) != ():
@@ -243,25 +249,25 @@ def greedy_selection(
 
     _, (indices, scores) = lax.scan(choose, jnp.zeros_like(predictions[0]), jnp.arange(rounds))
     if known and not np.isfinite(np.asarray(scores[0])):
-        raise ValueError("greedy_selection: no member has a finite score; look at score(predictions[i], targets).")
+        raise ValueError("greedy_selection: no member has a finite score; check score(predictions[i], targets).")
     return Selection(indices, scores)
 
 
 def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
-    """Return one model whose parameters are the mean of those of the members.
+    """Return one model whose parameters are the average over the members.
 
     Args:
-      ensemble: members near each other, such as those fine-tuned from one model: the mean of models trained from
-        different starts is not a good model.
-      weights: not negative, (size,); they are divided by their sum. None gives all the same weight.
+      ensemble: members that lie close to each other, such as models fine-tuned from one model. The average of models
+        trained from different initialisations is not a good model.
+      weights: non-negative weights (size,), which are divided by their sum. None weights all members equally.
 
     Returns:
-      A standalone model: the weighted mean of every array of floating point (BatchNorm statistics too, for which new
-      ones from data are better); anything else is that of the first member.
+      A standalone model with the weighted mean of every floating-point array, and the other arrays of the first member.
+      BatchNorm statistics are averaged too; statistics recomputed from data are better.
 
     Raises:
-      TypeError: not an `Ensemble`, or weights that are not real numbers.
-      ValueError: weights of another shape, negative, not finite, or all zero, where they are known.
+      TypeError: `ensemble` is not an `Ensemble`, or the weights are not real numbers.
+      ValueError: the weights have another shape, or, unless they are traced, are negative, not finite or all zero.
 
     Source:
       Wortsman et al. 2022, "Model soups: averaging weights of multiple fine-tuned models".
@@ -290,8 +296,8 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
         """Return the weighted mean of one array over the members."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
-        # The `where`, since a member without weight may not be finite, and 0 * inf is NaN. The sum is in float32 or
-        # wider, and rounded once.
+        # The `where` excludes members with zero weight, which may not be finite: 0 * inf is NaN. The sum is computed in
+        # float32 or wider and rounded once.
         own = by_row(shares, x)
         total = jnp.where(own > 0, x * own.astype(jnp.promote_types(x.dtype, jnp.float32)), 0).sum(axis=0)
         return total.astype(x.dtype)
@@ -300,18 +306,18 @@ def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
 
 
 def _selected(arrays: Any, indices: Any, size: int) -> Any:
-    """Return the rows of some of `size` members; raise if the indices are not those of members."""
+    """Return the rows of some of `size` members; raise for invalid indices."""
     indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not indices.size:
-        raise ValueError("select: indices are none; an ensemble has at least one member.")
+        raise ValueError("select: indices are empty; select at least one member.")
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"select: indices must be integers, but got {describe(indices)}.")
     if indices.ndim != 1:
         raise ValueError(f"select: indices must have shape (count,), but got {indices.shape}.")
     if isinstance(indices, Tracer):
-        # A traced index is part of the user's own program, which decides where its results are.
+        # Traced indices are part of the user's own program, which decides on the placement of its results.
         return jax.tree.map(lambda x: x[indices], arrays)
-    # As Python integers, which do not overflow.
+    # `tolist` gives Python integers, which do not overflow.
     return take(arrays, np.array([member_index("select", i, size) for i in np.asarray(indices).tolist()]))
 
 
@@ -330,12 +336,12 @@ def _ranked(api: str, scores: Any, mode: str) -> jax.Array:
     finite = jnp.isfinite(scores)
     if mode == "max":  # ~x = -x - 1 reverses the order of integers, and does not overflow at the smallest
         scores = ~scores if jnp.issubdtype(scores.dtype, jnp.integer) else -scores
-    # By whether it is not finite, then by the score; stable, so that of equal scores the first stays first.
+    # Sorted by whether the score is finite, then by the score. The sort is stable, so equal scores keep their order.
     return jnp.lexsort((jnp.where(finite, scores, 0), ~finite)).astype(jnp.int32)
 
 
 def _checked_factors(name: str, factors: Any, values: Mapping[str, Any], schedules: Mapping[str, Any]) -> jax.Array:
-    """Return the factors of a hyperparameter; raise if it has no values of the members, or they are not numbers."""
+    """Return the factors as an array; raise if they are not numbers, or the hyperparameter has no values per member."""
     if name in schedules:
         raise ValueError(f"exploit: the hyperparameter {name!r} is a schedule, which is not perturbed; leave it out.")
     if name not in values:

@@ -1,4 +1,4 @@
-"""`TensorBoard`: the metrics of a run as curves, one run of TensorBoard for each member."""
+"""`TensorBoard`: write the metrics of a run as curves, with one TensorBoard run per member."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 
 
 class TensorBoard:
-    """A callback of `Trainer.fit` that writes the scalars of each member for TensorBoard.
+    """A callback of `Trainer.fit` that writes the metrics of each member for TensorBoard.
 
-    Every member has a directory of its own, `member_03` and so on, so that one chart shows a metric of all of them, and
-    members can be chosen. Where several processes train one ensemble, give it to the `fit` of one of them.
+    Each member has its own directory (`member_03`, ...), so one chart shows a metric of all members, and members can be
+    selected. If several processes train one ensemble, pass the callback to `fit` in only one of them.
 
     Args:
-      directory: where to write; it is made if it is missing.
+      directory: the directory to write to, created if missing.
 
     Raises:
-      ModuleNotFoundError: the extra `tensorboard` is missing.
+      ModuleNotFoundError: the extra `tensorboard` is not installed.
 
     Cost:
-      About 20 µs for each metric and member. The files are flushed every two minutes, and at the end: use it in a
-      `with` statement, or call `close`.
+      About 20 µs for each metric and member. The files are flushed every two minutes and when closed: use the callback
+      in a `with` statement, or call `close`.
 
     Examples:
       >>> import tempfile, optax, jax.numpy as jnp
@@ -49,7 +49,7 @@ class TensorBoard:
 
     def __call__(self, step: int, metrics: Mapping[str, np.ndarray]) -> None:
         """Write the metrics of a step, except for members that have stopped."""
-        # The number of members is known with the first metrics.
+        # The number of members is known only from the first metrics.
         size = max((len(values) for values in metrics.values()), default=0)
         while len(self._writers) < size:
             self._writers.append(self._make(str(self._directory / f"member_{len(self._writers):02d}")))

@@ -1,4 +1,4 @@
-"""`Trainer`: the public class. Checks its arguments, makes the step and the state, and passes both on."""
+"""`Trainer`, the public class: check its arguments, create the step and the state, and run them."""
 
 from __future__ import annotations
 
@@ -35,55 +35,59 @@ from .fit import Callback, Run, check_watched, columns, loss_range, resumed
 
 
 class Trainer:
-    """Train all members of an ensemble, on batches of their own or on the same ones.
+    """Train all members of an ensemble, on shared batches or on one batch per member.
 
-    `init` makes a `TrainState`, `step` takes one step and `fit` many. `state.ensemble` is the trained ensemble,
+    `init` creates a `TrainState`, `step` takes one step and `fit` many. `state.ensemble` is the trained ensemble;
     `state.standing.stopped` shows which members have stopped.
 
     Args:
       loss: `loss(model, *batch)` returns a scalar, or a scalar and a dict of arrays to report. `model` is one member,
-        an ordinary module. What it changes of its own state is carried along.
+        an ordinary module. Changes to its state (BatchNorm statistics, dropout keys) are kept.
       optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation` that all members share.
-      hyperparams: arguments of the factory, and keyword-only arguments of the loss: a list or 1-D array holds one value
-        per member, anything else is shared. Schedules (functions of the step) may stand in a list for the factory. The
-        values per member live in the state (`state.opt_state.hyperparams`, `state.standing.hyperparams`), where `init`
-        puts them. `grid` makes lists for all combinations.
+      hyperparams: arguments of the factory and keyword-only arguments of the loss, by name. A list or 1-D array gives
+        one value per member; any other value is shared. For the factory, a list may contain schedules (functions of the
+        step). `init` copies the values per member into the state (`state.opt_state.hyperparams`,
+        `state.standing.hyperparams`), where each step reads them. `grid` makes the lists for all combinations.
       in_axes: for the batch: None (all members share it), 0 (member i takes slice i of every array), or a tuple with
         one entry for each element of the batch.
       grad_fn: replaces `plurax.transforms.value_and_grad`: `grad_fn(loss)(model, *batch)` returns `(value, gradients)`,
-        where value is what `loss` returns and the gradients are like those of `value_and_grad`. What it assigns to
-        the model is kept.
-      strategy: how the members are executed, never what they compute. "vmap": batched operations; "map": a compiled
-        loop; "unroll": one program with a copy of the operations for each member; "loop": a Python loop over the
-        compiled step of one member. "auto" compiles these, "vmap" also in chunks, each also with convolutions
-        rewritten as matrix products, measures them at the first step of a kind, and takes the quickest; `explain`
-        tells. Where a step is traced, "loop" is executed as "unroll", and "auto" as what was found before, or else by
-        rule.
-      chunk_size: how many members "vmap" executes at a time; None executes all at once.
-      memory_budget: the most that the temporaries of the compiled step may take: bytes, or a string such as "512MiB".
-        "auto" drops what does not fit, "vmap" takes the largest chunk that does.
-      mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are spread, and perhaps an axis
-        "data", over which every array of the batch is split along its first axis that is not the members'. No device
-        sees the members of another. With "data" the loss must be a mean over the examples: the losses and gradients of
-        the parts are averaged, and so are other scalars that the loss reports; what the first batch shows to be no
-        mean is refused, unless the loss draws random numbers. A mesh may span several processes; then each passes the
-        same batches. "loop" is executed as "unroll".
-      tune_seconds: how long "auto" may measure, compiling not counted. 0 measures nothing and uses a rule: "loop" on
-        a CPU where the step contains a convolution, else "vmap".
-      tune_cache: a directory in which "auto" keeps what it has found, for later processes; None keeps it in this one.
-      nonfinite: what happens to a member when its loss or its gradients are not finite, or the sums of the latter
-        overflow. "freeze": it stays as it was before that step, and no longer trains; `state.standing` tells, and `fit`
-        warns. (Where gradients are finite but new parameters are not, as with an infinite learning rate, the next loss
-        nearly always tells; of what is left at the end `fit` warns.) "ignore": it goes on, which is for optimisers that
-        take care of that (`optax.apply_if_finite`, scaled losses).
+        where `value` is the output of `loss` and the gradients have the structure that `value_and_grad` returns.
+        Changes to the state of the model are kept.
+      strategy: how the members are executed; it does not change what they compute. "vmap": batched operations; "map": a
+        compiled loop; "unroll": one program with a copy of the operations for each member; "loop": a Python loop over
+        the compiled step of one member. "auto" compiles all of these, and "vmap" also in chunks, times them at the
+        first step, and uses the fastest; convolutions are also tried as matrix products. `explain` prints the times.
+        "auto" measures again for other shapes. Inside a trace, such as `jax.jit`, "loop" is executed as "unroll", and
+        "auto" uses an earlier measurement or, if there is none, the rule described at `tune_seconds`.
+      chunk_size: the number of members that "vmap" executes at a time; None executes all at once. With it, "auto"
+        uses "vmap".
+      memory_budget: the maximum size of the temporaries of the compiled step, in bytes or as a string such as "512MiB".
+        "auto" skips candidates that do not fit; "vmap" uses the largest chunk that fits.
+      mesh: a `jax.sharding.Mesh` with an axis "ensemble", over which the members are distributed; each device holds
+        only its own members. With an axis "data", every array of the batch is split too, along its first axis that does
+        not index members; losses, gradients and other reported scalars are averaged over the parts. Therefore the loss
+        must be a mean over the examples. The first batch is checked for this, unless the loss draws random numbers.
+        A mesh may span several processes, each of which passes the same batches. "loop" is executed as "unroll".
+      tune_seconds: how long "auto" may measure, in seconds, without compilation. 0 measures nothing and uses a rule:
+        "loop" on a CPU if the step contains a convolution, else "vmap".
+      tune_cache: a directory in which "auto" stores its measurements for later processes; None keeps them only in this
+        process.
+      nonfinite: how a member is handled whose loss or gradients are not finite (a sum of gradients that overflows
+        counts as not finite). "freeze": the member keeps its state from before the step and stops training;
+        `state.standing` records it, and `fit` warns. If gradients are finite but the updated parameters are not, as
+        with an infinite learning rate, the next loss is almost always not finite; `fit` also checks the parameters at
+        the end. "ignore": the member continues, for optimisers that handle this themselves (`optax.apply_if_finite`,
+        loss scaling).
 
     Raises:
-      TypeError: `loss`, `grad_fn` or `optimizer` cannot be called; hyperparameters that are not numbers; `mesh` is not
-        a mesh, `tune_seconds` not a number, `tune_cache` not a path, `memory_budget` not a size.
-      ValueError: a hyperparameter that the factory does not take, or lacks; hyperparameters for a ready optimiser; an
-        unknown strategy; `chunk_size` below 1; `chunk_size` or `memory_budget` with a strategy other than "vmap" and
-        "auto", or both at once; `tune_seconds` below 0; `mesh` has other axes, or an axis "data" together with a
-        `grad_fn`.
+      TypeError: `loss`, `grad_fn` or `optimizer` is not callable; `hyperparams` is not a dict, or a value per member is
+        not a number (or schedule); `in_axes` is not an int, None, a tuple or a list; `chunk_size` is not an int; `mesh`
+        is not a mesh, `tune_seconds` not a number, `tune_cache` not a path, `memory_budget` not a size.
+      ValueError: the factory does not take a hyperparameter; the factory or the loss requires one that is not given;
+        both take one of the same name; hyperparameters are given for a ready optimiser; `strategy` or `nonfinite` is
+        unknown; `chunk_size` is below 1; `chunk_size` or `memory_budget` is given with a strategy other than "vmap" or
+        "auto", or both are given; `memory_budget` cannot be parsed or is below 1 byte; `tune_seconds` is below 0;
+        `tune_cache` is a file; `mesh` has other axes, or has an axis "data" and `grad_fn` is given.
 
     Source:
       MindSpore's ensemble training with `vmap` over a `CellList`; `torch.func.stack_module_state`.
@@ -134,8 +138,8 @@ class Trainer:
             raise ValueError(f"Trainer: tune_cache must be a directory, but {str(tune_cache)!r} is a file.")
         self._layout = None if mesh is None else Layout.of("Trainer", mesh)
         if self._layout is not None and self._layout.shards > 1 and grad_fn is not None:
-            raise ValueError('Trainer: grad_fn sees parts of the batch on a mesh with "data"; leave one of them out.')
-        # The loss takes its own hyperparameters first; the factory gets the others, and refuses those it does not know.
+            raise ValueError('Trainer: grad_fn cannot be used with a mesh axis "data"; leave one of them out.')
+        # The loss takes the hyperparameters that it names; the factory gets the others and raises for unknown names.
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
         check_choice("Trainer", "nonfinite", nonfinite, ("freeze", "ignore"))
@@ -145,7 +149,7 @@ class Trainer:
         self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
     def init(self, ensemble: Ensemble) -> TrainState:
-        """Return the state before the first step; a copy, so the ensemble stays as it is.
+        """Return the state before the first step. It is a copy, so the ensemble stays unchanged.
 
         Args:
           ensemble: the models to train.
@@ -154,8 +158,9 @@ class Trainer:
           A `TrainState` at step 0.
 
         Raises:
-          TypeError: not an `Ensemble`.
-          ValueError: a list of hyperparameters does not have one value for each member; nothing trains.
+          TypeError: `ensemble` is not an `Ensemble`.
+          ValueError: a list of hyperparameters does not have one value for each member; the members have no trainable
+            arrays.
         """
         if not isinstance(ensemble, Ensemble):
             got = type(ensemble).__name__
@@ -169,14 +174,14 @@ class Trainer:
         standing = MemberStatus._first(size, of_loss, schedules)
         if self._layout is None:
             opt_state = self._optimizer.init(ensemble.trainable, size)
-            # A copy: steps that take over the memory of a state must not take that of the user's ensemble.
+            # A copy: a step that donates the memory of a state must not donate the user's ensemble.
             return jax.tree.map(jnp.copy, TrainState(ensemble, opt_state, jnp.asarray(step), standing))
         layout = self._layout
         with layout.context():
-            # Placed first, so that what is made of them is made where it belongs.
+            # Placed first, so that arrays computed from them are on the same devices.
             arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest)))
-            # Compiled with its sharding: each device makes the optimiser's state of its own members, and nothing is
-            # sent.
+            # Compiled with its sharding: each device creates the optimiser state of its own members, without
+            # communication.
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.of_members(size))
             arrays = *arrays, init(arrays[0]), layout.place(standing)
             return TrainState._of_arrays(ensemble.structure, arrays, layout.place_shared(step))
@@ -186,19 +191,23 @@ class Trainer:
 
         Args:
           state: from `init` or an earlier step; it stays usable.
-          batch: a tuple or list is unpacked into the arguments of the loss after the model; anything else is one.
+          batch: the arguments of the loss after the model. A tuple or list is unpacked; anything else is one argument.
 
         Returns:
-          The new state, and the metrics: "loss" of shape (size,), and what the loss reports, with the members along
-          axis 0. Those of members that have stopped too: they are evaluated, but stay as they are.
+          The new state and the metrics: "loss" of shape (size,), and the values that the loss reports, with the members
+          along axis 0. Members that have stopped are still evaluated, but keep their state.
 
         Raises:
-          ValueError: the batch does not fit `in_axes`; gradients of another structure than the parameters; a member
-            changes its structure; the loss reports something called "loss".
-          TypeError: the loss returns something other than a scalar, or a scalar and a dict.
+          TypeError: `state` is not a `TrainState`; the loss returns something other than a scalar, or a scalar and a
+            dict; `grad_fn(loss)` does not return a pair.
+          ValueError: the batch does not match `in_axes`; the gradients differ from the parameters in structure or
+            shape; the loss changes the structure of the model, or the shape or dtype of a variable; the loss reports a
+            value under a reserved name, such as "loss" or "step"; with "auto" or `memory_budget`, no execution fits
+            into the budget; the mesh has an axis "data", and the batch does not split evenly over it, the loss is not a
+            mean over the examples, or the optimizer evaluates the loss again (`optax.lbfgs`).
         """
         check_state("Trainer.step", state)
-        # "stopped" is for `fit`; a user reads `state.standing`.
+        # "stopped" is for `fit`; users read `state.standing`.
         after, metrics, _ = self._stepper.advance(state, batch)
         return stacked(after), {name: x for name, x in metrics.items() if name != "stopped"}
 
@@ -217,43 +226,47 @@ class Trainer:
         restarts: Restarts | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> tuple[TrainState, History]:
-        """Take a step for each batch, with a progress bar, a history, and checkpoints to go on from.
+        """Take one step per batch, with a progress bar, a history, and checkpoints to resume from.
 
         Args:
-          state: where to start; it stays usable.
-          batches: an iterable of batches. It is never rewound, and no batch is taken from it that is not used.
-          steps: how many further steps to take; None goes on until the batches end. Ending earlier warns, unless it is
-            because of `early_stopping`.
-          progress: whether to show a bar with the range of the loss over the members, and steps per second.
-          checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
-            a whole checkpoint later than `state`, training goes on from the newest: as many batches as that is later
-            are taken and skipped, and the steps count from `state`. A damaged one is passed over with a warning, and
-            what a run that was killed had begun to write is removed. What else is in the directory stays as it is. A
-            final checkpoint is always written.
+          state: the starting state; it stays usable.
+          batches: an iterable of batches. It is never rewound, and only the batches that are used are taken from it.
+          steps: the number of further steps; None trains until the batches end. A run that ends earlier warns, unless
+            `early_stopping` ended it.
+          progress: whether to show a bar with the range of the loss over the members and the steps per second.
+          checkpoint_dir: a directory for checkpoints (`step_00000100`, ...), created if missing. If it holds a complete
+            checkpoint later than `state`, training resumes from the newest one and skips one batch for each step by
+            which it is ahead; `steps` still counts from `state`. Damaged checkpoints are skipped with a warning, and
+            unfinished ones of a killed run are removed. Other files in the directory are left alone. A final checkpoint
+            is always written.
           checkpoint_every: steps between checkpoints; None writes only the final one.
-          checkpoint_keep: how many checkpoints to keep, the newest.
+          checkpoint_keep: the number of newest checkpoints to keep.
           history_every: steps between rows of the history.
-          early_stopping: when members stop, each on its own; an `EarlyStopping`. The run ends when all have. What was
-            evaluated is in the history as "validation".
-          restarts: whether, and how often, members are put back that were frozen because something was not finite; a
-            `Restarts`.
-          callbacks: functions of a step's number and its metrics, called for each step of the history: see `Callback`.
+          early_stopping: an `EarlyStopping`, which stops each member separately. The run ends when all have stopped.
+            The evaluated values appear in the history as "validation".
+          restarts: a `Restarts`, which restores members that were frozen because a value was not finite.
+          callbacks: a list of functions of the step number and its metrics, called for each recorded step; see
+            `Callback`.
 
         Returns:
           The state after the last step, and the history: a list of dicts, one for each recorded step and member, with
-          "step", "member", the hyperparameters that differ between members, "loss" and what else the loss reports that
-          is one number. A member that has stopped has no rows from there on. Ctrl-C ends training cleanly after the
-          current step with the same results; a second one interrupts it. With `checkpoint_dir` the history has the
-          earlier steps of the run too.
+          "step", "member", the hyperparameters that differ between members, "loss", and the scalars that the loss
+          reports. A member that has stopped has no further rows. After a resumption the history includes the earlier
+          steps of the run. Ctrl-C ends training after the current step and returns the same two values; a second Ctrl-C
+          interrupts immediately.
 
         Raises:
-          TypeError, ValueError: as for `step`; `steps` or another count is not an int, or too small; a checkpoint of
-            another ensemble, another factory or other hyperparameters, or later than the steps asked for. (Two ready
-            optimisers with states of one structure cannot be distinguished.)
-          OSError: `checkpoint_dir` cannot be made.
+          TypeError: as for `step`; `batches` is not iterable; a count is not an int; `early_stopping` or `restarts` has
+            another type; `callbacks` is not a list of functions.
+          ValueError: as for `step`; a count is too small; `checkpoint_every` without `checkpoint_dir`; `restarts`
+            without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one number for each member; the
+            newest checkpoint has another ensemble, optax factory or hyperparameters, or is later than the last step
+            requested; `batches` has fewer batches than the checkpoint has used. (Two ready optimisers whose states have
+            the same structure cannot be distinguished.)
+          OSError: `checkpoint_dir` cannot be created.
 
         Cost:
-          The state is copied once, then each step takes over the memory of the one before.
+          The state is copied once; after that, each step reuses the memory of the previous state.
         """
         check_state("Trainer.fit", state)
         check_options("Trainer.fit", steps, checkpoint_dir, checkpoint_every, checkpoint_keep, history_every)
@@ -285,7 +298,8 @@ class Trainer:
             say=lambda _, reported: loss_range(reported[0]),
             save=None if store is None else steps_of_run.save,
             checkpoint_every=checkpoint_every,
-            # One bar for all processes; and Ctrl-C in one of several would leave the others waiting in a collective.
+            # Only the first process shows a bar. With several processes Ctrl-C must not end only one of them: the
+            # others would wait for it in a collective.
             progress=watch.aloud,
             interruptible=group.is_alone,
             done=step - start,
@@ -296,14 +310,15 @@ class Trainer:
         return last, recorder.rows(columns(self._stepper, begin))
 
     def explain(self) -> Tuning | None:
-        """Print what "auto" has measured last, and what it chose.
+        """Print the latest measurements of "auto", and its choice.
 
         Returns:
-          The same as an object; None where nothing was measured, such as under a strategy that was asked for.
+          The same as an object with `candidates`, `chosen`, `where` and `seconds`; None if nothing was measured, for
+          example with a fixed strategy.
         """
         nothing = (
             'Nothing was measured: strategy="auto" measures at the first step, unless that is traced, tune_seconds '
             "is 0, the loss has side effects, or the mesh spans several processes."
         )
-        print(self._stepper.tuning or nothing)  # noqa: T201 (to print is what it is for)
+        print(self._stepper.tuning or nothing)  # noqa: T201 (printing is the purpose of this method)
         return self._stepper.tuning

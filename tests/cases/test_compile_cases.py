@@ -160,7 +160,7 @@ def test_sorted_chunks_wait_less(control_flow):
 def test_bounds_of_their_own_make_a_loop_that_reverse_mode_refuses(control_flow):
     found = control_flow.bounds_of_their_own()
     assert found["a bound that is a number"] == (["while"], [8, 8, 27], "12, 12, 27")
-    assert found["as many turns for all, masked"] == (["select", "while"], [2, 32, 27], "1, 80, 27")
+    assert found["one bound for all, and a mask"] == (["select", "while"], [2, 32, 27], "1, 80, 27")
     program, values, slope = found["a bound for each lane"]
     assert (program, values) == (["select", "while"], [2, 32, 27])
     assert slope.startswith("refused: Reverse-mode differentiation does not work")

@@ -88,15 +88,15 @@ class Test_temperature:
 
     def test_refusals(self):
         logits, labels = data()
-        with pytest.raises(ValueError, match=r"pooled logits must be \(members, batch, classes\), but have"):
+        with pytest.raises(ValueError, match=r"pooled logits must have shape \(members, batch, classes\), but got"):
             fit_temperature(logits[0], labels, pooled=True)
         with pytest.raises(TypeError, match="labels must be an array of integers"):
             fit_temperature(logits, labels.astype(float))
         with pytest.raises(ValueError, match=r"labels\[0\] is 7"):
             fit_temperature(logits, np.full(300, 7))
-        with pytest.raises(TypeError, match=r"logits must be an array of floating point, .*; cast them with .astype"):
+        with pytest.raises(TypeError, match=r"logits must be a floating-point array, .*; cast them with .astype"):
             fit_temperature(logits.astype(int), labels)
-        with pytest.raises(ValueError, match=r"logits must be of at least 2 classes, .*; where z is the one log"):
+        with pytest.raises(ValueError, match=r"logits must have at least 2 classes, .*; if z is the single log"):
             fit_temperature(logits[..., :1], labels)
         with pytest.raises(ValueError, match=r"logits must have shape \(..., batch, classes\), but got \(5,\)"):
             fit_temperature(logits[0, 0], labels)

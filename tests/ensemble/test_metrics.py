@@ -229,28 +229,28 @@ def test_scores_have_the_dtype_of_the_probabilities(score, probabilities, labels
 def test_probabilities_that_are_not_floating_are_refused(dtype):
     one_hot, labels = np.eye(3, dtype=dtype)[:2], jnp.array([0, 1])
     for score in SCORES:
-        with pytest.raises(TypeError, match=r"probabilities must be an array of floating point.*\(2, 3\) and dtype"):
+        with pytest.raises(TypeError, match=r"probabilities must be a floating-point array.*\(2, 3\) and dtype"):
             score(one_hot, labels)
-    with pytest.raises(TypeError, match=r"entropy: probabilities must be an array of floating point"):
+    with pytest.raises(TypeError, match=r"entropy: probabilities must be a floating-point array"):
         metrics.entropy(one_hot)
 
 
 def test_lists_are_refused(probabilities, labels):
     with pytest.raises(TypeError, match="labels must be an array of integers, but got a list"):
         metrics.nll(probabilities, labels.tolist())
-    with pytest.raises(TypeError, match="probabilities must be an array of floating point, but got a list"):
+    with pytest.raises(TypeError, match="probabilities must be a floating-point array, but got a list"):
         metrics.nll(probabilities.tolist(), labels)
-    with pytest.raises(TypeError, match="probabilities must be an array of floating point, but got a list"):
+    with pytest.raises(TypeError, match="probabilities must be a floating-point array, but got a list"):
         metrics.entropy([0.5, 0.5])
 
 
 def test_probabilities_of_one_class_are_refused(probabilities, labels):
     for score in SCORES:
         with pytest.raises(
-            ValueError, match=r"at least 2 classes, but have shape \(3, 40, 1\).*concatenate\(\[1 - p, p"
+            ValueError, match=r"at least 2 classes, but got shape \(3, 40, 1\).*concatenate\(\[1 - p, p"
         ):
             score(probabilities[..., :1], labels)
-    with pytest.raises(ValueError, match=r"entropy: .* at least 2 classes, but have shape \(3, 40, 0\)"):
+    with pytest.raises(ValueError, match=r"entropy: .* at least 2 classes, but got shape \(3, 40, 0\)"):
         metrics.entropy(probabilities[..., :0])
     with pytest.raises(ValueError, match=r"entropy: probabilities must have shape \(..., classes\), but got \(\)"):
         metrics.entropy(np.float32(0.5))

@@ -32,7 +32,7 @@ def test_reliability_is_the_accuracy_of_each_bin():
     with pytest.raises(ValueError, match=r"probabilities must have shape \(batch, classes\), but got \(4, 50, 3\)"):
         plots.reliability(P, LABELS)
     for p, labels in ((P[0, :0], LABELS[:0]), (P[0] * np.nan, LABELS)):
-        with pytest.raises(ValueError, match="there are no examples, or some have no probabilities"):
+        with pytest.raises(ValueError, match="there are no examples, or some probabilities are NaN"):
             plots.reliability(p, labels)
 
 

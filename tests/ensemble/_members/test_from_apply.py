@@ -233,7 +233,7 @@ class Test_refusals:
     def test_no_function_no_list_no_members(self):
         with pytest.raises(TypeError, match="apply must be a function"):
             Ensemble.from_apply(3, [1])
-        with pytest.raises(TypeError, match="variables must be a list, one pytree a member, but got a dict"):
+        with pytest.raises(TypeError, match="variables must be a list, one pytree per member, but got a dict"):
             Ensemble.from_apply(jnp.sin, {"a": 1})
         with pytest.raises(ValueError, match="the list of variables is empty"):
             Ensemble.from_apply(jnp.sin, [])

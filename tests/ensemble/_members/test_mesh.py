@@ -202,7 +202,7 @@ def held_by_each() -> None:
     after = trainer.step(trainer.init(created(CNN)), (IMAGES, LABELS))[0]
     assert {len(shard.data) for leaf in jax.tree.leaves(after.ensemble) for shard in leaf.addressable_shards} == {6}
     with pytest.raises(
-        ValueError, match=r"6 members do not divide over the 4 devices of the mesh axis \"ensemble\"; c"
+        ValueError, match=r"6 members do not divide over the 4 devices of the mesh axis \"ensemble\"; use a mult"
     ):
         Ensemble.create(CNN, 6, seed=0, mesh=mesh_of(4))
 
@@ -297,16 +297,14 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="splits arrays of one length, but got"):
         train(linear, lambda m, x, y, w: square(m, x, w), (ROWS, TARGETS, np.ones(2, np.float32)), data)
     for value in (lambda x: (x > 0).sum(), lambda x: x.mean(1)):
-        with pytest.raises(
-            ValueError, match="the loss reports `mine`, an array of shape .* only scalars of floating poi"
-        ):
+        with pytest.raises(ValueError, match="the loss reports `mine`, an array of shape .* only floating-point scal"):
             train(linear, partial(reporting, value), (ROWS, TARGETS), data)
     for loss in (lambda m, x, y: ((m(x) - y) ** 2).sum(), lambda m, x, y: jnp.std(m(x))):
         with pytest.raises(
-            ValueError, match="the loss reports `loss`, .* of a whole batch, but .* as the mean over its 2 parts"
+            ValueError, match="the loss reports `loss`, .* for the batch, but .* as the mean over its 2 parts"
         ):
             train(linear, loss, (ROWS, TARGETS), data)
-    not_a_mean = "of a whole batch, but .* as the mean over its 2 parts"
+    not_a_mean = "for the batch, but .* as the mean over its 2 parts"
     with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
         train(linear, lambda m, x, y: jnp.sum(m(x) ** 2) * 1e-3 + jnp.mean(m(x) * y), (ROWS, TARGETS), data)
     with pytest.raises(ValueError, match=f"the loss reports `loss`, .* {not_a_mean}"):
@@ -332,7 +330,7 @@ def refusals() -> None:
     jax.jit(traced.step)(state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match="the loss reports `loss`"):  # in a trace there was nothing to compare
         traced.step(state, (ROWS, TARGETS))
-    with pytest.raises(ValueError, match='grad_fn sees parts of the batch on a mesh with "data"'):
+    with pytest.raises(ValueError, match='grad_fn cannot be used with a mesh axis "data"'):
         Trainer(square, optax.sgd(0.1), mesh=data, grad_fn=jax.value_and_grad)
     searching = optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5))
     with pytest.raises(ValueError, match=r"the optimizer evaluates the loss again \(value_fn, as optax.lbfgs does\)"):

@@ -124,7 +124,7 @@ def test_it_refuses_outputs_that_are_no_values(logits):
 
 @pytest.mark.parametrize("classes", [0, 1])
 def test_it_refuses_logits_of_fewer_than_two_classes(classes, logits):
-    message = rf"at least 2 classes, but have shape \(4, 5, {classes}\).*concatenate\(\[jnp.zeros_like\(z\), z\]"
+    message = rf"at least 2 classes, but got shape \(4, 5, {classes}\).*concatenate\(\[jnp.zeros_like\(z\), z\]"
     with pytest.raises(ValueError, match=message):
         constant(logits[..., :classes]).predict(0)
     with pytest.raises(ValueError, match=message):

@@ -59,7 +59,7 @@ class Test_doubt_about_classes:
         ill = P.copy()
         ill[1, 7] = np.nan
         np.testing.assert_array_equal(np.isnan(score(ill)), np.arange(60) == 7)
-        with pytest.raises(TypeError, match=f"{name}: probabilities must be an array of floating point"):
+        with pytest.raises(TypeError, match=f"{name}: probabilities must be a floating-point array"):
             score(LABELS)
         if name != "disagreement":
             with pytest.raises(ValueError, match=f"{name}: probabilities must be in 0 to 1"):

@@ -290,7 +290,9 @@ class Test_restarts:
 
     def test_are_refused(self):
         trainer, start = self.make(nonfinite="ignore")
-        with pytest.raises(ValueError, match='restarts need nonfinite="freeze": no other member is ever put back'):
+        with pytest.raises(
+            ValueError, match='restarts need nonfinite="freeze", since only frozen members are restarted'
+        ):
             trainer.fit(start, [], restarts=Restarts())
         with pytest.raises(TypeError, match="restarts must be of type Restarts, but got"):
             trainer.fit(start, [], restarts=3)
@@ -303,7 +305,7 @@ class Test_restarts:
 
 
 def test_the_old_name_of_the_class_warns_and_is_the_new_one():
-    said = "^plurax.ensemble: `Standing` is deprecated and goes with 0.4; write `MemberStatus`.$"
+    said = "^plurax.ensemble: `Standing` is deprecated and will be removed in 0.4; use `MemberStatus`.$"
     with pytest.warns(DeprecationWarning, match=said) as caught:
         old = plurax.ensemble.Standing
     assert old is MemberStatus

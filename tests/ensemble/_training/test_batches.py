@@ -117,7 +117,7 @@ def test_members_train_on_their_own_and_go_on(tmp_path, assert_same):
         ({"epochs": -1}, ValueError, "epochs must be at least 1, but got -1"),
         ({"key": 0}, TypeError, r"key must be one key, such as jax.random.key\(0\), but got"),
         ({"draw": "some"}, ValueError, "draw must be one of 'all', 'bootstrap', 'subset', but got 'some'"),
-        ({"draw": "bootstrap"}, ValueError, "is for each member; say how many there are with members="),
+        ({"draw": "bootstrap"}, ValueError, "is for each member; pass the number of members as members="),
         ({"draw": "subset", "members": 2, "fraction": 1.5}, ValueError, "a subset has at most all examples"),
         ({"members": 2, "fraction": 0.5}, ValueError, 'fraction=0.5 needs draw="bootstrap" or "subset"'),
         ({"fraction": 0}, ValueError, "fraction must be finite and above 0, but got 0"),
@@ -130,5 +130,5 @@ def test_refusals(options, error, message):
     arguments = {"data": DATA, "batch_size": 2, "key": KEY, **options}
     with pytest.raises(error, match=message):
         Batches(arguments.pop("data"), arguments.pop("batch_size"), **arguments)
-    with pytest.raises(TypeError, match="without epochs= there is no end"):
+    with pytest.raises(TypeError, match="without epochs= the batches never end"):
         len(Batches(DATA, 2, key=KEY))

@@ -136,7 +136,7 @@ class Test_exploit:
             lambda m, x, *, weight: weight * jnp.mean(m(x) ** 2), optax.sgd(0.1), hyperparams={"weight": [1, 10]}
         )
         state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0))
-        with pytest.raises(TypeError, match="'weight' has integers, which factors do not keep"):
+        with pytest.raises(TypeError, match="'weight' has integer values, which cannot be scaled"):
             exploit(state, jnp.ones(2), key=jax.random.key(0), perturb={"weight": (0.8,)})
 
     def test_refuses_schedules_and_populations_of_one(self):
@@ -251,7 +251,7 @@ def test_indices_of_a_narrow_dtype_select_among_more_members_than_it_counts():
 @pytest.mark.parametrize(
     ("indices", "error", "message"),
     [
-        ([], ValueError, "indices are none"),
+        ([], ValueError, "indices are empty"),
         ([1.0], TypeError, "indices must be integers"),
         ([[1]], ValueError, r"indices must have shape \(count,\), but got \(1, 1\)"),
         ([0, 5], IndexError, "member 5 is out of range for an ensemble of 5"),
@@ -267,7 +267,7 @@ def test_select_refuses(trained, indices, error, message):
 
 
 def test_k_best_refuses():
-    with pytest.raises(ValueError, match="k must be at most 3, as many as there are scores, but got 4"):
+    with pytest.raises(ValueError, match="k must be at most 3, the number of scores, but got 4"):
         k_best(jnp.ones(3), 4)
     with pytest.raises(TypeError, match="k must be an int, but got"):
         k_best(jnp.ones(3), 1.5)

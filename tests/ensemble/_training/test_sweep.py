@@ -225,7 +225,7 @@ class Test_refusals:
             optax.sgd(0.1),
             hyperparams={"weight": [1, 2]},
         )
-        with pytest.raises(ValueError, match='reports something called "weight"'):
+        with pytest.raises(ValueError, match='reports a value named "weight"'):
             trainer.step(trainer.init(Ensemble.create(make, 2, seed=0)), (X, Y))
 
     @pytest.mark.parametrize(

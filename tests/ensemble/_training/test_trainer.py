@@ -619,9 +619,9 @@ class Test_refusals:
         for loss, error, match in (
             (lambda m, x, y: m(x), TypeError, r"loss must return a scalar, .* \(6, 3\) \(shapes\)"),
             (lambda m, x, y: (m(x).mean(), 3), TypeError, "the auxiliary output of the loss must be a dict"),
-            (lambda m, x, y: (m(x).mean(), {"loss": 1}), ValueError, 'reports something called "loss"'),
-            (lambda m, x, y: (m(x).mean(), {"step": 1}), ValueError, 'reports something called "step"'),
-            (lambda m, x, y: (m(x).mean(), {"member": 1}), ValueError, 'reports something called "member"'),
+            (lambda m, x, y: (m(x).mean(), {"loss": 1}), ValueError, 'reports a value named "loss"'),
+            (lambda m, x, y: (m(x).mean(), {"step": 1}), ValueError, 'reports a value named "step"'),
+            (lambda m, x, y: (m(x).mean(), {"member": 1}), ValueError, 'reports a value named "member"'),
         ):
             trainer = Trainer(loss, optax.sgd(0.1), strategy="vmap")
             with pytest.raises(error, match=match):
