@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, SupportsIndex, TypeVar, get_args, overload
 
 import jax
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
@@ -17,9 +17,17 @@ from ...transforms._models.split_model import Structure, is_model, is_module, sp
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
-from .prediction import Prediction, classify, regress
+from .prediction import Kind, Prediction, classify, regress
 from .rows import member_index
 from .sharding import Layout, within
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+M = TypeVar("M", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R")
+Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +50,7 @@ class _Ndims:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Ensemble:
+class Ensemble(Generic[M]):
     """Models of one architecture, with axis 0 of every array as the members.
 
     Made by `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble never changes: every method
@@ -76,7 +84,7 @@ class Ensemble:
         object.__setattr__(self, "_ndims", self._current_ndims())
 
     @classmethod
-    def stack(cls, members: Sequence[Any]) -> Ensemble:
+    def stack(cls: type[Ensemble[Any]], members: Sequence[Model]) -> Ensemble[Model]:
         """Stack models of one architecture, as MindSpore's `CellList`.
 
         Args:
@@ -113,7 +121,9 @@ class Ensemble:
         return cls(*stack_members("Ensemble.stack", members))
 
     @classmethod
-    def create(cls, make: Callable[..., Any], size: int, *, seed: Any, mesh: Any = None) -> Ensemble:
+    def create(
+        cls: type[Ensemble[Any]], make: Callable[[nnx.Rngs], Model], size: int, *, seed: Any, mesh: Any = None
+    ) -> Ensemble[Model]:
         """Create members that differ in their random numbers, in one compiled program.
 
         Args:
@@ -145,8 +155,12 @@ class Ensemble:
 
     @classmethod
     def from_apply(
-        cls, apply: Callable[..., Any], variables: Sequence[Any], *, trainable: Rule | None = None
-    ) -> Ensemble:
+        cls: type[Ensemble[Any]],
+        apply: Callable[Concatenate[Any, P], R],
+        variables: Sequence[Any],
+        *,
+        trainable: Rule | None = None,
+    ) -> Ensemble[FunctionalModel[P, R]]:
         """Make an ensemble of anything that is a pytree with an apply function: Linen, Equinox, plain functions.
 
         Args:
@@ -182,6 +196,12 @@ class Ensemble:
         members = [FunctionalModel(apply, value, trainable) for value in variables]
         return cls(*stack_members("Ensemble.from_apply", members))
 
+    @overload
+    def __call__(self: Ensemble[Callable[..., R]], *args: Any, in_axes: Axes, **kwargs: Any) -> R: ...
+
+    @overload
+    def __call__(self: Ensemble[Callable[P, R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
     def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
         """Evaluate every member, in one compiled program.
 
@@ -207,7 +227,7 @@ class Ensemble:
             arrays = arrays if layout is None else list(map(layout.place_shared, arrays))
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
-    def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
+    def predict(self, x: Any, *, kind: Kind = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode, and measure how certain they are.
 
         Evaluation mode is `deterministic=True` and `use_running_average=True` in every module that has such an
@@ -231,11 +251,11 @@ class Ensemble:
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
-        check_choice("Ensemble.predict", "kind", kind, ("classification", "regression"))
+        check_choice("Ensemble.predict", "kind", kind, get_args(Kind))
         outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
         return classify(outputs) if kind == "classification" else regress(outputs)
 
-    def view(self, **attributes: Any) -> Ensemble:
+    def view(self, **attributes: Any) -> Ensemble[M]:
         """Return an ensemble with static attributes of the members changed, as `nnx.view`.
 
         Args:
@@ -267,7 +287,7 @@ class Ensemble:
             raise ValueError(f"Ensemble.view: no module of {kind} takes {sorted(attributes)}: {error}") from None
         return self.__plurax_stack__(model)
 
-    def unstack(self) -> list[Any]:
+    def unstack(self) -> list[M]:
         """Return all members as standalone models."""
         return list(self)
 
@@ -275,8 +295,14 @@ class Ensemble:
         self._check_intact()
         return jax.tree.leaves((self.trainable, self.rest))[0].shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[M]:
         return (self[i] for i in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> M: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Ensemble[M]: ...
 
     def __getitem__(self, index: Any) -> Any:
         """Return member `index` as a standalone model, or an ensemble of a slice of the members."""
@@ -308,7 +334,7 @@ class Ensemble:
             found = "its arrays were sliced or stacked, as by jax.vmap or lax.scan: their axis 0 is not the members"
             raise ValueError(f"Ensemble: {found}; use plurax.transforms.vmap, or pass all of it, with in_axes=None.")
 
-    def _evaluating(self) -> Ensemble:
+    def _evaluating(self) -> Ensemble[Any]:
         """Return the ensemble in evaluation mode; functions of variables are left as they are."""
         model = self.__plurax_member__()
         if not is_module(model):
@@ -322,14 +348,14 @@ class Ensemble:
     # The hooks by which plurax.transforms recognises an ensemble (`transforms._models.split_model`): the first two when
     # it maps over members, the third when it differentiates.
 
-    def __plurax_member__(self) -> Any:
+    def __plurax_member__(self) -> M:
         """Return the model with the arrays that are here: one member where axis 0 was mapped, else all in one model."""
         return self.structure.merge(self.trainable, self.rest)
 
-    def __plurax_stack__(self, model: Any) -> Ensemble:
+    def __plurax_stack__(self, model: Any) -> Ensemble[M]:
         """Return `model` as an ensemble, within a vmap as well as outside."""
         parts = split(model)
-        stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
+        stacked: Ensemble[M] = Ensemble(parts.structure, parts.trainable, parts.rest)
         # Within a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis less than the result will
         # have outside. The difference is the same for all arrays.
         mapped = self._ndims.of[0] - self._current_ndims().of[0]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import jax
 
 from ...transforms._models.split_model import Structure
-from .._members.ensemble import Ensemble
+from .._members.ensemble import Ensemble, M
 from .member_status import MemberStatus
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
@@ -18,7 +18,7 @@ Arrays = tuple[Any, Any, Any, MemberStatus]
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step", "standing"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
-class TrainState:
+class TrainState(Generic[M]):
     """What training changes, as a pytree; `Trainer.init` makes it.
 
     Attributes:
@@ -37,13 +37,13 @@ class TrainState:
       (0, 2)
     """
 
-    ensemble: Ensemble
+    ensemble: Ensemble[M]
     opt_state: Any
     step: jax.Array
     standing: MemberStatus
 
     @classmethod
-    def _of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
+    def _of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState[M]:
         trainable, rest, opt_state, standing = arrays
         return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
 
