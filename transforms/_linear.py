@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 from jax.tree_util import Partial, register_dataclass
@@ -15,6 +15,20 @@ from ._calls.primals import Primals
 from ._core.arguments import check_callable, describe
 from ._grad import seed
 from ._models.hashable import HashablePytree
+
+R = TypeVar("R")
+
+
+@overload
+def jvp(
+    fun: Callable[..., R], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: Literal[False] = False
+) -> tuple[R, R]: ...
+
+
+@overload
+def jvp(
+    fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool
+) -> tuple[Any, ...]: ...
 
 
 def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
@@ -53,6 +67,14 @@ def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
     out, tangent, rest = jax.jvp(call, call.primals, call.form.tangents(tangents), has_aux=True)
     aux = call.finish(rest)
     return (out, tangent, aux) if has_aux else (out, tangent)
+
+
+@overload
+def vjp(fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False) -> tuple[R, Pullback]: ...
+
+
+@overload
+def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool) -> tuple[Any, ...]: ...
 
 
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -97,6 +119,14 @@ def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     # Only the types of primals and outputs are kept, to check cotangents by: the arrays are free to be deleted.
     gradients = Pullback(pull, call.form.outline(), HashablePytree.of(jax.tree.map(jax.typeof, out)))
     return (out, gradients, aux) if has_aux else (out, gradients)
+
+
+@overload
+def linearize(fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False) -> tuple[R, Callable[..., R]]: ...
+
+
+@overload
+def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool) -> tuple[Any, ...]: ...
 
 
 def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:

@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._models.hashable import HashablePytree
-from ...transforms._models.split_model import Structure, is_model, is_module, split
+from ...transforms._models.split_model import M, Structure, is_model, is_module, split
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
@@ -24,7 +24,6 @@ from .sharding import Layout, within
 if TYPE_CHECKING:
     from flax import nnx
 
-M = TypeVar("M", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
 Model = TypeVar("Model")
@@ -74,7 +73,7 @@ class Ensemble(Generic[M]):
       (2, 3)
     """
 
-    structure: Structure
+    structure: Structure[M]
     trainable: Any
     rest: Any
     # Static, so that it survives flattening: if the arrays later have another number of axes, they were sliced.
@@ -84,7 +83,7 @@ class Ensemble(Generic[M]):
         object.__setattr__(self, "_ndims", self._current_ndims())
 
     @classmethod
-    def stack(cls: type[Ensemble[Any]], members: Sequence[Model]) -> Ensemble[Model]:
+    def stack(cls, members: Sequence[Model]) -> Ensemble[Model]:
         """Stack models of one architecture, as MindSpore's `CellList`.
 
         Args:
@@ -118,12 +117,10 @@ class Ensemble(Generic[M]):
             if not is_model(member) or isinstance(member, Ensemble):
                 found = f"member {i} is {type(member).__name__}, not an NNX module"
                 raise TypeError(f"Ensemble.stack: {found}; for others use Ensemble.from_apply(apply, variables).")
-        return cls(*stack_members("Ensemble.stack", members))
+        return Ensemble(*stack_members("Ensemble.stack", members))
 
     @classmethod
-    def create(
-        cls: type[Ensemble[Any]], make: Callable[[nnx.Rngs], Model], size: int, *, seed: Any, mesh: Any = None
-    ) -> Ensemble[Model]:
+    def create(cls, make: Callable[[nnx.Rngs], Model], size: int, *, seed: Any, mesh: Any = None) -> Ensemble[Model]:
         """Create members that differ in their random numbers, in one compiled program.
 
         Args:
@@ -151,15 +148,11 @@ class Ensemble(Generic[M]):
           >>> Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
           Ensemble of 2 × Linear, 15 parameters each
         """
-        return cls(*create_members(make, size, seed, mesh))
+        return Ensemble(*create_members(make, size, seed, mesh))
 
     @classmethod
     def from_apply(
-        cls: type[Ensemble[Any]],
-        apply: Callable[Concatenate[Any, P], R],
-        variables: Sequence[Any],
-        *,
-        trainable: Rule | None = None,
+        cls, apply: Callable[Concatenate[Any, P], R], variables: Sequence[Any], *, trainable: Rule | None = None
     ) -> Ensemble[FunctionalModel[P, R]]:
         """Make an ensemble of anything that is a pytree with an apply function: Linen, Equinox, plain functions.
 
@@ -194,15 +187,9 @@ class Ensemble(Generic[M]):
         if not variables:
             raise ValueError("Ensemble.from_apply: the list of variables is empty; give those of at least one member.")
         members = [FunctionalModel(apply, value, trainable) for value in variables]
-        return cls(*stack_members("Ensemble.from_apply", members))
+        return Ensemble(*stack_members("Ensemble.from_apply", members))
 
-    @overload
-    def __call__(self: Ensemble[Callable[..., R]], *args: Any, in_axes: Axes, **kwargs: Any) -> R: ...
-
-    @overload
-    def __call__(self: Ensemble[Callable[P, R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
-
-    def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
+    def __call__(self: Ensemble[Callable[..., R]], *args: Any, in_axes: Axes = None, **kwargs: Any) -> R:
         """Evaluate every member, in one compiled program.
 
         Args:

@@ -8,8 +8,8 @@ from typing import Any, Generic
 
 import jax
 
-from ...transforms._models.split_model import Structure
-from .._members.ensemble import Ensemble, M
+from ...transforms._models.split_model import M, Structure
+from .._members.ensemble import Ensemble
 from .member_status import MemberStatus
 
 # The arrays of one member, or of all of them stacked: trainable, rest, optimiser state, standing.
@@ -43,7 +43,7 @@ class TrainState(Generic[M]):
     standing: MemberStatus
 
     @classmethod
-    def _of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState[M]:
+    def _of_arrays(cls, structure: Structure[M], arrays: Arrays, step: jax.Array) -> TrainState[M]:
         trainable, rest, opt_state, standing = arrays
         return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
 
@@ -55,7 +55,7 @@ class TrainState(Generic[M]):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._arrays())
 
     @property
-    def _structure(self) -> Structure:
+    def _structure(self) -> Structure[M]:
         return self.ensemble.structure
 
     @property

@@ -170,7 +170,7 @@ def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) 
     held = checkpoint.manifest["arrays"]
     read = _read(checkpoint, _parts(like) | {part: tree for part, tree in more.items() if part in held}, like._size)
     arrays = (*read["ensemble"], read["opt_state"], read["standing"])
-    state: TrainState = TrainState._of_arrays(like._structure, arrays, _step(checkpoint.manifest["step"], like.step))
+    state = TrainState._of_arrays(like._structure, arrays, _step(checkpoint.manifest["step"], like.step))
     return state, {part: read[part] for part in more if part in read}
 
 

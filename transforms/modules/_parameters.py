@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from .._core.arguments import describe, short
-from .._models.split_model import dotted, is_members
+from .._models.split_model import Model, dotted, is_members
 from ._places import SEEKERS, Path, apply_to_module, check_module, copied, enclosing, named_leaves, places, replaced
 
 # The metadata of a frozen parameter that has its kind from before.
@@ -86,7 +86,7 @@ def named_parameters(model: Any) -> dict[str, jax.Array]:
     return named_leaves("named_parameters", module, is_parameter)
 
 
-def freeze(model: Any, filter: Any) -> Any:
+def freeze(model: Model, filter: Any) -> Model:
     """Take some parameters of a module out of training.
 
     As MindSpore's `requires_grad=False`, but no work is done for them: in the returned copy they are variables of kind
@@ -153,7 +153,7 @@ def freeze(model: Any, filter: Any) -> Any:
     return apply_to_module("freeze", model, change)
 
 
-def unfreeze(model: Any) -> Any:
+def unfreeze(model: Model) -> Model:
     """Let every parameter of a module train again.
 
     Args:
