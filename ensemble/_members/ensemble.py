@@ -287,10 +287,8 @@ class Ensemble(Generic[M]):
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> M: ...
-
     @overload
     def __getitem__(self, index: slice) -> Ensemble[M]: ...
-
     def __getitem__(self, index: Any) -> Any:
         """Return member `index` as a standalone model, or an ensemble of a slice of the members."""
         size = len(self)

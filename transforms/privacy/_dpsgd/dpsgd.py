@@ -359,10 +359,8 @@ class DPSGD:
 
     @overload
     def epsilon(self, state: DPState[Members], *, together: Literal[False] = False) -> np.ndarray: ...
-
     @overload
     def epsilon(self, state: DPState[Any] | int, *, together: bool = False) -> float: ...
-
     def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
         """Return the ε that was spent, for `target_delta`.
 
