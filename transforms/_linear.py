@@ -31,7 +31,9 @@ def jvp(
 ) -> tuple[Any, ...]: ...
 
 
-def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False) -> Any:
+def jvp(
+    fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, has_aux: bool = False
+) -> tuple[Any, ...]:
     """Evaluate `fun` and its derivative along `tangents`, in forward mode.
 
     As `jax.jvp`, but the tangents are checked by name, and a module takes part with its parameters.
@@ -77,7 +79,7 @@ def vjp(fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = False) -
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool) -> tuple[Any, ...]: ...
 
 
-def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """Evaluate `fun`, and return with its output a function from cotangents to gradients, in reverse mode.
 
     As `jax.vjp`, but cotangents are checked by name, and a module takes part with its parameters.
@@ -129,7 +131,7 @@ def linearize(fun: Callable[..., R], *primals: Any, has_aux: Literal[False] = Fa
 def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool) -> tuple[Any, ...]: ...
 
 
-def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """Evaluate `fun`, and return with its output the derivative at that point as a linear function of tangents.
 
     As `jax.linearize`, but tangents are checked by name, and a module takes part with its parameters.

@@ -361,7 +361,7 @@ class DPSGD:
     def epsilon(self, state: DPState[Members], *, together: Literal[False] = False) -> np.ndarray: ...
     @overload
     def epsilon(self, state: DPState[Any] | int, *, together: bool = False) -> float: ...
-    def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
+    def epsilon(self, state: DPState | int, *, together: bool = False) -> float | np.ndarray:
         """Return the ε that was spent, for `target_delta`.
 
         Args:
