@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from ._scoring.validation import (
 
 __all__ = ["conformal_intervals", "conformal_radius", "conformal_sets", "conformal_threshold", "fit_temperature"]
 
-_SCORES = ("probability", "cumulative")
+Score = Literal["probability", "cumulative"]
 # The logarithm of a temperature, in units of the scale of the logits, is searched between minus and plus this.
 _WIDEST = 10.0
 
@@ -76,7 +76,7 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = Fals
 
 
 def conformal_threshold(
-    probabilities: ArrayLike, labels: ArrayLike, *, error: float, score: str = "probability"
+    probabilities: ArrayLike, labels: ArrayLike, *, error: float, score: Score = "probability"
 ) -> jax.Array:
     """Return the threshold for `conformal_sets` that contain a new label with probability at least 1 - `error`.
 
@@ -113,11 +113,11 @@ def conformal_threshold(
              [False, False]], dtype=bool)
     """
     error = _checked_error("conformal_threshold", error)
-    check_choice("conformal_threshold", "score", score, _SCORES)
+    check_choice("conformal_threshold", "score", score, get_args(Score))
     return _threshold(*check_scored("conformal_threshold", probabilities, labels), error, score)
 
 
-def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str = "probability") -> jax.Array:
+def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: Score = "probability") -> jax.Array:
     """Return the conformal prediction set of each example, as a mask over the classes.
 
     Args:
@@ -139,7 +139,7 @@ def conformal_sets(probabilities: ArrayLike, threshold: ArrayLike, *, score: str
       >>> conformal_sets(jnp.array([[0.7, 0.25, 0.05]]), 0.8)
       Array([[ True,  True, False]], dtype=bool)
     """
-    check_choice("conformal_sets", "score", score, _SCORES)
+    check_choice("conformal_sets", "score", score, get_args(Score))
     probabilities = check_probabilities("conformal_sets", probabilities, "(..., batch, classes)", 2)
     check_shape("conformal_sets", "threshold", threshold, jnp.shape(probabilities)[:-2], "probabilities")
     return _sets(probabilities, jnp.asarray(threshold), score)

@@ -18,7 +18,7 @@ def main() -> None:
         copy = Path(folder)
         shutil.copy(root / "pyproject.toml", copy)
         for part in ("build/types/plurax", "tests"):
-            shutil.copytree(root / part, copy / part)
+            shutil.copytree(root / part, copy / part, ignore=shutil.ignore_patterns("typing"))
         files = sorted(copy.rglob("*.py"))
         for file in files:
             file.write_text(file.read_text() + ERROR)

@@ -42,15 +42,17 @@ def build_wheel(source: Path, folder: Path) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy_tree(folder: Path) -> Path:
     """A copy of the tree: a build leaves files behind, and takes along what it finds of them."""
-    folder = tmp_path_factory.mktemp("tree") / "tree"
     unwanted = shutil.ignore_patterns(
         ".git", ".*_cache", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "__pycache__"
     )
-    shutil.copytree(ROOT, folder, ignore=unwanted)
-    return folder
+    return shutil.copytree(ROOT, folder, ignore=unwanted)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_tree(tmp_path_factory.mktemp("tree") / "tree")
 
 
 @pytest.fixture(scope="module")

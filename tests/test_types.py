@@ -27,7 +27,7 @@ def test_transforms_keep_the_parameters_of_a_function() -> None:
     kept: Callable[[jax.Array, int], Any] = grad(pair, cotangent=1.0)
     assert_type(kept(x, 2), Any)
     assert_type(vmap(pair, in_axes=(0, None))(x, 2), jax.Array)
-    assert_type(value_and_grad(scaled)(x), tuple[Any, Any])
+    assert_type(value_and_grad(scaled)(x), tuple[jax.Array, Any])
     assert_type(vmap(vmap(pair, in_axes=(0, None)), in_axes=(0, None))(jnp.ones((2, 3)), 2), jax.Array)
     assert derivative(lambda x: x**3, 2)(1.0) == 6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ._core.weak_types import weak_like
 from ._models.split_model import separate_filters
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def grad(
@@ -89,14 +90,14 @@ def grad(
 
 
 def value_and_grad(
-    fun: Callable[P, Any],
+    fun: Callable[P, R],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     cotangent: Any = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[P, tuple[Any, Any]]:
+) -> Callable[P, tuple[R, Any]]:
     """Evaluate `fun` and differentiate it in reverse mode, in one pass.
 
     As `jax.value_and_grad`, with the additions of `grad` here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from ._models.mutation import call_with_models, refuse_changes
 from ._models.split_model import bound_model, refuse_shared_state, split_tree
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 # Primitives whose outputs have no derivative: their Taylor terms are zero.
 _CONSTANT = frozenset("and ceil eq floor ge gt is_finite le lt ne not or round sign stop_gradient xor".split())  # noqa: SIM905 (words read better)
@@ -50,7 +51,7 @@ class _Inexact(Exception):
     """Taylor mode would be less accurate than nested forward mode."""
 
 
-def derivative(fun: Callable[P, Any], order: int) -> Callable[P, Any]:
+def derivative(fun: Callable[P, R], order: int) -> Callable[P, R]:
     """Differentiate `fun` `order` times with respect to its first argument, along the direction of ones.
 
     Equals `jax.jvp` with tangents of ones, nested `order` times; for an elementwise function this is the derivative at

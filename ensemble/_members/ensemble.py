@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, SupportsIndex, TypeVar, get_args, overload
 
 import jax
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
@@ -13,13 +13,20 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from ...transforms._core.arguments import check_callable, check_choice, describe
 from ...transforms._core.axes import Axes, check_in_axes
 from ...transforms._models.hashable import HashablePytree
-from ...transforms._models.split_model import Structure, is_model, is_module, split
+from ...transforms._models.split_model import M, Structure, is_model, is_module, split
 from .call import call_members
 from .create import create_members, stack_members
 from .functional_model import FunctionalModel, Rule
-from .prediction import Prediction, classify, regress
+from .prediction import Kind, Prediction, classify, regress
 from .rows import member_index
 from .sharding import Layout, within
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +49,7 @@ class _Ndims:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Ensemble:
+class Ensemble(Generic[M]):
     """Several models of one architecture, with their arrays stacked along axis 0.
 
     Create one with `Ensemble.stack`, `Ensemble.create` or `Ensemble.from_apply`. An ensemble is immutable: every method
@@ -66,7 +73,7 @@ class Ensemble:
       (2, 3)
     """
 
-    structure: Structure
+    structure: Structure[M]
     trainable: Any
     rest: Any
     # Static, so that it survives flattening: if the arrays later differ in their number of axes, they were sliced.
@@ -76,7 +83,7 @@ class Ensemble:
         object.__setattr__(self, "_ndims", self._current_ndims())
 
     @classmethod
-    def stack(cls, members: Sequence[Any]) -> Ensemble:
+    def stack(cls, members: Sequence[Model]) -> Ensemble[Model]:
         """Stack models of one architecture, as MindSpore's `CellList`.
 
         Args:
@@ -110,10 +117,10 @@ class Ensemble:
             if not is_model(member) or isinstance(member, Ensemble):
                 found = f"member {i} is {type(member).__name__}, not an NNX module"
                 raise TypeError(f"Ensemble.stack: {found}; for others use Ensemble.from_apply(apply, variables).")
-        return cls(*stack_members("Ensemble.stack", members))
+        return Ensemble(*stack_members("Ensemble.stack", members))
 
     @classmethod
-    def create(cls, make: Callable[..., Any], size: int, *, seed: Any, mesh: Any = None) -> Ensemble:
+    def create(cls, make: Callable[[nnx.Rngs], Model], size: int, *, seed: Any, mesh: Any = None) -> Ensemble[Model]:
         """Create members with different random initialisations, in one compiled program.
 
         Args:
@@ -143,12 +150,12 @@ class Ensemble:
           >>> Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
           Ensemble of 2 × Linear, 15 parameters each
         """
-        return cls(*create_members(make, size, seed, mesh))
+        return Ensemble(*create_members(make, size, seed, mesh))
 
     @classmethod
     def from_apply(
-        cls, apply: Callable[..., Any], variables: Sequence[Any], *, trainable: Rule | None = None
-    ) -> Ensemble:
+        cls, apply: Callable[Concatenate[Any, P], R], variables: Sequence[Any], *, trainable: Rule | None = None
+    ) -> Ensemble[FunctionalModel[P, R]]:
         """Make an ensemble from an apply function and one pytree per member: Linen, Equinox, plain functions.
 
         Args:
@@ -183,9 +190,9 @@ class Ensemble:
         if not variables:
             raise ValueError("Ensemble.from_apply: the list of variables is empty; pass at least one pytree.")
         members = [FunctionalModel(apply, value, trainable) for value in variables]
-        return cls(*stack_members("Ensemble.from_apply", members))
+        return Ensemble(*stack_members("Ensemble.from_apply", members))
 
-    def __call__(self, *args: Any, in_axes: Axes = None, **kwargs: Any) -> Any:
+    def __call__(self: Ensemble[Callable[..., R]], *args: Any, in_axes: Axes = None, **kwargs: Any) -> R:
         """Evaluate every member, in one compiled program.
 
         Args:
@@ -211,7 +218,7 @@ class Ensemble:
             arrays = arrays if layout is None else list(map(layout.place_shared, arrays))
             return call_members(self, arrays, static, HashablePytree.of(in_axes), layout)
 
-    def predict(self, x: Any, *, kind: str = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
+    def predict(self, x: Any, *, kind: Kind = "classification", in_axes: Axes = None, **kwargs: Any) -> Prediction:
         """Predict with all members in evaluation mode; return the mean and measures of uncertainty.
 
         Evaluation mode sets `deterministic=True` and `use_running_average=True` in every NNX module that has such an
@@ -235,11 +242,11 @@ class Ensemble:
         Source:
           Lakshminarayanan et al. 2017, "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles".
         """
-        check_choice("Ensemble.predict", "kind", kind, ("classification", "regression"))
+        check_choice("Ensemble.predict", "kind", kind, get_args(Kind))
         outputs = self._evaluating()(x, in_axes=in_axes, **kwargs)
         return classify(outputs) if kind == "classification" else regress(outputs)
 
-    def view(self, **attributes: Any) -> Ensemble:
+    def view(self, **attributes: Any) -> Ensemble[M]:
         """Return an ensemble with other values of static attributes of the members, as `nnx.view`.
 
         Args:
@@ -272,7 +279,7 @@ class Ensemble:
             raise ValueError(f"Ensemble.view: no module of {kind} takes {sorted(attributes)}: {error}") from None
         return self.__plurax_stack__(model)
 
-    def unstack(self) -> list[Any]:
+    def unstack(self) -> list[M]:
         """Return all members as standalone models."""
         return list(self)
 
@@ -280,9 +287,13 @@ class Ensemble:
         self._check_intact()
         return jax.tree.leaves((self.trainable, self.rest))[0].shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[M]:
         return (self[i] for i in range(len(self)))
 
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> M: ...
+    @overload
+    def __getitem__(self, index: slice) -> Ensemble[M]: ...
     def __getitem__(self, index: Any) -> Any:
         """Return member `index` as a standalone model, or an ensemble of a slice of the members."""
         size = len(self)
@@ -313,7 +324,7 @@ class Ensemble:
             found = "its arrays were sliced or stacked, as by jax.vmap or lax.scan: their axis 0 is not the members"
             raise ValueError(f"Ensemble: {found}; use plurax.transforms.vmap, or pass all of it, with in_axes=None.")
 
-    def _evaluating(self) -> Ensemble:
+    def _evaluating(self) -> Ensemble[Any]:
         """Return the ensemble in evaluation mode; members of `from_apply` stay unchanged."""
         model = self.__plurax_member__()
         if not is_module(model):
@@ -327,14 +338,14 @@ class Ensemble:
     # The hooks by which plurax.transforms recognises an ensemble (`transforms._models.split_model`): the first two when
     # it maps over members, the third when it differentiates.
 
-    def __plurax_member__(self) -> Any:
+    def __plurax_member__(self) -> M:
         """Return a model with the current arrays: one member where axis 0 is mapped, else all members, stacked."""
         return self.structure.merge(self.trainable, self.rest)
 
-    def __plurax_stack__(self, model: Any) -> Ensemble:
+    def __plurax_stack__(self, model: Any) -> Ensemble[M]:
         """Return `model` as an ensemble, inside a vmap as well as outside."""
         parts = split(model)
-        stacked = Ensemble(parts.structure, parts.trainable, parts.rest)
+        stacked: Ensemble[M] = Ensemble(parts.structure, parts.trainable, parts.rest)
         # Inside a vmap the arrays of `self` and of `model` lack axis 0, so both have one axis fewer than the result
         # has outside. The difference is the same for all arrays.
         mapped = self._ndims.of[0] - self._current_ndims().of[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,12 @@ from ...transforms._models.hashable import HashablePytree, Placeholder
 from ...transforms._models.split_model import dotted
 
 Rule = Callable[[str, Any], bool]
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
 
 @dataclass(eq=False, repr=False)
-class FunctionalModel:
+class FunctionalModel(Generic[P, R]):
     """A model made of variables and a pure function that takes them.
 
     A member of an ensemble that `Ensemble.from_apply` made, as indexing returns it and as a loss receives it. A loss
@@ -27,11 +29,11 @@ class FunctionalModel:
       variables: the pytree that is its first argument.
     """
 
-    apply: Callable[..., Any]
+    apply: Callable[Concatenate[Any, P], R]
     variables: Any
     _rule: Rule | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return `apply(variables, *args, **kwargs)`."""
         return self.apply(self.variables, *args, **kwargs)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._scoring.uncertainty import entropy_of, information_of
 from .._scoring.validation import at_least_float32, check_probabilities, check_variances
+
+Kind = Literal["classification", "regression"]
 
 
 class Prediction(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ...transforms._core.axes import Axes, broadcast_axes
 from ...transforms._models.stacking import stack
 from .rows import where_rows
 
-STRATEGIES = ("auto", "vmap", "map", "unroll", "loop")
+Strategy = Literal["auto", "vmap", "map", "unroll", "loop"]
 
 
 class Execution(NamedTuple):

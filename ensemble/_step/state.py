@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import jax
 
-from ...transforms._models.split_model import Structure
+from ...transforms._models.split_model import M, Structure
 from .._members.ensemble import Ensemble
 from .member_status import MemberStatus
 
@@ -18,7 +18,7 @@ Arrays = tuple[Any, Any, Any, MemberStatus]
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ensemble", "opt_state", "step", "standing"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
-class TrainState:
+class TrainState(Generic[M]):
     """The state of training, as a pytree; create it with `Trainer.init`.
 
     Attributes:
@@ -37,13 +37,13 @@ class TrainState:
       (0, 2)
     """
 
-    ensemble: Ensemble
+    ensemble: Ensemble[M]
     opt_state: Any
     step: jax.Array
     standing: MemberStatus
 
     @classmethod
-    def _of_arrays(cls, structure: Structure, arrays: Arrays, step: jax.Array) -> TrainState:
+    def _of_arrays(cls, structure: Structure[M], arrays: Arrays, step: jax.Array) -> TrainState[M]:
         trainable, rest, opt_state, standing = arrays
         return cls(Ensemble(structure, trainable, rest), opt_state, step, standing)
 
@@ -55,7 +55,7 @@ class TrainState:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._arrays())
 
     @property
-    def _structure(self) -> Structure:
+    def _structure(self) -> Structure[M]:
         return self.ensemble.structure
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import numpy as np
 from ...transforms._core.arguments import check_choice, check_count, check_number, describe
 from ...transforms._core.prng import check_key
 from ...transforms._models.split_model import dotted
+
+Draw = Literal["all", "bootstrap", "subset"]
 
 
 class Batches:
@@ -68,7 +70,7 @@ class Batches:
         *,
         key: jax.Array,
         members: int | None = None,
-        draw: str = "all",
+        draw: Draw = "all",
         fraction: float = 1.0,
         epochs: int | None = None,
     ) -> None:
@@ -76,7 +78,7 @@ class Batches:
         for name, value in (("batch_size", batch_size), ("members", members), ("epochs", epochs)):
             check_count("Batches", name, value, optional=name != "batch_size")
         check_key("Batches", key)
-        check_choice("Batches", "draw", draw, ("all", "bootstrap", "subset"))
+        check_choice("Batches", "draw", draw, get_args(Draw))
         fraction = check_number("Batches", "fraction", fraction, lambda x: 0 < x < math.inf, "finite and above 0")
         if fraction > 1 and draw == "subset":
             raise ValueError(f"Batches: a subset has at most all examples, but fraction is {fraction}; pass at most 1.")

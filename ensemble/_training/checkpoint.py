@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from ...transforms._runs.processes import Group
 from .._members.ensemble import Ensemble
 from .._members.rows import member_index
 from .._step.state import TrainState
+
+Saved = TypeVar("Saved", bound=Ensemble[Any] | TrainState[Any])
+Model = TypeVar("Model")
 
 
 def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble) -> None:
@@ -55,7 +58,7 @@ def save(path: str | os.PathLike[str], state_or_ensemble: TrainState | Ensemble)
     write_state("save", Path(path), state_or_ensemble)
 
 
-def load(path: str | os.PathLike[str], like: Any) -> Any:
+def load(path: str | os.PathLike[str], like: Saved) -> Saved:
     """Read an ensemble or a training state that `save` wrote.
 
     Args:
@@ -83,10 +86,20 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
       Ensemble of 2 × Linear, 15 parameters each
     """
     if isinstance(like, Ensemble):
-        return Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
-    if isinstance(like, TrainState):
-        return Group.of(like).agree(lambda: read_run(Checkpoint.open("load", path), like, {})[0])
-    raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
+        found: Any = Group.of(like).agree(lambda: _read_ensemble(Checkpoint.open("load", path), like))
+    elif isinstance(like, TrainState):
+        found = Group.of(like).agree(lambda: read_run(Checkpoint.open("load", path), like, {})[0])
+    else:
+        raise TypeError(f"load: like must be an Ensemble or a TrainState, but got {type(like).__name__}.")
+    return found
+
+
+@overload
+def load_member(path: str | os.PathLike[str], i: int, like: Ensemble[Model] | TrainState[Model]) -> Model: ...
+
+
+@overload
+def load_member(path: str | os.PathLike[str], i: int, like: Model) -> Model: ...
 
 
 def load_member(path: str | os.PathLike[str], i: int, like: Any) -> Any:

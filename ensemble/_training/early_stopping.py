@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from .._members.rows import match_sharding, put, take, where_rows
 from .._members.sharding import everywhere
 from .._step.member_status import Stop, still_finite, with_other_keys
 from .._step.state import TrainState
+from .population import Mode
 
 # Stopped members are removed once at most this share of the active ones remains: each removal compiles a new program.
 _FEW = 0.75
@@ -60,7 +61,7 @@ class EarlyStopping:
     every: int = 100
     patience: int = 5
     min_delta: float = 0.0
-    mode: str = "min"
+    mode: Mode = "min"
     restore_best: bool = True
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class EarlyStopping:
         check_count("EarlyStopping", "every", self.every)
         check_count("EarlyStopping", "patience", self.patience)
         check_number("EarlyStopping", "min_delta", self.min_delta, lambda x: x >= 0, "at least 0")
-        check_choice("EarlyStopping", "mode", self.mode, ("min", "max"))
+        check_choice("EarlyStopping", "mode", self.mode, get_args(Mode))
 
 
 @dataclass(frozen=True, kw_only=True)

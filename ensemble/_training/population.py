@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,18 @@ from jax.typing import ArrayLike
 from ...transforms._core.arguments import check_callable, check_choice, check_count, check_number, describe
 from ...transforms._core.compat import Tracer
 from ...transforms._core.prng import check_key
-from .._members.ensemble import Ensemble
+from .._members.ensemble import Ensemble, M
 from .._members.rows import by_row, member_index, take, where_rows
 from .._members.sharding import Layout
 from .._scoring.classification import nll
 from .._step.member_status import with_other_keys
 from .._step.state import TrainState, check_state
 
-Members = TypeVar("Members", Ensemble, TrainState)
+Mode = Literal["min", "max"]
+Members = TypeVar("Members", bound=Ensemble[Any] | TrainState[Any])
 
 
-def select(members: Members, indices: ArrayLike) -> Members:
+def select(members: Members, indices: ArrayLike | Sequence[int]) -> Members:
     """Return an ensemble or a training state with only the selected members.
 
     Args:
@@ -48,14 +49,15 @@ def select(members: Members, indices: ArrayLike) -> Members:
     """
     if isinstance(members, TrainState):
         arrays = _selected(members._arrays(), indices, len(members.ensemble))
-        state: Any = TrainState._of_arrays(members._structure, arrays, members.step)
-        return state
-    if isinstance(members, Ensemble):
-        return Ensemble(members.structure, *_selected((members.trainable, members.rest), indices, len(members)))
-    raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
+        chosen: Any = TrainState._of_arrays(members._structure, arrays, members.step)
+    elif isinstance(members, Ensemble):
+        chosen = Ensemble(members.structure, *_selected((members.trainable, members.rest), indices, len(members)))
+    else:
+        raise TypeError(f"select: needs an Ensemble or a TrainState, but got {type(members).__name__}.")
+    return chosen
 
 
-def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
+def k_best(scores: ArrayLike, k: int, *, mode: Mode = "min") -> jax.Array:
     """Return the indices of the k best scores, the best first.
 
     Args:
@@ -84,14 +86,14 @@ def k_best(scores: ArrayLike, k: int, *, mode: str = "min") -> jax.Array:
 
 
 def exploit(
-    state: TrainState,
+    state: TrainState[M],
     scores: ArrayLike,
     *,
     key: jax.Array,
     fraction: float = 0.25,
     perturb: Mapping[str, tuple[float, ...]] | None = None,
-    mode: str = "min",
-) -> tuple[TrainState, jax.Array]:
+    mode: Mode = "min",
+) -> tuple[TrainState[M], jax.Array]:
     """Replace the worst members with perturbed copies of the best: one step of population based training.
 
     Each of the worst members becomes a copy of a randomly chosen member among the best: its parameters, optimiser
@@ -253,7 +255,7 @@ def greedy_selection(
     return Selection(indices, scores)
 
 
-def soup(ensemble: Ensemble, weights: ArrayLike | None = None) -> Any:
+def soup(ensemble: Ensemble[M], weights: ArrayLike | Sequence[float] | None = None) -> M:
     """Return one model whose parameters are the average over the members.
 
     Args:
@@ -332,7 +334,7 @@ def _ranked(api: str, scores: Any, mode: str) -> jax.Array:
     _check_real(api, "scores", scores)
     if scores.ndim != 1 or not scores.size:
         raise ValueError(f"{api}: scores must have shape (size,), but got {scores.shape}.")
-    check_choice(api, "mode", mode, ("min", "max"))
+    check_choice(api, "mode", mode, get_args(Mode))
     finite = jnp.isfinite(scores)
     if mode == "max":  # ~x = -x - 1 reverses the order of integers, and does not overflow at the smallest
         scores = ~scores if jnp.issubdtype(scores.dtype, jnp.integer) else -scores

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from ...transforms._runs.run_directory import RunDirectory
 from .._execution.autotune import Tuning
 from .._execution.forms import State, stacked
 from .._execution.stepper import Stepper
-from .._members.ensemble import Ensemble
+from .._members.ensemble import Ensemble, M
 from .._members.sharding import Layout
-from .._members.strategy import STRATEGIES, Execution
+from .._members.strategy import Execution, Strategy
 from .._step.loss import MemberLoss
 from .._step.member_status import MemberStatus
 from .._step.member_step import MemberStep
@@ -32,6 +32,8 @@ from .._step.optimizer import MemberOptimizer, check_size
 from .._step.state import TrainState, check_state
 from .early_stopping import EarlyStopping, Restarts, Watch
 from .fit import Callback, Run, check_watched, columns, loss_range, resumed
+
+Nonfinite = Literal["freeze", "ignore"]
 
 
 class Trainer:
@@ -113,19 +115,19 @@ class Trainer:
         hyperparams: Mapping[str, Any] | None = None,
         in_axes: Axes = None,
         grad_fn: Callable[..., Any] | None = None,
-        strategy: str = "auto",
+        strategy: Strategy = "auto",
         chunk_size: int | None = None,
         memory_budget: int | str | None = None,
         mesh: Any = None,
         tune_seconds: float = 5.0,
         tune_cache: str | os.PathLike[str] | None = None,
-        nonfinite: str = "freeze",
+        nonfinite: Nonfinite = "freeze",
     ) -> None:
         check_callable("Trainer", loss, "loss")
         if grad_fn is not None:
             check_callable("Trainer", grad_fn, "grad_fn")
         check_in_axes("Trainer", in_axes)
-        check_choice("Trainer", "strategy", strategy, STRATEGIES)
+        check_choice("Trainer", "strategy", strategy, get_args(Strategy))
         check_count("Trainer", "chunk_size", chunk_size, optional=True)
         budget = check_budget("Trainer", memory_budget, chunk_size)
         for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
@@ -142,13 +144,13 @@ class Trainer:
         # The loss takes the hyperparameters that it names; the factory gets the others and raises for unknown names.
         member_loss = MemberLoss(loss, hyperparams, optimizer)
         self._optimizer = MemberOptimizer(optimizer, member_loss.others)
-        check_choice("Trainer", "nonfinite", nonfinite, ("freeze", "ignore"))
+        check_choice("Trainer", "nonfinite", nonfinite, get_args(Nonfinite))
         self._step = MemberStep(member_loss, grad_fn, self._optimizer, nonfinite == "freeze")
         cache = None if tune_cache is None else Path(tune_cache).resolve()
         asked = Execution(strategy, None if chunk_size is None else int(chunk_size))  # checkpoints hold it as JSON
         self._stepper = Stepper(self._step, self._layout, in_axes, asked, budget, tune_seconds, cache)
 
-    def init(self, ensemble: Ensemble) -> TrainState:
+    def init(self, ensemble: Ensemble[M]) -> TrainState[M]:
         """Return the state before the first step. It is a copy, so the ensemble stays unchanged.
 
         Args:
@@ -186,7 +188,7 @@ class Trainer:
             arrays = *arrays, init(arrays[0]), layout.place(standing)
             return TrainState._of_arrays(ensemble.structure, arrays, layout.place_shared(step))
 
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(self, state: TrainState[M], batch: Any) -> tuple[TrainState[M], dict[str, jax.Array]]:
         """Take one step of every member.
 
         Args:
@@ -213,7 +215,7 @@ class Trainer:
 
     def fit(
         self,
-        state: TrainState,
+        state: TrainState[M],
         batches: Iterable[Any],
         *,
         steps: int | None = None,
@@ -225,7 +227,7 @@ class Trainer:
         early_stopping: EarlyStopping | None = None,
         restarts: Restarts | None = None,
         callbacks: Sequence[Callback] = (),
-    ) -> tuple[TrainState, History]:
+    ) -> tuple[TrainState[M], History]:
         """Take one step per batch, with a progress bar, a history, and checkpoints to resume from.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from .._core.arguments import check_choice
 from .._grad import scalar_seed
 from .._linear import all_of
 
+Mode = Literal["auto", "fwd_rev", "rev_rev", "rev_fwd"]
 
-def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: str = "auto", has_aux: bool = False) -> Any:
+
+def hvp(fun: Callable[..., Any], primals: Any, tangents: Any, *, mode: Mode = "auto", has_aux: bool = False) -> Any:
     """Compute the product of the Hessian of a scalar function with a vector.
 
     Args:
@@ -167,10 +169,10 @@ def gnvp(model: Callable[..., Any], loss: Callable[..., Any], primals: Any, tang
 
 
 def _value_grad_and_hvp(
-    api: str, fun: Callable[..., Any], primals: Any, tangents: Any, mode: str, has_aux: bool
+    api: str, fun: Callable[..., Any], primals: Any, tangents: Any, mode: Mode, has_aux: bool
 ) -> tuple[Any, Any, Any, Any]:
     """Return the value, the gradient, the product and the auxiliary output."""
-    check_choice(api, "mode", mode, _MODES)
+    check_choice(api, "mode", mode, get_args(Mode))
     primals, tangents, bare = _as_tuples(primals, tangents)
     call = all_of(api, fun, primals, has_aux)
     call.check_floating()
@@ -220,7 +222,7 @@ def _reverse_over_forward(api: str, call: Call, tangents: tuple[Any, ...]) -> An
     return value, pull((one, zero)), pull((zero, one)), rest
 
 
-_MODES = {
+_MODES: dict[Mode, Callable[[str, Call, tuple[Any, ...]], Any]] = {
     "auto": _forward_over_reverse,
     "fwd_rev": _forward_over_reverse,
     "rev_rev": _reverse_over_reverse,

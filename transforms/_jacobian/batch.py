@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,11 @@ from .._models.hashable import HashablePytree, Opaque
 from .._models.split_model import bound_model, is_model
 from .._vmap import vmap, vmap_of
 from .dense import sizes_of
-from .jacobian import jacobian_of
+from .jacobian import Mode, jacobian_of
 from .mode import output_shapes
 
 P = ParamSpec("P")
+Rows = Literal["vmap", "independent"]
 
 
 def batch_jacobian(
@@ -42,8 +43,8 @@ def batch_jacobian(
     has_aux: bool = False,
     *,
     in_axes: Axes = 0,
-    rows: str = "vmap",
-    mode: str = "auto",
+    rows: Rows = "vmap",
+    mode: Mode = "auto",
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     check: bool = False,
@@ -93,7 +94,7 @@ def batch_jacobian(
     check_callable("batch_jacobian", fun)
     positions = check_argnums("batch_jacobian", argnums)
     in_axes = check_in_axes("batch_jacobian", in_axes)
-    check_choice("batch_jacobian", "rows", rows, ("vmap", "independent"))
+    check_choice("batch_jacobian", "rows", rows, get_args(Rows))
     if check and rows != "independent":
         raise ValueError('batch_jacobian: check=True is for rows="independent"; rows="vmap" needs no check.')
     check_count("batch_jacobian", "chunk_size", chunk_size, optional=True)

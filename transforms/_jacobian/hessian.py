@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .._core.arguments import Argnums, check_choice
-from .jacobian import Jacobian, jacobian_of
+from .jacobian import Jacobian, P, jacobian_of
 
-_MODES = ("auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd")
+Mode = Literal["auto", "fwd_rev", "rev_rev", "fwd_fwd", "rev_fwd"]
 
 
 def hessian(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
-    mode: str = "auto",
+    mode: Mode = "auto",
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     sparsity: Any = None,
     check: bool = False,
     holomorphic: bool = False,
-) -> Jacobian:
+) -> Jacobian[P]:
     """Compute the Hessian of `fun`, dense or sparse.
 
     As `jax.hessian`, with the additions of `jacfwd` to `jax.jacfwd`.
@@ -71,7 +71,7 @@ def hessian(
       >>> hessian(lambda a: (a**3).sum(), sparsity="auto")(jnp.array([1.0, 2.0]))
       BCOO(float32[2, 2], nse=2)
     """
-    check_choice("hessian", "mode", mode, _MODES)
+    check_choice("hessian", "mode", mode, get_args(Mode))
     # Forward over reverse: one gradient is linearized once, and no residuals of a second reverse pass are kept.
     outer, inner = ("fwd_rev" if mode == "auto" else mode).split("_")
     modes = {"fwd": "forward", "rev": "reverse"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec, Protocol
+from typing import Any, Literal, ParamSpec, Protocol, get_args
 
 import jax
 
@@ -17,15 +17,16 @@ from .dense import in_form, mesh_of
 from .mode import Evaluator, ModeChoice, choose_mode, dense_evaluator, in_cheaper_mode
 
 P = ParamSpec("P")
+Mode = Literal["auto", "forward", "reverse"]
 
 
-class Jacobian(Protocol):
+class Jacobian(Protocol[P]):
     """The function that `jacobian` and `hessian` return."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Compute the Jacobian at these arguments."""
 
-    def explain(self, *args: Any, **kwargs: Any) -> ModeChoice:
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> ModeChoice:
         """Return the mode that is used for these arguments, and the reason."""
 
 
@@ -138,18 +139,18 @@ def jacrev(
 
 
 def jacobian(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
-    mode: str = "auto",
+    mode: Mode = "auto",
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
     sparsity: Any = None,
     check: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Jacobian:
+) -> Jacobian[P]:
     """Compute the Jacobian of `fun` in the cheaper mode, dense or sparse.
 
     Args:
@@ -240,7 +241,7 @@ def jacobian_of(
     Jacobian of the Jacobian in that mode. If `fun` is a new wrapper in each call, `origin` is the key under which the
     chosen mode is remembered: the user's function and a hashable value.
     """
-    check_choice(api, "mode", mode, ("auto", "forward", "reverse"))
+    check_choice(api, "mode", mode, get_args(Mode))
     check_callable(api, fun)
     positions = check_argnums(api, argnums)
     check_count(api, "chunk_size", chunk_size, optional=True)

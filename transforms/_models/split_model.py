@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from operator import getitem
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 import jax
 from jax.tree_util import keystr, register_dataclass
@@ -36,15 +36,26 @@ from .._core.arguments import argument_name, transform_of
 if TYPE_CHECKING:
     from flax import nnx
 
+Model = TypeVar("Model")
+M = TypeVar("M", covariant=True)
 
-class Structure(Protocol):
+
+class Structure(Protocol[M]):
     """The static part of a model: hashable, and equal for models of one architecture and configuration."""
 
-    def merge(self, trainable: Any, rest: Any) -> Any:
+    def merge(self, trainable: Any, rest: Any) -> M:
         """Return the model with these arrays."""
 
     def gradient(self, trainable: Any, rest: Any) -> Any:
         """Return a gradient of the trainable arrays in the form that the user expects."""
+
+
+class Members(Protocol):
+    """Several models of one structure, stacked along axis 0."""
+
+    def __len__(self) -> int: ...
+    def __plurax_member__(self) -> Any: ...
+    def __plurax_stack__(self, model: Any) -> Any: ...
 
 
 def is_module(x: Any) -> bool:
@@ -64,7 +75,7 @@ def separate_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
     return (tuple(plain) if several else plain[0]), filters
 
 
-def is_members(x: Any) -> bool:
+def is_members(x: Any) -> TypeGuard[Members]:
     """Return whether `x` is an ensemble: several models along axis 0."""
     return hasattr(type(x), "__plurax_member__")
 

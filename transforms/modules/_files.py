@@ -14,6 +14,7 @@ from flax import nnx
 
 from .._core.arguments import check_callable, describe
 from .._core.prng import is_key
+from .._models.split_model import Model
 from .._models.stacking import outline
 from ._places import check_module, named_leaves, with_leaves
 from ._safetensors import DTYPES, read_array, reading, write
@@ -68,12 +69,12 @@ def save_params(path: str | os.PathLike[str], model: Any) -> None:
 
 def load_params(
     path: str | os.PathLike[str],
-    model: Any,
+    model: Model,
     *,
     rename: Mapping[str, str | None] | Callable[[str], str | None] | None = None,
     strict: bool = True,
     transform: Callable[[str, np.ndarray], Any] | None = None,
-) -> Any:
+) -> Model:
     """Read parameters from a safetensors file, written by `save_params` or by another library.
 
     Args:

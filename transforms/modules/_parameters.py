@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from .._core.arguments import describe, short
-from .._models.split_model import dotted, is_members
+from .._models.split_model import Model, dotted, is_members
 from ._places import SEEKERS, Path, apply_to_module, check_module, copied, enclosing, named_leaves, places, replaced
 
 # The metadata of a frozen parameter that stores its original kind.
@@ -87,7 +87,7 @@ def named_parameters(model: Any) -> dict[str, jax.Array]:
     return named_leaves("named_parameters", module, is_parameter)
 
 
-def freeze(model: Any, filter: Any) -> Any:
+def freeze(model: Model, filter: Any) -> Model:
     """Exclude some parameters of a module from training.
 
     As MindSpore's `requires_grad=False`, but without computing their gradients: in the returned copy they are variables
@@ -154,7 +154,7 @@ def freeze(model: Any, filter: Any) -> Any:
     return apply_to_module("freeze", model, change)
 
 
-def unfreeze(model: Any) -> Any:
+def unfreeze(model: Model) -> Model:
     """Let every parameter of a module train again.
 
     Args:

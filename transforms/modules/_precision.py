@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._core.arguments import describe
-from .._models.split_model import dotted
+from .._models.split_model import Model, dotted
 from ._parameters import is_parameter
 from ._places import SEEKERS, WEIGHT_NORMS, apply_to_module, check_rules, enclosing, holder, places, replaced, rule_for
 
 
 def with_precision(
-    model: Any, dtype: Any, *, keep: Mapping[type, Any] = MappingProxyType({nnx.BatchNorm: jnp.float32})
-) -> Any:
+    model: Model, dtype: Any, *, keep: Mapping[type, Any] = MappingProxyType({nnx.BatchNorm: jnp.float32})
+) -> Model:
     """Set the dtype in which the layers of a module compute.
 
     Like building every layer with `dtype=`, or MindSpore's `to_float`: inputs and parameters are converted in each

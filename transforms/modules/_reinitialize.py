@@ -14,7 +14,7 @@ from flax import nnx
 
 from .._core.arguments import describe
 from .._core.prng import check_key
-from .._models.split_model import dotted
+from .._models.split_model import Model, dotted
 from ._parameters import is_parameter
 from ._places import Path, check_module, check_rules, holder, named_leaves, places, rule_for, with_leaves
 
@@ -24,7 +24,7 @@ _WEIGHTS = ("kernel", "embedding")
 _STACK = "__plurax_layers__"
 
 
-def reinitialize(model: Any, rules: Mapping[type, Initializer | Mapping[str, Initializer]], key: jax.Array) -> Any:
+def reinitialize(model: Model, rules: Mapping[type, Initializer | Mapping[str, Initializer]], key: jax.Array) -> Model:
     """Draw parameters of a module again, with an initializer for each kind of layer.
 
     Fans are computed as in Flax; for `nnx.LinearGeneral` from the flattened kernel. If `nnx.vmap` has stacked layers of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from .._convolutions.in_scans import with_scannable_gradients
 from .._core.arguments import (
+    Argnums,
     argument_name,
     check_argnums,
     check_callable,
@@ -38,9 +39,11 @@ from .._models.split_model import (
     with_splits,
 )
 
+Reduction = Literal["mean", "sum"]
+
 
 def accumulate(
-    fun: Callable[..., Any], micro_batches: int, *, batch_argnums: int | Sequence[int] = 1, reduction: str = "mean"
+    fun: Callable[..., Any], micro_batches: int, *, batch_argnums: Argnums = 1, reduction: Reduction = "mean"
 ) -> Callable[..., Any]:
     """Evaluate `fun` on one part of a batch after another, and return the mean of its results.
 
@@ -94,7 +97,7 @@ def accumulate(
     check_callable("accumulate", fun)
     check_count("accumulate", "micro_batches", micro_batches)
     positions = check_argnums("accumulate", batch_argnums, "batch_argnums")
-    check_choice("accumulate", "reduction", reduction, ("mean", "sum"))
+    check_choice("accumulate", "reduction", reduction, get_args(Reduction))
     owner, function = bound_model(fun)
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:

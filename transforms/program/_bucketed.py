@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from .._models.split_model import bound_model, is_model, models_of, refuse_share
 
 
 def bucketed(
-    fun: Callable[..., Any], *, axis: Axes = 0, sizes: str | Sequence[int] = "pow2", out_axes: Axes = None
+    fun: Callable[..., Any], *, axis: Axes = 0, sizes: Literal["pow2"] | Sequence[int] = "pow2", out_axes: Axes = None
 ) -> Bucketed:
     """Compile `fun` for a few lengths, and call it with arrays of any length.
 

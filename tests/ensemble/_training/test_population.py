@@ -263,7 +263,7 @@ def test_select_refuses(trained, indices, error, message):
     with pytest.raises(error, match=message):
         select(trained[1], indices)
     with pytest.raises(TypeError, match="select: needs an Ensemble or a TrainState, but got"):
-        select(3, [0])  # type: ignore[type-var]  # no ensemble, which is what is tested
+        select(3, [0])
 
 
 def test_k_best_refuses():

@@ -51,7 +51,7 @@ def contents(model: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def linear(seed: int = 0, **options: Any) -> nnx.Linear:
+def linear(seed: int = 0, **options: Any) -> Any:
     return nnx.Linear(4, 3, rngs=nnx.Rngs(seed), **options)
 
 
@@ -174,7 +174,7 @@ class TestFromElsewhere:
     def test_names_may_change_places(self, path: Path) -> None:
         model = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.zeros(2)))
         save_params(path, model)
-        found = load_params(path, model, rename={"a": "b", "b": "a"})
+        found: Any = load_params(path, model, rename={"a": "b", "b": "a"})
         assert (found.a[0], found.b[0]) == (0, 1)
 
     @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ class TestCopies:
     def test_a_tied_parameter_is_taken_wherever_it_is_named(self) -> None:
         shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
         for name in ("first", "second", "tied", "inner.0"):
-            model = nnx.Dict(first=shared, second=shared, tied=shared.kernel, inner=nnx.data([shared.kernel]))
+            model: Any = nnx.Dict(first=shared, second=shared, tied=shared.kernel, inner=nnx.data([shared.kernel]))
             frozen = freeze(model, name)
             assert isinstance(frozen.tied, Frozen)
             assert frozen.first is frozen.second

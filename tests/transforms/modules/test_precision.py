@@ -241,7 +241,8 @@ class TestParametersOfItsOwn:
         match = r"with_precision: `scales\.0` is complex, or its Own has no"
         with pytest.raises(ValueError, match=match):
             with_precision(Own(1j, dtype=None), HALF)
-        assert with_precision(Own(1j, dtype=None), HALF, keep={Own: None}).dtype is None
+        found: Any = with_precision(Own(1j, dtype=None), HALF, keep={Own: None})
+        assert found.dtype is None
 
     def test_whole_numbers_are_nothing_to_tell(self) -> None:
         assert with_precision(Own(2), HALF).linear.dtype is HALF
@@ -252,7 +253,7 @@ class TestParametersOfItsOwn:
 
 
 def test_a_norm_of_weights_does_not_round_them() -> None:
-    mixed = with_precision(nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)), HALF)
+    mixed: Any = with_precision(nnx.WeightNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)), HALF)
     assert mixed(X).dtype == HALF
     assert mixed.layer_instance.kernel.dtype == jnp.float32
     assert (mixed.layer_instance.kernel[...].astype(HALF) != mixed.layer_instance.kernel[...]).any()

@@ -156,7 +156,7 @@ def test_a_key_is_that_of_the_path() -> None:
 
 def test_what_is_shared_is_drawn_once_and_stays_shared() -> None:
     shared = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    found = reinitialize(nnx.Dict(a=shared, b=shared, k=shared.kernel), {nnx.Linear: init.ones}, KEY)
+    found: Any = reinitialize(nnx.Dict(a=shared, b=shared, k=shared.kernel), {nnx.Linear: init.ones}, KEY)
     assert found.a is found.b
     assert found.a.kernel is found.k
     assert (found.k[...] == 1).all()

@@ -6,9 +6,9 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-ACCOUNTANTS = ("pld", "rdp")
+Accountant = Literal["pld", "rdp"]
 # How finely privacy losses are counted, in nats. The first is what dp-accounting takes; the second is about seven times
 # quicker, and errs on the safe side.
 _FINE, _COARSE = 1e-4, 1e-3

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ from ..._core.arguments import check_callable, check_count, check_number, descri
 from ..._core.compat import Tracer
 from ..._core.prng import check_key
 from ..._models.equinox import differentiated, held
-from ..._models.split_model import is_members, models_of, split_tree
+from ..._models.split_model import Members, Model, is_members, models_of, split_tree
 from ..._runs.checkpoint import Checkpoint
 from ..._runs.history import History, Recorder
 from ..._runs.loop import check_options, run
 from ..._runs.processes import Group
 from ..._runs.run_directory import RunDirectory
-from .._per_example.methods import check_method
+from .._per_example.methods import Method, check_method
 from . import settings
-from .accounting import Ledger
+from .accounting import Accountant, Ledger
 from .sampling import Batch, SampledBatches, check_batch
 from .state import DPState, check_state, check_trainable, published, read_state, resumed, save_run, write_state
 from .step import SAMPLING, PrivateStep
@@ -112,8 +112,8 @@ class DPSGD:
         num_examples: int,
         expected_batch_size: float,
         num_steps: int,
-        method: str = "auto",
-        accountant: str = "pld",
+        method: Method = "auto",
+        accountant: Accountant = "pld",
         noise_strategy: Any = None,
         keep_batch_dim: bool = True,
         microbatch_size: int | None = None,
@@ -139,7 +139,7 @@ class DPSGD:
         self._compiled_step = jax.jit(self._step)
         self._donated_step = jax.jit(self._step, donate_argnums=0)  # it takes over the memory of the state
 
-    def init(self, model_or_params: Any, *, key: jax.Array) -> DPState:
+    def init(self, model_or_params: Model, *, key: jax.Array) -> DPState[Model]:
         """Return the state before the first step; a copy, so the model stays as it is.
 
         Args:
@@ -165,7 +165,9 @@ class DPSGD:
             opt_state, noise_state, mask_key = jax.vmap(self._step.init)(trainable, keys)
         # Batches are drawn on the host by NumPy, which takes the words of a key as its seed.
         seed = jax.random.key_data(jax.random.fold_in(key, SAMPLING)).astype(jnp.uint32)
-        state = DPState(tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members)
+        state: DPState[Model] = DPState(
+            tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members
+        )
         # Strongly typed, or a second program would be compiled for the second step.
         return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
 
@@ -203,7 +205,7 @@ class DPSGD:
         public = self.ledger, self.num_examples, self.num_steps
         return SampledBatches(data, *public, seed, start, sizes, self._step.microbatch_size or 1)
 
-    def step(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
+    def step(self, state: DPState[Model], batch: Batch) -> tuple[DPState[Model], dict[str, jax.Array]]:
         """Take one step: the clipped sum of the batch, noise, and the optimizer's update.
 
         Args:
@@ -236,7 +238,7 @@ class DPSGD:
 
     def fit(
         self,
-        state: DPState,
+        state: DPState[Model],
         data: Any,
         *,
         steps: int | None = None,
@@ -248,7 +250,7 @@ class DPSGD:
         checkpoint_every: int | None = None,
         checkpoint_keep: int = 2,
         history_every: int = 1,
-    ) -> tuple[DPState, History]:
+    ) -> tuple[DPState[Model], History]:
         """Take steps until they are taken or a budget is spent, with a progress bar that shows ε, and checkpoints.
 
         Args:
@@ -340,7 +342,7 @@ class DPSGD:
         check_state("DPSGD.save", state, self.ledger)
         write_state("DPSGD.save", Path(path), state)
 
-    def load(self, path: str | os.PathLike[str], like: DPState) -> DPState:
+    def load(self, path: str | os.PathLike[str], like: DPState[Model]) -> DPState[Model]:
         """Read what `save` or `fit` wrote, to the bit.
 
         Args:
@@ -355,7 +357,11 @@ class DPSGD:
         check_state("DPSGD.load", like, self.ledger)
         return read_state(Checkpoint.open("DPSGD.load", path), like)
 
-    def epsilon(self, state: DPState | int, *, together: bool = False) -> Any:
+    @overload
+    def epsilon(self, state: DPState[Members], *, together: Literal[False] = False) -> np.ndarray: ...
+    @overload
+    def epsilon(self, state: DPState[Any] | int, *, together: bool = False) -> float: ...
+    def epsilon(self, state: DPState | int, *, together: bool = False) -> float | np.ndarray:
         """Return the ε that was spent, for `target_delta`.
 
         Args:

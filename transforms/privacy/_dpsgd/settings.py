@@ -6,12 +6,12 @@ import math
 import warnings
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from ..._core.arguments import check_choice, check_number, describe
-from .accounting import ACCOUNTANTS, calibrate
+from .accounting import Accountant, calibrate
 
 
 def checked_delta(target_delta: Any, num_examples: int) -> float:
@@ -43,7 +43,7 @@ def checked_noise(
     noise_multiplier: Any, target_epsilon: Any, probability: float, rounds: int, delta: float, accountant: Any
 ) -> float:
     """Return the noise multiplier, as given or such that `rounds` sampled sums spend `target_epsilon`."""
-    check_choice("DPSGD", "accountant", accountant, ACCOUNTANTS)
+    check_choice("DPSGD", "accountant", accountant, get_args(Accountant))
     if (noise_multiplier is None) == (target_epsilon is None):
         given = "none of them" if noise_multiplier is None else "both"
         raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import is_array, released
-from ..._models.split_model import merge_tree, shared_variable
+from ..._models.split_model import M, merge_tree, shared_variable
 from ..._runs.checkpoint import Checkpoint, outline, write
 from ..._runs.history import Recorder
 from ..._runs.run_directory import RunDirectory
@@ -24,7 +24,7 @@ _PART = "private state"
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class DPState:
+class DPState(Generic[M]):
     """What training with `DPSGD` changes, as a pytree; `DPSGD.init` makes it.
 
     Attributes:
@@ -57,7 +57,7 @@ class DPState:
     members: int | None = field(metadata={"static": True})
 
     @property
-    def model(self) -> Any:
+    def model(self) -> M:
         """Return the model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
         return merge_tree(released(self.tree))
 
@@ -107,7 +107,7 @@ def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.n
     write(api, path, parts, 1, outlines=outlines, about=about, history=history)
 
 
-def read_state(checkpoint: Checkpoint, like: DPState) -> DPState:
+def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:
     """Return the state of a checkpoint, like another; raise if it is of other settings or another model."""
     read = checkpoint.load(*_as_member(like), 1)[_PART]
     written = checkpoint.manifest["ledger"]

@@ -16,6 +16,7 @@ from ..._core.arguments import describe, leaf_name
 from ..._models.equinox import differentiated
 from ..._models.split_model import SplitModel, split
 from .._per_example.clipped import clipped_grad
+from .._per_example.methods import Method
 from .accounting import Ledger
 from .model_loss import of_example, with_random_state
 from .noise import add_noise, privatizer
@@ -33,7 +34,7 @@ class PrivateStep:
     loss: Callable[..., Any]
     optimizer: Any
     ledger: Ledger
-    method: str
+    method: Method
     keep_batch_dim: bool
     microbatch_size: int | None
     has_aux: bool

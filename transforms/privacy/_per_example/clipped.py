@@ -15,7 +15,7 @@ from ..._core.arguments import Argnums, check_count, check_number, describe, is_
 from ..._core.compat import Tracer, varying, varying_axes
 from .gradient_forms import wide
 from .loss import PerExample, on_any_mesh, per_example
-from .methods import Backward, MethodChoice, check_method, choose, first_that_traces, routes
+from .methods import Backward, Method, MethodChoice, check_method, choose, first_that_traces, routes
 from .norms import ExampleGradients
 from .report import Report, Use, report_uses
 
@@ -101,7 +101,7 @@ def clipped_grad(
     dtype: Any = None,
     prng_argnum: int | None = None,
     spmd_axis_name: str | None = None,
-    method: str = "auto",
+    method: Method = "auto",
 ) -> ClippedGrad:
     """Sum over a batch each sample's gradient, clipped to a norm.
 

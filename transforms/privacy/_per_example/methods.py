@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from .norms import ExampleGradients
 from .parameter_uses import ParameterUse
 from .rules import norm_cost
 
-_METHODS = ("auto", "vmap", "ghost", "book_keeping")
+Method = Literal["auto", "vmap", "ghost", "book_keeping"]
 
 # Of a CPU; from the shapes of benchmarks/privacy.py and dense layers of 64 to 1024.
 _OPERATIONS_PER_BYTE = 8.0  # floating-point operations in the time of one byte of memory
@@ -37,7 +37,7 @@ _PROMOTES = partial(jax.numpy_dtype_promotion, "standard")
 
 def check_method(api: str, method: Any) -> None:
     """Raise if `method` is not the name of a method."""
-    check_choice(api, "method", method, _METHODS)
+    check_choice(api, "method", method, get_args(Method))
 
 
 class MethodChoice(NamedTuple):

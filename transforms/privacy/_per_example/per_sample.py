@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,13 @@ from ..._core.arguments import Argnums, check_count, wrap_like
 from ..._core.memory import check_budget
 from ..._vmap import vmap_of
 from .loss import on_any_mesh, per_example
-from .methods import Backward, MethodChoice, check_method, each_gradient, first_that_traces, routes
+from .methods import Backward, Method, MethodChoice, check_method, each_gradient, first_that_traces, routes
+
+P = ParamSpec("P")
 
 
 def per_sample_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
@@ -25,7 +27,7 @@ def per_sample_grad(
     keep_batch_dim: bool = True,
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Take the gradient of a loss at each sample of a batch.
 
     Args:
@@ -93,13 +95,13 @@ def per_sample_grad(
 
 
 def per_sample_norm(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     argnums: Argnums = 0,
     *,
     batch_argnums: Argnums = 1,
     keep_batch_dim: bool = True,
-    method: str = "auto",
-) -> Callable[..., jax.Array]:
+    method: Method = "auto",
+) -> Callable[P, jax.Array]:
     """Take the norm of a loss's gradient at each sample of a batch.
 
     Args:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -21,11 +21,13 @@ from .program import AotProgram, prepare
 from .signature import CallSignature, abstract
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def aot(
-    fun: Callable[..., Any], path: str | os.PathLike[str], *, key: str | None = None, verify: bool = True
-) -> Callable[..., Any]:
+    fun: Callable[P, R], path: str | os.PathLike[str], *, key: str | None = None, verify: bool = True
+) -> Callable[P, R]:
     """Compile a function once, for this process and all later ones.
 
     As `jax.jit`, but a compiled program is written to the directory `path`, from where the next process loads it. There

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..._core.arguments import describe
+
+Name = TypeVar("Name", bound=str)
 
 # Two colours of Paul Tol's bright scheme, which colour-blind readers can tell apart.
 _COLORS = "#4477aa", "#ee6677"
@@ -66,7 +68,7 @@ def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], la
     return ax
 
 
-def check_groups(api: str, by: Any, names: Sequence[str]) -> tuple[str, ...]:
+def check_groups(api: str, by: Any, names: Sequence[Name]) -> tuple[Name, ...]:
     """Return the names that the rows of a table are added up by, given one or several; raise if they are not known."""
     groups = (by,) if isinstance(by, str) else tuple(by) if isinstance(by, (tuple, list)) else ()
     if not groups or set(groups) - set(names):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -21,8 +21,10 @@ from .display import bars, check_groups, count, seconds, table
 from .eager import Costs, evaluate_timed
 from .timeline import timelines
 
-_SORTS = ("time", "mean", "count", "flops", "bytes", "op", "scope", "source")
-_GROUPS = ("op", "scope", "source")
+Mode = Literal["compiled", "eager"]
+Sort = Literal["time", "mean", "count", "flops", "bytes", "op", "scope", "source"]
+Group = Literal["op", "scope", "source"]
+_GROUPS: tuple[Group, ...] = get_args(Group)
 # A run under the profiler that takes this many times as long as without it is mentioned.
 _TOO_LONG = 1.5
 
@@ -98,7 +100,7 @@ class Profile:
     estimated: float
     apart: bool
 
-    def table(self, *, sort: str = "time", top: int | None = 20, by: str | Sequence[str] = _GROUPS) -> str:
+    def table(self, *, sort: Sort = "time", top: int | None = 20, by: Group | Sequence[Group] = _GROUPS) -> str:
         """Return the profile as a table for a terminal.
 
         Args:
@@ -114,7 +116,7 @@ class Profile:
           TypeError: `top` is not a whole number.
         """
         check_count("Profile.table", "top", top, optional=True)
-        check_choice("Profile.table", "sort", sort, _SORTS)
+        check_choice("Profile.table", "sort", sort, get_args(Sort))
         groups = check_groups("Profile.table", by, _GROUPS)
         rows = _grouped(self.operations, groups)
         rows.sort(key=attrgetter("share" if sort == "time" else sort), reverse=sort not in _GROUPS)
@@ -158,7 +160,7 @@ class Profile:
         """Return the profile as plain numbers, strings, lists and dicts, for `json` and pandas."""
         return {**asdict(self), "operations": [asdict(row) for row in self.operations]}
 
-    def plot(self, *, by: str = "scope", top: int = 15, ax: Any = None) -> Any:
+    def plot(self, *, by: Group = "scope", top: int = 15, ax: Any = None) -> Any:
         """Draw the largest shares of the time as bars; needs the extra `plot`.
 
         Args:
@@ -186,9 +188,7 @@ class Profile:
         return self.table()
 
 
-def profile(
-    fun: Callable[..., Any], *args: Any, mode: Literal["compiled", "eager"] = "compiled", repeats: int = 10
-) -> Profile:
+def profile(fun: Callable[..., Any], *args: Any, mode: Mode = "compiled", repeats: int = 10) -> Profile:
     """Measure where the time of `fun(*args)` goes.
 
     Compiled, the program runs under JAX's profiler, and the times of instructions in the trace are joined with the
@@ -235,7 +235,7 @@ def profile(
       >>> max(row.flops for row in found.operations) == 2 * 64**3
       True
     """
-    check_choice("profile", "mode", mode, ("compiled", "eager"))
+    check_choice("profile", "mode", mode, get_args(Mode))
     check_count("profile", "repeats", repeats)
     prepared = TracedProgram("profile", fun, args)
     # The program as it is, without the profiler: what the watched times are compared with.

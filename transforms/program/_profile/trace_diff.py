@@ -14,14 +14,17 @@ from .._ir.traced_program import TracedProgram
 from .capture import Capture, captures, read_capture
 from .display import bars, check_groups, seconds, table
 
-_GROUPS = ("op", "scope")
+Sort = Literal["change", "duration", "count", "op", "scope"]
+Group = Literal["op", "scope"]
+Groups = Group | Sequence[Group]
+_GROUPS: tuple[Group, ...] = get_args(Group)
 _MICRO = 1e6
 # A smaller change, relative to the larger of two durations and to the time of a call, does not count as one.
 _LEAST, _LEAST_OF_ALL = 0.1, 0.01
 # The part of the runs at each end that the spread of durations leaves out.
 _TAIL = 0.1
 
-_SORTS: dict[str, Callable[[Difference], Any]] = {
+_SORTS: dict[Sort, Callable[[Difference], Any]] = {
     "change": lambda row: -abs(row.diff_duration),
     "duration": lambda row: -max(row.control_total_duration, row.test_total_duration),
     "count": lambda row: -abs(row.diff_counts),
@@ -120,7 +123,7 @@ class TraceDiff:
     def _of(self, category: Category) -> tuple[Difference, ...]:
         return tuple(row for row in self.differences() if row.category == category)
 
-    def differences(self, by: str | Sequence[str] = _GROUPS) -> tuple[Difference, ...]:
+    def differences(self, by: Groups = _GROUPS) -> tuple[Difference, ...]:
         """Return all operations of the two.
 
         Args:
@@ -151,7 +154,7 @@ class TraceDiff:
         return tuple(rows)
 
     def table(
-        self, *, sort: str = "change", top: int | None = 20, by: str | Sequence[str] = _GROUPS, unchanged: bool = False
+        self, *, sort: Sort = "change", top: int | None = 20, by: Groups = _GROUPS, unchanged: bool = False
     ) -> str:
         """Return the differences as a table for a terminal.
 
@@ -170,7 +173,7 @@ class TraceDiff:
           TypeError: `top` is not a whole number.
         """
         check_count("TraceDiff.table", "top", top, optional=True)
-        check_choice("TraceDiff.table", "sort", sort, _SORTS)
+        check_choice("TraceDiff.table", "sort", sort, get_args(Sort))
         groups = check_groups("TraceDiff.table", by, _GROUPS)
         rows = sorted(self.differences(groups), key=_SORTS[sort])
         head = ["", *groups, "count", "", "duration", "", "change", "noise"]
@@ -199,7 +202,7 @@ class TraceDiff:
         names = {"control": self.control.name, "test": self.test.name}
         return {**names, "same_program": self.same_program, "operations": rows}
 
-    def plot_counts(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
+    def plot_counts(self, *, top: int = 15, by: Groups = _GROUPS, ax: Any = None) -> Any:
         """Draw how often the operations run whose counts differ most; needs the extra `plot`.
 
         Args:
@@ -217,7 +220,7 @@ class TraceDiff:
         """
         return self._plot("counts", "count", top, by, "times a call", 1, ax)
 
-    def plot_durations(self, *, top: int = 15, by: str | Sequence[str] = _GROUPS, ax: Any = None) -> Any:
+    def plot_durations(self, *, top: int = 15, by: Groups = _GROUPS, ax: Any = None) -> Any:
         """Draw how long the operations take whose durations differ most; needs the extra `plot`.
 
         Args:
@@ -233,7 +236,7 @@ class TraceDiff:
         """
         return self._plot("total_duration", "change", top, by, "ms a call", 1e3, ax)
 
-    def _plot(self, column: str, sort: str, top: int, by: str | Sequence[str], label: str, unit: float, ax: Any) -> Any:
+    def _plot(self, column: str, sort: Sort, top: int, by: Groups, label: str, unit: float, ax: Any) -> Any:
         """Draw one column of the control and of the test, divided by the `unit`."""
         check_count("TraceDiff", "top", top)
         rows = sorted(self.differences(by), key=_SORTS[sort])[:top]

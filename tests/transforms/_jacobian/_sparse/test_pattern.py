@@ -382,7 +382,7 @@ def test_hessians(name: str, mode: str) -> None:
         found = jax.jit(hessian(fun, mode=mode, sparsity="auto", check=True, chunk_size=chunk_size))(LONG)
         assert_equals(found, expected)
     assert entries == found.nse or mode == "fwd_fwd"
-    sparse = vmap(hessian(fun, mode=mode, sparsity="auto"), chunk_size=4)
+    sparse: Any = vmap(hessian(fun, mode=mode, sparsity="auto"), chunk_size=4)
     assert_equals(jax.jit(sparse)(LONGS), jax.jit(jax.vmap(jax.hessian(fun)))(LONGS))
 
 
