@@ -122,10 +122,16 @@ def summary(rows: list[dict[str, Any]], links: dict[str, str]) -> str:
     )
 
 
-def losses(rows: list[dict[str, Any]], links: dict[str, str]) -> str:
-    """Show the comparisons that we lose."""
+def overview(rows: list[dict[str, Any]], links: dict[str, str]) -> str:
+    """Show comparisons without their times."""
     keys = ("what", "ours", "fastest other", "ours / other")
-    return table([{"topic": links[script(row)]} | {key: row[key] for key in keys} for row in slower(rows)])
+    return table([{"topic": links[script(row)]} | {key: row[key] for key in keys} for row in rows])
+
+
+def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparison with the largest gain of each script that has one, the largest first."""
+    best = {script(row): row for row in faster(rows)}  # rows are sorted by ratio, so the last one stays
+    return sorted(best.values(), key=lambda row: row["ours / other"]["median"])
 
 
 def pages(here: Path = HERE) -> dict[str, str]:
@@ -137,7 +143,8 @@ def pages(here: Path = HERE) -> dict[str, str]:
     links = {name: f"[{title}]({name}.md)" for name, title in titles.items()}
     between = {
         ("README.md", "summary"): summary(rows, links),
-        ("README.md", "slower"): losses(rows, links),
+        ("README.md", "slower"): overview(slower(rows), links),
+        ("README.md", "faster"): overview(gains(rows), links),
         ("comparisons.md", "comparisons"): table(rows),
     }
     for name in SCRIPTS:

@@ -130,6 +130,7 @@ def test_losses_are_counted_and_shown_before_wins():
         ["| a.gpu", "A table; won"],
     ]
     assert [row["what"] for row in render.slower(rows)] == ["A table; lost"]
+    assert [row["what"] for row in render.gains(rows)] == ["A table; won"]
 
 
 def test_every_comparison_of_the_files_is_on_the_pages():
