@@ -86,8 +86,8 @@ def claim(times: dict[Any, dict[str, Any]], ours: Any, others: Iterable[Any], wh
         "what": what,
         "ours": ours,
         "ours (ms)": times[ours]["ms"],
-        "quickest other": best,
-        "its (ms)": times[best]["ms"],
+        "fastest other": best,
+        "other (ms)": times[best]["ms"],
         "ours / other": ratio(times, ours, best),
     }
 

@@ -222,8 +222,8 @@ def lengths(smoke: bool) -> Tables:
                 f"{number} lengths": name,
                 "different lengths": len(set(drawn.tolist())),
                 "compilations": count(),
-                "first time (s)": seconds[0],
-                "again (ms a call)": times[name]["ms"],
+                "first pass (s)": seconds[0],
+                "later (ms a call)": times[name]["ms"],
             }
         )
     return rows, [claim(times, "bucketed", ["jax.jit"], "a call, compiled")]

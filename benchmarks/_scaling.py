@@ -121,7 +121,7 @@ def many(size: int, budgets: tuple[str | None, ...], rounds: int, **options: Any
                 "chosen": str(chosen.execution),
                 "temporaries (MiB)": chosen.temporaries / 2**20,
                 "ms": times[name]["ms"],
-                "against the loop by hand": ratio(times, name, "JAX loop"),
+                "time / loop by hand": ratio(times, name, "JAX loop"),
             }
         )
     return rows, [claim(times, name, ["JAX loop"]) for name in trainers]
@@ -138,11 +138,11 @@ def source_case(rounds: int, mindspore: str | None, strategy: str) -> Tables:
     command = (str(mindspore), str(Path(__file__).with_name("_mindspore.py")), "4", "3")
     with another_process(*command) if mindspore else nullcontext() as theirs:
         if theirs:
-            candidates[f"{theirs[0]} vmap(CellList), its own process"] = theirs[1]
+            candidates[f"{theirs[0]} vmap(CellList), in a separate process"] = theirs[1]
         times = interleaved(candidates, rounds=2 * rounds, seconds=0.05)
     tuning = trainer.explain()
     rows = [
-        {"": name, "ms": found["ms"], "against ours": ratio(times, name, "ours auto")} for name, found in times.items()
+        {"": name, "ms": found["ms"], "time / ours": ratio(times, name, "ours auto")} for name, found in times.items()
     ]
     rows[0]["executed as"] = str(tuning.chosen) if tuning else strategy
     return rows, [claim(times, "ours auto", list(times)[1:])]
@@ -167,7 +167,7 @@ def on_two_devices(rounds: int, size: int = 10, batch: int = 64) -> Tables:
         candidates |= torch_candidates(LeNet5, size, np.asarray(x), np.asarray(y))[1]
     times = interleaved(candidates, rounds=rounds, seconds=0.1)
     ranked = sorted(times, key=lambda name: times[name]["ms"]["median"])
-    rows = [{"": name, "ms": times[name]["ms"], "the loop / it": ratio(times, loop, name)} for name in ranked]
+    rows = [{"": name, "ms": times[name]["ms"], "loop / this": ratio(times, loop, name)} for name in ranked]
     return rows, [claim(times, name, list(times)[1:])]
 
 

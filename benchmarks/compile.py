@@ -1,7 +1,7 @@
 """What is compiled once: in a program, for many lengths, for many processes; and how quick is what is compiled?
 
-python benchmarks/compile.py            measures, and renders benchmarks/README.md
-python benchmarks/compile.py --smoke    runs everything small and once, and writes nothing
+python benchmarks/compile.py            measure, and render the pages
+python benchmarks/compile.py --smoke    run everything small and once; write nothing
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def starts(smoke: bool, rounds: int) -> Tables:
             rows.append(
                 {
                     "program": program,
-                    "way": way,
+                    "compiled by": way,
                     "first result (ms)": found["ms"],
-                    "times as quick as jax.jit": ratio(times, "jax.jit", way),
+                    "speed-up over jax.jit": ratio(times, "jax.jit", way),
                     "second (ms)": spread(found["second"]),
-                    "again (ms)": spread(found["again"]),
+                    "later call (ms)": spread(found["again"]),
                 }
             )
         others = [way for way in ways if not way.startswith("aot")]
@@ -210,7 +210,7 @@ def main() -> None:
             "Micro-batches, value and gradient": lambda: parts(smoke, rounds, seconds),
             "Arrays of many lengths": lambda: lengths(smoke),
             "Frozen parameters": lambda: frozen(smoke, rounds, seconds),
-            "The first result in a process that is not the first": lambda: starts(smoke, 1 if smoke else rounds),
+            "Time to the first result in a new process": lambda: starts(smoke, 1 if smoke else rounds),
             "A later call": lambda: calls(smoke, rounds, seconds),
         }
     )

@@ -1,8 +1,8 @@
 """A private step beside an ordinary one, and against what it is made of: the clipped sum, the noise and the optimizer.
 
-python benchmarks/dpsgd.py               measures, and renders benchmarks/README.md
-python benchmarks/dpsgd.py --only GPT    measures the networks with GPT in their titles; the others stay as they were
-python benchmarks/dpsgd.py --smoke       runs everything small and once, and writes nothing
+python benchmarks/dpsgd.py               measure, and render the pages
+python benchmarks/dpsgd.py --only GPT    measure the networks with GPT in their titles; keep the other tables
+python benchmarks/dpsgd.py --smoke       run everything small and once; write nothing
 
 All rows of a network do a step with Adam, those of JAX with noise to the same bits of noise. Every row is checked
 against the first of its kind before it is timed, those of PyTorch without their noise.
@@ -109,12 +109,12 @@ def measure(job: Job, rounds: int, seconds: float) -> Tables:
     ways = {
         ORDINARY: compiled(by_hand(job, summed, None), *args),
         BASE: compiled(by_hand(job, ours, None), *args),
-        "DPSGD with noise_multiplier=0: its step": compiled(quiet.step, quiet_state, batch),
+        "DPSGD with noise_multiplier=0": compiled(quiet.step, quiet_state, batch),
         STEP: compiled(dp.step, state, batch),
-        "clipped_grad, jax-privacy's noise as it is, and Adam": compiled(by_hand(job, ours, noise), *args),
+        "clipped_grad, jax-privacy's own noise, and Adam": compiled(by_hand(job, ours, noise), *args),
         best_theirs: compiled(by_hand(job, theirs, noise), *args),
-        "the noise alone, as DPSGD takes it": compiled(partial(add_noise, dp.ledger), zeros, args[2]),
-        "the noise alone, as jax-privacy takes it": compiled(noise.update, zeros, args[2]),
+        "noise only, as drawn by DPSGD": compiled(partial(add_noise, dp.ledger), zeros, args[2]),
+        "noise only, as drawn by jax-privacy": compiled(noise.update, zeros, args[2]),
     }
     for names in (list(ways)[1:3], list(ways)[3:6], list(ways)[6:]):
         found = [ways[name][0]() for name in names]
@@ -133,8 +133,8 @@ def measure(job: Job, rounds: int, seconds: float) -> Tables:
         {
             "": name,
             "ms": times[name]["ms"],
-            "times the ordinary step": None if "alone" in name else ratio(times, name, against(name)),
-            "times the step without noise": ratio(times, name, BASE) if name in ways else None,
+            "time / ordinary step": None if name.startswith("noise only") else ratio(times, name, against(name)),
+            "time / step without noise": ratio(times, name, BASE) if name in ways else None,
             "compiling (s)": ways[name][1] if name in ways else None,
         }
         for name in times

@@ -1,8 +1,8 @@
 """What an ensemble costs: ours with each strategy, against raw JAX written by hand and against PyTorch.
 
-python benchmarks/ensemble.py                          measures, and renders benchmarks/README.md
-python benchmarks/ensemble.py --mindspore PYTHON       measures the one table of MindSpore, and puts it with the others
-python benchmarks/ensemble.py --smoke                  runs everything small and once, and writes nothing
+python benchmarks/ensemble.py                          measure, and render the pages
+python benchmarks/ensemble.py --mindspore PYTHON       measure the table with MindSpore; keep the other tables
+python benchmarks/ensemble.py --smoke                  run everything small and once; write nothing
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train_candidates(
 
 
 def programs(ensemble: Ensemble, x: jax.Array, y: jax.Array, strategies: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Instructions of the optimised training step, ours against the one by hand."""
+    """Instructions of the optimized training step, ours against the one by hand."""
     hand = ByHand(ensemble)
     rows = []
     for strategy in (name for name in strategies if name != "loop"):
@@ -161,7 +161,7 @@ def compare(times: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "": name,
                 "ms": result["ms"],
-                "against the same by hand": ratio(times, name, peer) if peer != name and peer in times else None,
+                "time / the same by hand": ratio(times, name, peer) if peer != name and peer in times else None,
                 "first call (s)": result["first_s"],
             }
         )
@@ -222,7 +222,7 @@ def main() -> None:
                 others = [name for name in times if not name.startswith("ours")]
                 report.add(f"{title}: {job}", compare(times), claim(times, "ours auto", others))
             if size <= 10:
-                report.add(f"{title}: instructions of the optimised training step", programs(ensemble, x, y, ways))
+                report.add(f"{title}: instructions of the optimized training step", programs(ensemble, x, y, ways))
     sizes = (2,) if smoke else (4, 8, 16, 32, 64)
     small = (8, ("1MiB",)) if smoke else (1000, (None, "16MiB", "4MiB", "1MiB"))
     parts: dict[str, Callable[[], Any]] = {
@@ -234,7 +234,7 @@ def main() -> None:
     parts |= {
         "Very many small members": lambda: _scaling.many(*small, rounds, **quick),
         MINDSPORE: lambda: _scaling.source_case(rounds, options.mindspore, "loop" if smoke else "auto"),
-        "What an eager call adds": lambda: eager_overhead(2 if smoke else 101),
+        "Overhead of an eager call": lambda: eager_overhead(2 if smoke else 101),
         "`vmap` in chunks": lambda: chunks(*chunk_cases, 2 if smoke else 21),
     }
     if not smoke and PLATFORM == "cpu":

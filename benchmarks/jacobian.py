@@ -1,7 +1,7 @@
 """What derivatives cost: `jacobian` against the better mode, memory budgets, products, batches, higher orders.
 
-python benchmarks/jacobian.py            measures, and renders benchmarks/README.md
-python benchmarks/jacobian.py --smoke    runs everything small and once, and writes nothing
+python benchmarks/jacobian.py            measure, and render the pages
+python benchmarks/jacobian.py --smoke    run everything small and once; write nothing
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def modes(small: int, large: int, square: int, rounds: int, seconds: float) -> T
         rows.append(
             {
                 "function": title,
-                "jacobian takes": chosen.mode,
-                "the better is": better,
-                "jacobian / the better": ratio(times, "jacobian", better),
+                "mode chosen": chosen.mode,
+                "faster in JAX": better,
+                "jacobian / faster in JAX": ratio(times, "jacobian", better),
                 **{f"{name} (ms)": found["ms"] for name, found in times.items()},
             }
         )

@@ -1,7 +1,7 @@
 """What long runs cost: steps as members leave, the look at what is not finite, and batches of each member's own.
 
-python benchmarks/long_runs.py            measures, and renders benchmarks/README.md
-python benchmarks/long_runs.py --smoke    runs everything small and once, and writes nothing
+python benchmarks/long_runs.py            measure, and render the pages
+python benchmarks/long_runs.py --smoke    run everything small and once; write nothing
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def leaving(kind: type, size: int, every: int, batch: int, strategy: str) -> Tab
         alone[k] = spread(np.diff(timed.asked)[every:] * 1e3)
     rows = [
         {
-            "members that train": count,
+            "active members": count,
             "ms per step": for_all["leave", k],
-            "of the first": for_all["leave", k]["median"] / for_all["leave", 0]["median"],
-            "nobody leaves (ms)": for_all["stay", k],
-            "an ensemble of so many (ms)": alone[k],
+            "of the first row": for_all["leave", k]["median"] / for_all["leave", 0]["median"],
+            "all members kept (ms)": for_all["stay", k],
+            "an ensemble of that size (ms)": alone[k],
         }
         for k, count in enumerate(counts)
     ]
@@ -131,9 +131,9 @@ def sampling(count: int, members: int, rounds: int) -> Tables:
     # Other rows each time, as in training: those of the time before are in the processor's caches.
     rows = cycle(list(jax.random.randint(key, (64, members, 64), 0, count)))
     names = (
-        "the same for all",
-        f"of each of {members} members' own bootstrap sample",
-        "likewise, from a copy of the data for each",
+        "one batch for all members",
+        f"a bootstrap sample for each of {members} members",
+        "the same, with a copy of the data for each",
     )
     ways = (lambda: next(shared), lambda: next(own), lambda: take(copies, next(rows)))
     times = interleaved(dict(zip(names, ways, strict=True)), rounds=rounds, seconds=0.05)
@@ -155,10 +155,8 @@ def main() -> None:
     cases = [(MLP, 2, ("vmap",))] if smoke else cases
     Report("long_runs", options, "flax", "optax").measure(
         {
-            "Steps as members leave: MLP, 64 of them": lambda: leaving(
-                MLP, *((2, 4) if smoke else (64, 40)), batch, strategy
-            ),
-            "What it costs to notice what is not finite": lambda: freezing(
+            "Steps as members stop: 64 MLPs": lambda: leaving(MLP, *((2, 4) if smoke else (64, 40)), batch, strategy),
+            "Cost of the check for non-finite gradients": lambda: freezing(
                 cases, batch, rounds, 0.001 if smoke else 0.2
             ),
             "Batches": lambda: sampling(100 if smoke else 6000, 2 if smoke else 16, rounds),

@@ -1,8 +1,8 @@
 """What a clipped sum of per-sample gradients costs, against the ordinary gradient and other ways to it.
 
-python benchmarks/privacy.py               measures, and renders benchmarks/README.md
-python benchmarks/privacy.py --only GPT    measures the jobs with GPT in their titles; the others stay as they were
-python benchmarks/privacy.py --smoke       runs everything small and once, and writes nothing
+python benchmarks/privacy.py               measure, and render the pages
+python benchmarks/privacy.py --only GPT    measure the jobs with GPT in their titles; keep the other tables
+python benchmarks/privacy.py --smoke       run everything small and once; write nothing
 """
 
 from __future__ import annotations
@@ -285,7 +285,10 @@ def ways_of_torch(job: Job, ordinary: Any, total: Any) -> dict[str, Way]:
         found[OF_TORCH] = way(_opacus.ordinary(module(job.params, cell=torch.nn.LSTM), *data), ordinary)
     found["Opacus, hooks"] = way(_opacus.hooks(module(job.params), *data, CLIP), total)
     if job.twin != "gpt":
-        note = {"cnn": " (of dense layers, convolutions held)", "lstm": " (of the last layer, the LSTM held)"}
+        note = {
+            "cnn": " (dense layers; convolution gradients materialized)",
+            "lstm": " (last layer; LSTM gradients materialized)",
+        }
         name = "Opacus, ghost" + note.get(job.twin, "")
         found[name] = way(_opacus.ghost(module(job.params), *data, CLIP), total)
         return found
@@ -294,7 +297,7 @@ def ways_of_torch(job: Job, ordinary: Any, total: Any) -> dict[str, Way]:
     call = _opacus.ghost(module(job.params), *data, CLIP, use_ghost_clipping=False)
     found["Opacus, fast gradient clipping (ghost without ghost norms)"] = way(call, total)
     expected = jax.jit(by_vmap(job))(untied, *data)
-    found["Opacus, ghost, untied head (tied is refused)"] = way(_opacus.ghost(module(untied), *data, CLIP), expected)
+    found["Opacus, ghost, untied head (tied not supported)"] = way(_opacus.ghost(module(untied), *data, CLIP), expected)
     return found
 
 
@@ -319,9 +322,9 @@ def measure(job: Job, rounds: int, seconds: float, few: bool) -> Tables:
         {
             "": name,
             "ms": times[name]["ms"],
-            "times the ordinary": ratio(times, name, way.against),
+            "time / ordinary": ratio(times, name, way.against),
             "temporaries (MiB)": None if way.temporaries is None else way.temporaries / MIB,
-            "times the ordinary's": None if way.temporaries is None else way.temporaries / first,
+            "memory / ordinary": None if way.temporaries is None else way.temporaries / first,
             "tracing and lowering (s)": way.tracing,
         }
         for name, way in ways.items()
@@ -340,12 +343,12 @@ def jobs(smoke: bool) -> dict[str, Job]:
             "GPT": gpt(4, 3, 1, 8, 5, plain=True),
         }
     size = (16, 128, 4, 256, 8192)
-    title = "GPT, 4 layers of 256, 128 tokens, tied vocabulary 8192, batch 16, its loss"
+    title = "GPT, 4 layers of 256, 128 tokens, tied vocabulary 8192, batch 16, loss"
     return {
         "MLP 784-512-256-10, batch 256": mlp(generator, 256, (784, 512, 256, 10)),
         "CNN of PyTorch's tutorial, batch 64": cnn(generator, 64, 28),
         "LSTM, 32 steps of 64 numbers, hidden 128, batch 64": lstm(generator, 64, 32, 64, 128),
-        f"{title} of optax": gpt(*size),
+        f"{title} from optax": gpt(*size),
         f"{title} written with log_softmax and take_along_axis": gpt(*size, plain=True),
     }
 

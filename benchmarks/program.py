@@ -1,7 +1,7 @@
 """What is said of programs: is it all of the time, is it the right place, is a change one, and what does folding save?
 
-python benchmarks/program.py            measures, and renders benchmarks/README.md
-python benchmarks/program.py --smoke    runs everything small and once, and writes nothing
+python benchmarks/program.py            measure, and render the pages
+python benchmarks/program.py --smoke    run everything small and once; write nothing
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def attributed(smoke: bool) -> Tables:
                 "program": name,
                 "attributed (%)": found.attributed * 100,
                 "divided by flops (%)": found.estimated * 100,
-                "products apart": "yes" if found.apart else "",
-                "in the program (ms)": found.watched * 1e3,
-                "a call, not watched (ms)": found.jitted * 1e3,
+                "products kept separate": "yes" if found.apart else "",
+                "profiled (ms)": found.watched * 1e3,
+                "a call without profiling (ms)": found.jitted * 1e3,
             }
         )
     return rows, []
@@ -127,9 +127,9 @@ def differences(smoke: bool, runs: int) -> Tables:
             for i, w in enumerate(ws):
                 with jax.named_scope(f"layer{i}"):
                     x = jnp.tanh(x @ w)
-                    if i == 1 and extra == "a product more":
+                    if i == 1 and extra == "one product":
                         x = x @ w
-                    if i == 1 and extra == "a sine more":
+                    if i == 1 and extra == "one sine":
                         x = jnp.sin(x)
             return x
 
@@ -141,18 +141,18 @@ def differences(smoke: bool, runs: int) -> Tables:
         return by_count, len(changed) - by_count
 
     rows = []
-    for extra in ("nothing", "a product more", "a sine more"):
+    for extra in ("nothing", "one product", "one sine"):
         found = [trace_diff(perceptron(""), perceptron(extra), ws, x) for _ in range(runs)]
         inside = sum(any(row.scope == "layer1" for row in (*one.added, *one.increased)) for one in found)
         others = [elsewhere(one) for one in found]
         rows.append(
             {
-                "the test has": extra,
+                "added to the second program": extra,
                 "runs": runs,
                 "found in its scope": inside,
-                "other rows, by count": sum(count for count, _ in others),
-                "other rows, by duration": sum(duration for _, duration in others),
-                "of rows": sum(len(one.differences()) for one in found),
+                "false reports, by count": sum(count for count, _ in others),
+                "false reports, by duration": sum(duration for _, duration in others),
+                "rows compared": sum(len(one.differences()) for one in found),
             }
         )
     return rows, []
@@ -196,7 +196,7 @@ def folding(smoke: bool, rounds: int, seconds: float) -> Tables:
             {
                 "model": name,
                 "folded / kept": f"{len(report.folded)} / {len(report.kept)}",
-                "apart": float(apart),
+                "largest difference": float(apart),
                 "rsqrt": " to ".join(str(program.as_text().count(" rsqrt(")) for program in (before, after)),
                 "bytes accessed (MB)": " to ".join(f"{x:.1f}" for x in moved),
                 "before (ms)": times["jax.jit"]["ms"],
@@ -235,9 +235,9 @@ def main() -> None:
     rounds, seconds = (2, 0.0) if smoke else (15, 0.1)
     report.measure(
         {
-            "What is attributed": lambda: attributed(smoke),
-            "Is it the right place?": lambda: places(smoke, rounds, seconds),
-            "Differences that are there, and that are not": lambda: differences(smoke, 1 if smoke else 20),
+            "Attributed time": lambda: attributed(smoke),
+            "Attribution against layers compiled alone": lambda: places(smoke, rounds, seconds),
+            "Differences found, and false reports": lambda: differences(smoke, 1 if smoke else 20),
             "Batch norms folded": lambda: folding(smoke, rounds, seconds),
             "Channels last and first": lambda: orders(smoke, rounds, seconds),
         }

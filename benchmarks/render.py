@@ -1,4 +1,4 @@
-"""The page of benchmarks and its pictures from the JSON files beside it; nothing is measured.
+"""Render the benchmark pages and their pictures from the JSON files in this folder, without measuring.
 
 python benchmarks/render.py
 
@@ -17,13 +17,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SCRIPTS = ("ensemble", "jacobian", "sparse", "program", "compile", "privacy", "dpsgd", "long_runs")
-# Of Okabe and Ito, which colour-blind readers tell apart.
+PAGES = ("README.md", "comparisons.md", *(f"{name}.md" for name in SCRIPTS))
+# From the palette of Okabe and Ito, which colour-blind readers can distinguish.
 BLACK, ORANGE, SKY, GREEN, BLUE, RED = "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
 GRAY, PALE = "#777777", "#bbbbbb"
 
 
 def number(value: Any) -> str:
-    """A number with three digits that count; whole numbers, and what is above a thousand, have no fraction."""
+    """Format a number with three significant digits; integers and values above a thousand have no fraction."""
     if isinstance(value, int) or value == 0:
         return f"{int(value):,}"
     if abs(value) < 1e-4:
@@ -32,7 +33,7 @@ def number(value: Any) -> str:
 
 
 def shown(cell: Any) -> str:
-    """What a cell of a table says: a number, a median with its quartiles, or words."""
+    """Format a cell: a number, a median with its quartiles, or words."""
     if isinstance(cell, dict):
         spread = " to ".join(map(number, cell.get("quartiles", ())))
         return number(cell["median"]) + (f" ({spread})" if spread else "")
@@ -42,7 +43,7 @@ def shown(cell: Any) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table, with all their keys as its head."""
+    """Format rows as a Markdown table with a column for each key."""
     head = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     lines += ["| " + " | ".join(shown(row.get(key)) for key in head) + " |" for row in rows]
@@ -50,51 +51,112 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def read(here: Path) -> dict[str, dict[str, Any]]:
-    """What each file holds, by its name: a script's, with its platform unless that is a CPU."""
+    """Read the JSON files by name: the script, followed by the platform unless it is a CPU."""
     paths = [path for name in SCRIPTS for path in (here / f"{name}.json", *sorted(here.glob(f"{name}.*.json")))]
     return {path.stem: json.loads(path.read_text()) for path in paths if path.exists()}
 
 
 def section(found: dict[str, Any]) -> str:
-    """The versions, the device and the tables of a file."""
+    """Format the versions, the device and the tables of a file."""
     versions = [f"{name} {version}" if version else f"without {name}" for name, version in found["versions"].items()]
     device, cpu = found["device"], found["device"]["platform"] == "cpu"
     about = f"{', '.join(versions)}; {device['platform']} ({device['kind']}), {device['cores']} cores."
     where = "" if cpu else f", on {device['platform']}"
-    parts = [f"### {title}{where}\n\n{table(one['rows'])}" for title, one in found["tables"].items()]
+    parts = [f"## {title}{where}\n\n{table(one['rows'])}" for title, one in found["tables"].items()]
     return "\n\n".join([about, *parts])
 
 
-def comparisons(files: dict[str, dict[str, Any]]) -> str:
-    """Ours against the quickest of others in every comparison there is, where we are slowest first."""
+def claims(files: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return every comparison with the fastest alternative, our slowest first."""
     rows = []
     for name, found in files.items():
         for title, one in found["tables"].items():
             for claim in one["claims"]:
                 what = "; ".join(filter(None, (title, claim["what"])))
                 rows.append({"in": name} | claim | {"what": what})
-    rows.sort(key=lambda row: -row["ours / other"]["median"])
-    ends = [row["ours / other"].get("quartiles") or [row["ours / other"]["median"]] * 2 for row in rows]
-    slower, quicker = sum(low > 1 for low, _ in ends), sum(high < 1 for _, high in ends)
+    return sorted(rows, key=lambda row: -row["ours / other"]["median"])
+
+
+def ends(row: dict[str, Any]) -> list[float]:
+    """Return the quartiles of a comparison, or its median twice if it has none."""
+    return row["ours / other"].get("quartiles") or [row["ours / other"]["median"]] * 2
+
+
+def slower(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparisons whose whole interquartile range is above 1."""
+    return [row for row in rows if ends(row)[0] > 1]
+
+
+def faster(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparisons whose whole interquartile range is below 1."""
+    return [row for row in rows if ends(row)[1] < 1]
+
+
+def script(row: dict[str, Any]) -> str:
+    """Return the script of a comparison; a file name ends with the platform unless it is a CPU."""
+    return row["in"].partition(".")[0]
+
+
+def summary(rows: list[dict[str, Any]], links: dict[str, str]) -> str:
+    """Count the comparisons, in all and by topic."""
+    lost, won = len(slower(rows)), len(faster(rows))
+    topics = []
+    for name, link in links.items():
+        of = [row for row in rows if script(row) == name]
+        if not of:
+            continue
+        medians = sorted(row["ours / other"]["median"] for row in of)
+        topics.append(
+            {
+                "topic": link,
+                "comparisons": len(of),
+                "slower": len(slower(of)),
+                "as fast": len(of) - len(slower(of)) - len(faster(of)),
+                "faster": len(faster(of)),
+                "ours / other": " to ".join(map(number, (medians[0], medians[-1])[: len(of)])),
+            }
+        )
     return (
-        f"Of {len(rows)} comparisons ours is slower in {slower}, quicker in {quicker}, and as quick as the other in "
-        f"{len(rows) - slower - quicker}, where 1 is between the quartiles.\n\n{table(rows)}"
+        f"Of {len(rows)} comparisons, Plurax is slower in {lost}, faster in {won}, and as fast as the other in "
+        f"{len(rows) - lost - won}, where the quartiles of the ratio include 1.\n\n{table(topics)}"
     )
 
 
-def page(here: Path = HERE) -> str:
-    """The page with what the files hold between its marks."""
-    files, text = read(here), (here / "README.md").read_text()
-    between = {"comparisons": comparisons(files)}
+def overview(rows: list[dict[str, Any]], links: dict[str, str]) -> str:
+    """Show comparisons without their times."""
+    keys = ("what", "ours", "fastest other", "ours / other")
+    return table([{"topic": links[script(row)]} | {key: row[key] for key in keys} for row in rows])
+
+
+def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparison with the largest gain of each script that has one, the largest first."""
+    best = {script(row): row for row in faster(rows)}  # rows are sorted by ratio, so the last one stays
+    return sorted(best.values(), key=lambda row: row["ours / other"]["median"])
+
+
+def pages(here: Path = HERE) -> dict[str, str]:
+    """Return each page by its file name, with the tables between its marks."""
+    files = read(here)
+    rows = claims(files)
+    texts = {file: (here / file).read_text() for file in PAGES}
+    titles = {name: texts[f"{name}.md"].splitlines()[0].removeprefix("# ") for name in SCRIPTS}
+    links = {name: f"[{title}]({name}.md)" for name, title in titles.items()}
+    between = {
+        ("README.md", "summary"): summary(rows, links),
+        ("README.md", "slower"): overview(slower(rows), links),
+        ("README.md", "faster"): overview(gains(rows), links),
+        ("comparisons.md", "comparisons"): table(rows),
+    }
     for name in SCRIPTS:
-        between[name] = "\n\n".join(section(found) for stem, found in files.items() if stem.split(".")[0] == name)
-    for name, content in between.items():
-        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        found = [section(found) for stem, found in files.items() if stem.partition(".")[0] == name]
+        between[f"{name}.md", name] = "\n\n".join(found)
+    for (file, name), content in between.items():
+        before, _, rest = texts[file].partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
         if not end:
-            raise ValueError(f"README.md has no place for {name}: write the lines <!-- {name} --> and <!-- /{name} -->")
-        text = f"{before}<!-- {name} -->\n{content}\n{end}{after}"
-    return text
+            raise ValueError(f"{file} has no place for {name}: write the lines <!-- {name} --> and <!-- /{name} -->")
+        texts[file] = f"{before}<!-- {name} -->\n{content}\n{end}{after}"
+    return texts
 
 
 def rows_of(tables: dict[str, Any], start: str) -> list[dict[str, Any]]:
@@ -123,7 +185,7 @@ def bars(axis: Any, cells: dict[str, tuple[dict[str, Any], str, str]], title: st
 
 
 def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
-    """A private step beside an ordinary one, by network and by library."""
+    """Draw private and ordinary steps, by network and by library."""
     networks = ("MLP 784-512-256-10, batch 256", "CNN", "LSTM", "GPT")
     figure, axes = plt.subplots(1, len(networks), figsize=(10.6, 3.1), sharey=True, layout="constrained")
     for axis, network in zip(axes, networks, strict=True):
@@ -140,7 +202,7 @@ def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
             found = [row for row in rows if row[""].startswith(start)]
             if found:
                 best = min(found, key=lambda row: row["ms"]["median"])
-                times = "" if colour == PALE else f", ×{number(best['times the ordinary step']['median'])}"
+                times = "" if colour == PALE else f", ×{number(best['time / ordinary step']['median'])}"
                 cells[name] = (best["ms"], colour, f"{number(best['ms']['median'])} ms{times}")
         bars(axis, cells, f"{network.split()[0]}, batch {title.partition('batch ')[2].partition(',')[0]}")
     figure.suptitle("Time of a DP-SGD step, noise included; × the time of an ordinary step of the same library")
@@ -148,7 +210,7 @@ def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
 
 
 def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
-    """Time for each member against their number, and the candidates of auto."""
+    """Draw the time per member over the number of members, and the candidates of auto."""
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     styles = {"loop by hand (ms for each)": ("s--", GRAY), "a step (ms for each)": ("o-", BLUE)}
     for kind in ("MLP", "LeNet5"):
@@ -187,7 +249,7 @@ def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
 
 
 def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
-    """Memory and time of one Jacobian, at once, within budgets (to which a line goes) and in chunks."""
+    """Draw memory and time of one Jacobian: dense, within budgets (a line marks each budget), and in chunks."""
     rows = {row[""]: row for row in rows_of(tables, "A perceptron's Jacobian")}
     budgets = [int(found[1]) if (found := re.search('memory_budget="(\\d+)MiB"', name)) else 0 for name in rows]
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
@@ -198,14 +260,14 @@ def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
         words = "not known" if held is None else number(held) + f", of {budget}" * bool(budget)
         memory[name] = {"median": held or 0, "quartiles": [held or 0, max(held or 0, budget)]}, colour, words
         times[name] = row["ms"], colour, f"{number(row['ms']['median'] / 1e3)} s"
-    bars(axes[0], memory, "MiB beside the 64 of the result, of budgets")
+    bars(axes[0], memory, "Temporaries (MiB), without the 64 MiB result")
     bars(axes[1], times, "Time")
     axes[1].tick_params(labelleft=False)
     return figure
 
 
 def draw_sparse(tables: dict[str, Any], plt: Any) -> Any:
-    """How many times longer than ours the others take, by problem."""
+    """Draw the time of the others relative to ours, by problem."""
     rows = rows_of(tables, "Sparse Jacobians")
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     marks = {"dense": (GRAY, "s", -0.22), "sparsejac": (ORANGE, "^", 0.0), "asdex": (RED, "o", 0.22)}
@@ -233,7 +295,7 @@ def draw_sparse(tables: dict[str, Any], plt: Any) -> Any:
 
 
 def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
-    """Compiling and running 48 blocks, and the first result of a process."""
+    """Draw compiling and running 48 blocks, and the first result of a process."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 2.9), layout="constrained")
     rows = rows_of(tables, "Layers, value")
     head = next(iter(rows[0]))
@@ -250,11 +312,11 @@ def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
         }
         bars(axis, cells, title)
     axes[1].set_yticks([])
-    first = [row for row in rows_of(tables, "The first result") if "CNN" in row["program"]]
+    first = [row for row in rows_of(tables, "Time to the first result") if "CNN" in row["program"]]
     cells = {
-        row["way"].replace(", enable", ",\nenable"): (
+        row["compiled by"].replace(", enable", ",\nenable"): (
             row["first result (ms)"],
-            BLUE if row["way"].startswith("aot") else PALE,
+            BLUE if row["compiled by"].startswith("aot") else PALE,
             f"{number(row['first result (ms)']['median'])} ms",
         )
         for row in first
@@ -263,7 +325,7 @@ def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-# What draws each picture, and the file that it is drawn from.
+# For each picture, its function and the file with its data.
 PICTURES = {
     "dpsgd": (draw_dpsgd, "dpsgd"),
     "ensemble": (draw_ensemble, "ensemble"),
@@ -274,12 +336,12 @@ PICTURES = {
 
 
 def digest(name: str, here: Path = HERE) -> str:
-    """What a picture keeps of the file that it is drawn from."""
+    """Return the digest of a picture's data file, which the picture stores."""
     return hashlib.sha256((here / f"{PICTURES[name][1]}.json").read_bytes()).hexdigest()
 
 
 def draw(name: str, here: Path = HERE) -> None:
-    """Draw a picture, with the digest of its file in it."""
+    """Draw a picture and store the digest of its file in it."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -293,7 +355,8 @@ def draw(name: str, here: Path = HERE) -> None:
 
 
 def main(here: Path = HERE) -> None:
-    (here / "README.md").write_text(page(here))
+    for file, text in pages(here).items():
+        (here / file).write_text(text)
     for name in PICTURES:
         draw(name, here)
 

@@ -1,7 +1,7 @@
 """Sparse Jacobians and Hessians against dense ones and against asdex and sparsejac alone; Laplacians and traces.
 
-python benchmarks/sparse.py            measures, and renders benchmarks/README.md
-python benchmarks/sparse.py --smoke    runs everything small and once, and writes nothing
+python benchmarks/sparse.py            measure, and render the pages
+python benchmarks/sparse.py --smoke    run everything small and once; write nothing
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def sparse(problem: Problem, rounds: int, seconds: float) -> tuple[dict[str, Any
         "ours (ms)": times["ours"]["ms"],
         "dense (ms)": times["dense"]["ms"],
         **{f"{name} / ours": ratio(times, name, "ours") for name in times if name != "ours"},
-        "apart from dense": apart["ours"],
+        "largest difference from dense": apart["ours"],
     }
     both = {name: f"{before:.2f} + {after:.2f}" for name, (_, before, after) in found.items()}
     return row, {"problem": problem.name, **both}, claim(times, "ours", list(times)[1:], problem.name)
@@ -193,9 +193,9 @@ def traces(size: int, rounds: int, seconds: float) -> Tables:
     rows = [
         {
             "": name,
-            "operations / those of the Hessian": flops[name] / flops[first],
+            "operations / full Hessian": flops[name] / flops[first],
             "ms": times[name]["ms"],
-            "time / that of the Hessian": ratio(times, name, first),
+            "time / full Hessian": ratio(times, name, first),
         }
         for name in functions
     ]
@@ -224,7 +224,7 @@ def coverage(size: int, repeats: int) -> Tables:
                 "samples": samples,
                 "mean of all / trace": float(means.mean() / exact),
                 "standard error / trace": float(errors.mean() / exact),
-                "trace inside (%)": 100 * float(inside.mean()),
+                "interval contains the trace (%)": 100 * float(inside.mean()),
             }
         )
     return rows, []
@@ -244,11 +244,9 @@ def main() -> None:
     report.measure(
         {
             "Sparse Jacobians and Hessians": lambda: (measured()[0], measured()[2]),
-            "Before the first result: prepared + compiled (s)": lambda: (measured()[1], []),
+            "Before the first result: preparation + compilation (s)": lambda: (measured()[1], []),
             "The trace of a Hessian": lambda: traces(*((6, 2, 0.001) if smoke else (64, 31, 0.05))),
-            "`hutchinson_trace`: how often its interval holds the trace": lambda: coverage(
-                *((5, 20) if smoke else (50, 4000))
-            ),
+            "`hutchinson_trace`: coverage of its interval": lambda: coverage(*((5, 20) if smoke else (50, 4000))),
         }
     )
 

@@ -29,7 +29,7 @@ render = module("render")
 @pytest.fixture
 def here(tmp_path):
     """A copy of the files and the page."""
-    for path in (*HERE.glob("*.json"), HERE / "README.md"):
+    for path in (*HERE.glob("*.json"), *(HERE / name for name in render.PAGES)):
         shutil.copy(path, tmp_path)
     return tmp_path
 
@@ -46,15 +46,20 @@ def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**({"smoke": False, "only": ""} | given))
 
 
-def test_the_page_is_what_the_files_hold():
-    assert render.page() == (HERE / "README.md").read_text()
+def texts(here: Path) -> dict[str, str]:
+    return {name: (here / name).read_text() for name in render.PAGES}
+
+
+def test_the_pages_are_what_the_files_hold():
+    assert render.pages() == texts(HERE)
+    assert set(render.PAGES) == {path.name for path in HERE.glob("*.md")}
 
 
 def test_a_page_that_differs_is_noticed(here):
-    page = here / "README.md"
-    page.write_text(page.read_text().replace("### Frozen parameters", "### Thawed parameters"))
-    assert render.page(here) != page.read_text()
-    assert render.page(here) == (HERE / "README.md").read_text()
+    page = here / "compile.md"
+    page.write_text(page.read_text().replace("## Frozen parameters", "## Thawed parameters"))
+    assert render.pages(here) != texts(here)
+    assert render.pages(here) == texts(HERE)
 
 
 @pytest.mark.parametrize("name", render.PICTURES)
@@ -63,7 +68,7 @@ def test_a_picture_is_of_its_file_and_small(name):
     with Image.open(path) as picture:
         assert picture.info["Source"] == render.digest(name), "render it: python benchmarks/render.py"
     assert path.stat().st_size < 100 * 1024
-    assert f"]({name}.png)" in (HERE / "README.md").read_text()
+    assert f"]({name}.png)" in (HERE / f"{render.PICTURES[name][1]}.md").read_text()
 
 
 @pytest.mark.parametrize("name", render.PICTURES)
@@ -115,33 +120,39 @@ def test_losses_are_counted_and_shown_before_wins():
         claim({"median": 1.1, "quartiles": [0.9, 1.2]}, "as quick"),
         claim({"median": 3.0}, "lost"),
     ]
-    file = {"tables": {"A table": {"rows": [], "claims": claims}}}
-    said = render.comparisons({"a.gpu": file})
-    assert said.startswith("Of 3 comparisons ours is slower in 1, quicker in 1, and as quick as the other in 1,")
-    assert [line.split(" | ")[:2] for line in said.splitlines()[4:]] == [
+    rows = render.claims({"a.gpu": {"tables": {"A table": {"rows": [], "claims": claims}}}})
+    said = render.summary(rows, {"a": "[A](a.md)", "b": "[B](b.md)"})
+    assert said.startswith("Of 3 comparisons, Plurax is slower in 1, faster in 1, and as fast as the other in 1,")
+    assert said.splitlines()[4:] == ["| [A](a.md) | 3 | 1 | 1 | 1 | 0.500 to 3.00 |"]
+    assert [line.split(" | ")[:2] for line in render.table(rows).splitlines()[2:]] == [
         ["| a.gpu", "A table; lost"],
         ["| a.gpu", "A table; as quick"],
         ["| a.gpu", "A table; won"],
     ]
+    assert [row["what"] for row in render.slower(rows)] == ["A table; lost"]
+    assert [row["what"] for row in render.gains(rows)] == ["A table; won"]
 
 
-def test_every_comparison_of_the_files_is_on_the_page():
-    claims = [
+def test_every_comparison_of_the_files_is_on_the_pages():
+    rows = [
         claim for file in render.read(HERE).values() for table in file["tables"].values() for claim in table["claims"]
     ]
-    first = (HERE / "README.md").read_text().split("<!-- comparisons -->")[1].split("<!-- /comparisons -->")[0]
-    assert first.count("\n| ") == len(claims) + 2
-    assert any(claim["ours / other"]["median"] > 1 for claim in claims)
+    every = (HERE / "comparisons.md").read_text().split("<!-- comparisons -->")[1].split("<!-- /comparisons -->")[0]
+    assert every.count("\n| ") == len(rows) + 2
+    losses = [claim for claim in rows if (claim["ours / other"].get("quartiles") or [0])[0] > 1]
+    first = (HERE / "README.md").read_text().split("<!-- slower -->")[1].split("<!-- /slower -->")[0]
+    assert losses
+    assert first.count("\n| ") == len(losses) + 2
 
 
 def test_an_accelerator_has_tables_of_its_own(here):
     found = json.loads((here / "sparse.json").read_text())
     found["device"] = {"platform": "gpu", "kind": "H200", "cores": 16}
     found["tables"] = {"The trace of a Hessian": {"rows": [{"": "laplacian", "ms": 0.125}], "claims": []}}
-    before = render.page(here)
+    before = render.pages(here)["sparse.md"]
     (here / "sparse.gpu.json").write_text(json.dumps(found))
-    after = render.page(here)
-    added = "### The trace of a Hessian, on gpu\n\n|  | ms |\n| --- | --- |\n| laplacian | 0.125 |\n"
+    after = render.pages(here)["sparse.md"]
+    added = "## The trace of a Hessian, on gpu\n\n|  | ms |\n| --- | --- |\n| laplacian | 0.125 |\n"
     assert added in after
     assert "gpu (H200), 16 cores." in after
     kept = after.partition("<!-- sparse -->")[2].replace(added, "")
@@ -149,9 +160,9 @@ def test_an_accelerator_has_tables_of_its_own(here):
 
 
 def test_a_page_without_a_place_is_refused(here):
-    (here / "README.md").write_text("<!-- comparisons -->\n<!-- /comparisons -->\n<!-- ensemble -->\n")
-    with pytest.raises(ValueError, match="README.md has no place for ensemble: write the lines"):
-        render.page(here)
+    (here / "ensemble.md").write_text("# Ensembles\n<!-- ensemble -->\n")
+    with pytest.raises(ValueError, match="ensemble.md has no place for ensemble: write the lines"):
+        render.pages(here)
 
 
 def test_spreads_are_over_rounds(measure):
@@ -162,7 +173,7 @@ def test_spreads_are_over_rounds(measure):
     assert times["a"]["ms"] == {"median": 2.0, "quartiles": [1.5, 4.0], "turns": 3}
     assert measure.ratio(times, "a", "b") == {"median": 1.0, "quartiles": [0.75, 1.5], "turns": 3}
     claim = measure.claim(times, "a", ["c", "b"], "so")
-    assert (claim["what"], claim["ours"], claim["quickest other"]) == ("so", "a", "b")
+    assert (claim["what"], claim["ours"], claim["fastest other"]) == ("so", "a", "b")
     assert claim["ours / other"] == measure.ratio(times, "a", "b")
 
 
@@ -180,8 +191,8 @@ def test_a_report_is_written_and_rendered(measure, here, monkeypatch):
     found = json.loads((here / "sparse.json").read_text())
     assert found["versions"]["no-such-library"] is None
     assert list(found["versions"]) == ["Python", "jax", "flax", "no-such-library"]
-    page = (here / "README.md").read_text()
-    assert "### A title\n\n|  | ms |\n| --- | --- |\n| x | 1.50 (1.25 to 1.75) |" in page
+    page = (here / "sparse.md").read_text()
+    assert "## A title\n\n|  | ms |\n| --- | --- |\n| x | 1.50 (1.25 to 1.75) |" in page
     assert "without no-such-library" in page
 
     again = measure.Report("sparse", options(only="another"), "flax", "no-such-library")

@@ -1,4 +1,4 @@
-"""docs/coverage.md: each thing that the source documents do has its functions, and tests that there are."""
+"""docs/coverage*.md: each case of the source documents has its functions and existing tests."""
 
 import re
 from pathlib import Path
@@ -7,70 +7,83 @@ import pytest
 
 from .test_links import broken_links, missing_tests
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/coverage.md"
-ROWS = range(1, 44)
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [f"coverage-{name}.md" for name in ("mapping", "compiling", "programs", "derivatives", "modules")]
+CASES = range(1, 44)
 
 
-def rows(text: str) -> list[list[str]]:
-    """The cells of each row of the tables, below their heads."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [row for row in found if row[-1] != "test" and set("".join(row)) - set("-| ")]
+def cases(text: str) -> dict[str, dict[str, str]]:
+    """Return the items of each section by its title."""
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
+    item = re.compile(r"^- \*\*(\w+?)s?:\*\*((?:.|\n(?!- |#))*)", flags=re.MULTILINE)
+    return {
+        title: {name: content.strip() for name, content in item.findall(body)}
+        for title, body in zip(sections[::2], sections[1::2], strict=True)
+    }
 
 
-def faults(page: Path) -> list[str]:
-    """What is wrong with the page: rows missing or empty, tests that there are not, links that lead nowhere."""
-    text = page.read_text()
-    table = rows(text)
-    numbers = [int(row[0]) for row in table if row[0].isdigit()]
-    found = [f"row {i} is there {numbers.count(i)} times" for i in ROWS if numbers.count(i) != 1]
-    found += [f"there is no row {i} to be" for i in sorted(set(numbers) - set(ROWS))]
-    for row in table:
-        name, numbered = row[0], row[0].isdigit()
-        if len(row) != (5 if numbered else 3) or not all(row):
-            found.append(f"row {name} lacks a cell")
-        elif "`" not in row[2 if numbered else 1]:
-            found.append(f"row {name} names no function")
-        if not re.search(r"\[`test_\w+`\]\([^)]+\)", row[-1]):
-            found.append(f"row {name} names no test")
-    found += [f"there is no {test}" for test in missing_tests(page)]
-    return found + [f"{link} leads nowhere" for link in broken_links(page)]
+def faults(docs: Path) -> list[str]:
+    """Return what is wrong: cases that are missing, incomplete, or name a test or a link that does not exist."""
+    found = []
+    titles: list[str] = []
+    for page in PAGES:
+        for title, items in cases((docs / page).read_text()).items():
+            titles.append(title)
+            if not items.get("Example", not title[0].isdigit()):
+                found.append(f"{title!r} has no example")
+            if "`" not in items.get("Function", ""):
+                found.append(f"{title!r} names no function")
+            if not re.search(r"\[`test_\w+`\]\([^)]+\)", items.get("Test", "")):
+                found.append(f"{title!r} names no test")
+        found += [f"{test} does not exist" for test in missing_tests(docs / page)]
+        found += [f"{link} is broken" for link in broken_links(docs / page)]
+    numbers = [int(title.partition(".")[0]) for title in titles if title[0].isdigit()]
+    found += [f"case {i} occurs {numbers.count(i)} times" for i in CASES if numbers.count(i) != 1]
+    return found + [f"case {i} is unknown" for i in sorted(set(numbers) - set(CASES))]
 
 
-def test_everything_is_there_and_proved() -> None:
-    assert faults(PAGE) == []
-    assert not [line for line in PAGE.read_text().splitlines() if line[:1] != "|" and len(line) > 120]
+def test_every_case_is_listed_with_its_tests() -> None:
+    assert faults(DOCS) == []
+    assert sorted(PAGES) == sorted(path.name for path in DOCS.glob("coverage-*.md"))
+    overview = (DOCS / "coverage.md").read_text()
+    for page in PAGES:
+        [listed] = re.findall(rf"\]\({page}\) \| (.*?) \|", overview)
+        ranges = re.findall(r"(\d+)(?: to (\d+))?", listed)
+        numbers = [i for first, last in ranges for i in range(int(first), int(last or first) + 1)]
+        titles = cases((DOCS / page).read_text())
+        assert sorted(numbers) == sorted(int(title.partition(".")[0]) for title in titles if title[0].isdigit())
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "fault"),
+    ("page", "old", "new", "fault"),
     [
-        (r"^\| 13 .*\n", "", "row 13 is there 0 times"),
-        (r"^\| 43 ", "| 42 ", "row 42 is there 2 times"),
-        (r"^\| 43 ", "| 44 ", "there is no row 44 to be"),
-        (r"`vmap`(?=\]\(api/transforms.md\) \| \[vmap_tour\])", "", "row 1 names no function"),
-        (r"(?<=^\| 1 ).*\| (?=\[`test)", "| | `vmap` | | ", "row 1 lacks a cell"),
+        ("compiling", r"^## 13\..*\n", "", "case 13 occurs 0 times"),
+        ("modules", r"^## 43\.", "## 42.", "case 42 occurs 2 times"),
+        ("modules", r"^## 43\.", "## 44.", "case 44 is unknown"),
+        ("mapping", r"`vmap`", "vmap", "'4. A module with parameters under vmap' names no function"),
+        ("compiling", r"^- \*\*Example:.*\n", "", "'18. A map instead of a loop' has no example"),
+        ("derivatives", r"\[`hessian`\]\(\S+\)", "Hessians", "'The Hessian of Σ a³' names no function"),
+        ("compiling", r"\[`test_h\w+`\]\([^)]*\)", "none", "'18. A map instead of a loop' names no test"),
         (
-            r"(?<=^\| gradients by position, seeded, with aux).*\[`grad`\]",
-            " | gradients",
-            "row gradients by position, seeded, with aux names no function",
+            "compiling",
+            r"test_hswish_\w+",
+            "test_swish",
+            "test_swish in ../tests/cases/test_compile_cases.py does not exist",
         ),
-        (r"\[`test_h\w+`\]\([^)]*\)", "there is none", "row 18 names no test"),
-        (r"test_hswish_\w+", "test_swish", "there is no test_swish in ../tests/cases/test_compile_cases.py"),
-        (r"test_aot_cases", "test_ahead", "../tests/cases/test_ahead.py leads nowhere"),
-        (r"\(api/privacy.md\)", "(api/private.md)", "api/private.md leads nowhere"),
+        ("compiling", r"test_aot_cases", "test_ahead", "../tests/cases/test_ahead.py is broken"),
+        ("mapping", r"\(api/privacy.md\)", "(api/private.md)", "api/private.md is broken"),
     ],
 )
-def test_each_fault_is_found(old: str, new: str, fault: str, tmp_path: Path) -> None:
+def test_each_fault_is_found(page: str, old: str, new: str, fault: str, tmp_path: Path) -> None:
     for name in ("tests", "examples", "benchmarks"):
-        (tmp_path / name).symlink_to(ROOT / name)
+        (tmp_path / name).symlink_to(DOCS.parent / name)
     docs = tmp_path / "docs"
     docs.mkdir()
-    for other in (ROOT / "docs").iterdir():
+    for other in DOCS.iterdir():
         (docs / other.name).symlink_to(other)
-    (docs / PAGE.name).unlink()
-    text, count = re.subn(old, new, PAGE.read_text(), flags=re.MULTILINE)
+    changed = docs / f"coverage-{page}.md"
+    text, count = re.subn(old, new, changed.read_text(), flags=re.MULTILINE)
     assert count > 0
-    (docs / PAGE.name).write_text(text)
-    assert fault in faults(docs / PAGE.name)
+    changed.unlink()
+    changed.write_text(text)
+    assert fault in faults(docs)

@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     "README.md",
     "examples/README.md",
-    "benchmarks/README.md",
+    *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.md")),
     *(f"docs/{path.name}" for path in DOCS.glob("*.md")),
 ]
 
