@@ -43,6 +43,7 @@ examples: $(READY)
 
 guides: $(READY)
 	@$(BIN)/python docs/_render.py $(ARGS)
+	@$(BIN)/python docs/_notebook.py
 
 test: $(READY)
 	@$(BIN)/pytest --numprocesses auto --dist loadgroup $(PYTEST_ARGS)
