@@ -1,7 +1,7 @@
-"""Per-sample gradients, the clipped sums that differential privacy asks for, and training with them.
+"""Per-sample gradients, clipped gradient sums for differential privacy, and DP-SGD training.
 
-`_per_example/` computes the gradient of each example, its norm, and sums of clipped gradients, for any loss.
-`_dpsgd/` samples batches, adds noise to such sums, trains, and counts the privacy spent.
+`_per_example/` computes each example's gradient, its norm, and sums of clipped gradients, for any loss.
+`_dpsgd/` samples batches, adds noise to the clipped sums, trains, and accounts for the privacy spent.
 """
 
 from ._dpsgd.dpsgd import DPSGD

@@ -1,16 +1,17 @@
-"""Look at a program, and rewrite it.
+"""Tools to inspect compiled programs, to rewrite them, and to compile less.
 
-To see what a compiled function does: `profile` (where the time goes), `trace_diff` and `capture` (what differs between
-two versions), `count_layout_ops` (transposes and copies), `assert_donated` (whether donated memory is reused).
-To rewrite it: `fold_bn` (batch norms folded into weights), `depend` (an order between two values), `masked_topk_mean`.
-To compile less: `stack_layers` and `scan_layers` (one layer's operations for all), `accumulate` (one micro-batch's for
-all), `bucketed` (few lengths for all), `aot` and `enable_compile_cache` (one compilation for many processes).
+Inspect a compiled function: `profile` (where the time goes), `trace_diff` and `capture` (the differences between two
+versions), `count_layout_ops` (transposes and copies), `assert_donated` (whether donated memory is reused).
+Rewrite it: `fold_bn` (batch norms folded into weights), `depend` (an order between two values), `masked_topk_mean`.
+Compile less: `stack_layers` and `scan_layers` (one layer for all layers), `accumulate` (one micro-batch for all
+micro-batches), `bucketed` (a few lengths for all lengths), `aot` and `enable_compile_cache` (one compilation for many
+processes).
 
-`_ir/` traces calls, parses compiled programs and finds where their instructions come from; what looks into programs
-builds on it. `_profile/` measures (`profile`, `trace_diff`, `capture`), `_fold/` folds batch norms, `_aot/` keeps
-programs in files. `_layers.py` and `_stack.py` hold `scan_layers` and its module. One function each is in
-`_accumulate.py`, `_bucketed.py`, `_compile_cache.py`, `_depend.py`, `_donation.py` (`assert_donated`), `_layout.py`
-(`count_layout_ops`) and `_topk.py`.
+`_ir/` traces calls, parses compiled programs and attributes their instructions to JAX operations; the inspection tools
+build on it. `_profile/` implements `profile`, `trace_diff` and `capture`, `_fold/` folds batch norms, `_aot/` stores
+programs in files. `_layers.py` and `_stack.py` define `scan_layers` and its module. Each remaining file has one
+function: `_accumulate.py`, `_bucketed.py`, `_compile_cache.py`, `_depend.py`, `_donation.py` (`assert_donated`),
+`_layout.py` (`count_layout_ops`) and `_topk.py`.
 """
 
 from ._accumulate import accumulate

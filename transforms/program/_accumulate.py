@@ -1,4 +1,4 @@
-"""One function over many micro-batches, compiled once: `accumulate`."""
+"""`accumulate`: evaluate a function over micro-batches, compiled once."""
 
 from __future__ import annotations
 
@@ -45,40 +45,41 @@ Reduction = Literal["mean", "sum"]
 def accumulate(
     fun: Callable[..., Any], micro_batches: int, *, batch_argnums: Argnums = 1, reduction: Reduction = "mean"
 ) -> Callable[..., Any]:
-    """Evaluate `fun` on one part of a batch after another, and return the mean of its results.
+    """Evaluate `fun` on one micro-batch at a time, and return the mean of the results.
 
-    One part is in memory at a time, and in the program: neither the time to compile nor the memory depends on how many
-    there are. Where `fun` returns means over its examples, the result is that of the whole batch.
+    The program contains one micro-batch, and holds one in memory at a time: neither compile time nor memory grows with
+    their number. If `fun` returns means over its examples, the result equals that of the whole batch.
 
-    `accumulate(value_and_grad(loss), 8)` accumulates gradients. The gradient of `accumulate(loss, 8)` is the same, in
-    the same memory, and computes every part a second time.
+    `accumulate(value_and_grad(loss), 8)` accumulates gradients. The gradient of `accumulate(loss, 8)` is the same and
+    needs the same memory, but evaluates every micro-batch twice.
 
     Args:
-      fun: a function of arrays, pytrees and modules. The state of a module that it changes (BatchNorm statistics,
-        dropout keys) goes from each part to the next one.
-      micro_batches: the number of parts that the batch is cut into, each of consecutive examples.
-      batch_argnums: the positions of the arguments whose arrays have the examples along axis 0; they are the same
-        number in each, and `micro_batches` divides it. All other arguments are the same for every part: a random key
-        too, so pass keys of the examples as part of the batch.
-      reduction: "mean", or "sum" where `fun` returns sums, or counts.
+      fun: a function of arrays, pytrees and modules. Module state that it changes (BatchNorm statistics, dropout keys)
+        is carried from each micro-batch to the next.
+      micro_batches: the number of micro-batches; each has consecutive examples.
+      batch_argnums: the positions of the arguments whose arrays have the examples along axis 0. Their sizes must be
+        equal, and divisible by `micro_batches`. All other arguments are shared by all micro-batches, random keys too:
+        pass one key for each example as part of the batch.
+      reduction: "mean"; or "sum" if `fun` returns sums or counts.
 
     Returns:
-      A function of the same arguments, to be called under `jax.jit`, or `nnx.jit` where a module keeps state. It
-      returns what `fun` does, as arrays of the same shapes and dtypes: the mean or sum over the parts, which is taken
-      in float32 where they have fewer bits. That holds of every array: one that has the examples as an axis, such as
-      logits as auxiliary output, has the size of one part and mixes the examples of all parts, and no check can tell it
-      from a parameter's gradient. Return means or sums over the examples, and nothing for each of them.
+      A function of the same arguments, to be called under `jax.jit`, or `nnx.jit` if a module has state. It returns the
+      mean or sum of the outputs of `fun` over the micro-batches, as arrays of the same shapes and dtypes; narrower
+      dtypes are accumulated in float32. This applies to every array: an output with an axis of examples, such as logits
+      as auxiliary output, has the size of one micro-batch and mixes examples of all micro-batches. No check can
+      distinguish it from a gradient, so return means or sums over the examples, and no value for each example.
 
     Raises:
-      TypeError: `fun` is not callable; `micro_batches` is not an int; `fun` returns a model, something that is not an
-        array, or for a mean integers or booleans.
-      ValueError: `micro_batches` is below 1 or does not divide the number of examples; the arrays of the batch
-        differ in it; `reduction` is neither "mean" nor "sum"; `fun` assigns a parameter or changes the structure of a
-        module.
+      TypeError: `fun` is not callable; `micro_batches` is not an int; an argument of the batch is a model; `fun`
+        returns a model, an object that is not an array, or, for a mean, integers or booleans.
+      ValueError: `micro_batches` is below 1 or does not divide the number of examples; the arrays of the batch have
+        different numbers of examples; `reduction` is neither "mean" nor "sum"; `fun` assigns a parameter or changes the
+        structure of a module.
 
     Cost:
-      The evaluations of all parts, the memory of one, and one more copy of what `fun` returns. XLA's CPU backend runs
-      the body of a loop on one core: 1.3 to 1.7 times the time of the whole batch on two cores, 0.78 times on one.
+      The evaluations of all micro-batches, the memory of one, and one more copy of the output of `fun`. XLA's CPU
+      backend runs the body of a loop on one core: 1.3 to 1.7 times the time of the whole batch on two cores, 0.78 times
+      on one.
 
     Source:
       MindSpore, `mindspore.nn.PipelineCell`, whose parts `lazy_inline` compiles once.
@@ -101,7 +102,7 @@ def accumulate(
     owner, function = bound_model(fun)
 
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        """Scan over the parts of the batch."""
+        """Scan over the micro-batches."""
         batch = _cut(fun, args, positions, micro_batches)
         refuse_shared_state("accumulate", fun, owner, args, kwargs)
         arguments = split_tree((owner, args, kwargs))
@@ -114,7 +115,7 @@ def accumulate(
             out, changed = call_purely("accumulate", function, (owner, args, kwargs))
             return _checked(out, reduction), changed
 
-        # `fun` is traced once, here: its results' shapes make the first carry of the loop, and the jaxpr is its body.
+        # `fun` is traced only here: the shapes of its results determine the initial carry, and the jaxpr is the body.
         one = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
         closed, outline = jax.make_jaxpr(of_part, return_shape=True)(state, one)
         run: Callable[..., Any] = jaxpr_as_fun(closed)
@@ -129,15 +130,15 @@ def accumulate(
             out, changed = jax.tree.unflatten(jax.tree.structure(outline), leaves)
             return (jax.tree.map(lambda total, x: total + jnp.asarray(x, total.dtype), totals, out), changed), None
 
-        # Under `shard_map` what is carried must differ over the same devices from the first iteration on.
+        # Under `shard_map` the initial carry must be device-varying over the same axes as the carry that is returned.
         zeros = jax.tree.map(lambda x: varying(jnp.zeros(x.shape, _accumulator(x.dtype)), varying_axes(x)), outline[0])
-        # Only state that `fun` changes is carried: the rest would be copied in each iteration.
+        # Carry only the state that `fun` changes: any other state would be copied in each iteration.
         first = [
             {path: varying(jnp.asarray(held[path]), varying_axes(x)) for path, x in new.items()}
             for held, new in zip(state, outline[1], strict=True)
         ]
-        # With `checkpoint` a gradient keeps no intermediate results of a part, but computes them again. XLA does not
-        # merge common subexpressions across the iterations of a loop, so barriers against that are not needed.
+        # With `checkpoint`, a gradient recomputes the intermediate results of a micro-batch instead of storing them.
+        # XLA does not merge common subexpressions across loop iterations, so barriers against that are not needed.
         (totals, last), _ = lax.scan(jax.checkpoint(body, prevent_cse=False), (zeros, first), batch)
         update("accumulate", models_of((owner, args, kwargs)), splits, with_changes(splits, last))
         number = micro_batches if reduction == "mean" else 1
@@ -152,14 +153,14 @@ def accumulate(
 
 
 def _cut(fun: Any, args: Sequence[Any], positions: tuple[int, ...], parts: int) -> dict[int, Any]:
-    """Return the arguments of the batch by positions, with an axis of the parts in front."""
+    """Return the arguments of the batch by position, with a leading axis of micro-batches."""
     selected = resolve_argnums("accumulate", fun, positions, args, "batch_argnums")
     for i in selected:
         if models_of(args[i]):
-            raise TypeError(f"accumulate: `{argument_name(fun, args, i)}` is a model; name others in batch_argnums.")
+            raise TypeError(f"accumulate: `{argument_name(fun, args, i)}` is a model; remove it from batch_argnums.")
     size = count_examples("accumulate", fun, selected, args)
     if size % parts:
-        raise ValueError(f"accumulate: micro_batches={parts} does not divide the {size} examples; leave some out.")
+        raise ValueError(f"accumulate: micro_batches={parts} does not divide the {size} examples; drop some.")
     batch = {i: args[i] for i in selected}
     return jax.tree.map(lambda x: jnp.reshape(x, (parts, size // parts, *x.shape[1:])), batch)
 
@@ -170,11 +171,11 @@ def _checked(out: Any, reduction: str) -> Any:
     for path, leaf in jax.tree.leaves_with_path(out, is_leaf=is_model):
         number = hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
         if is_model(leaf) or not number or not jnp.issubdtype(jnp.result_type(leaf), kind):
-            what = f"`{leaf_name('output', path)}` is {describe(leaf)}, which has no {reduction} over the parts"
+            what = f"`{leaf_name('output', path)}` is {describe(leaf)}, which has no {reduction} over micro-batches"
             raise TypeError(f'accumulate: {what}; return floats, or for reduction="sum" floats or ints.')
     return jax.tree.map(jnp.asarray, out)
 
 
 def _accumulator(dtype: Any) -> Any:
-    """Return the dtype in which numbers of `dtype` are summed: many small ones would be lost in few bits."""
+    """Return the dtype in which to sum `dtype`: at least float32, so that small terms are not lost to rounding."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,4 +1,4 @@
-"""Arrays of many lengths with few compilations: `bucketed`."""
+"""`bucketed`: call a function with arrays of any length, with few compilations."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ def bucketed(
 ) -> Bucketed:
     """Compile `fun` for a few lengths, and call it with arrays of any length.
 
-    As `jax.jit`, but arrays are filled up with zeros to the next of some lengths, and `fun` gets one argument more,
-    `mask=`, a bool array (length,) that is True for actual elements. `fun` must ignore the others.
+    As `jax.jit`, but arrays are zero-padded to the next of a few sizes, and `fun` receives an additional argument
+    `mask=`, a bool array of shape (size,) that is True for the actual elements. `fun` must ignore all others.
 
     Args:
-      fun: a function of arrays, pytrees and modules, with a keyword argument `mask`. The state that it changes of a
-        module (BatchNorm statistics, dropout keys) ends up in the module.
-      axis: the axis whose length varies, the same length in all arguments: an int for all arrays, or as `in_axes` of
-        `jax.vmap` a tuple with one entry for each positional argument, None for one that has no such axis, such as a
-        model. Keyword arguments have none.
-      sizes: the lengths to fill up to: "pow2" for 1, 2, 4, 8 and so on, or ints.
-      out_axes: as `out_axes` of `jax.vmap`, the axes of the output along which it is cut to the length again. None
-        returns it as `fun` does.
+      fun: a function of arrays, pytrees and modules, with a keyword argument `mask`. Module state that it changes
+        (BatchNorm statistics, dropout keys) is updated in the module.
+      axis: the axis whose length varies; the length must be the same in all arguments. An int for all arrays, or, as
+        `in_axes` of `jax.vmap`, a tuple with one entry for each positional argument, None for one without such an axis,
+        such as a model. Keyword arguments are not padded.
+      sizes: the sizes to pad to: "pow2" for 1, 2, 4, 8 and so on, or a list of ints.
+      out_axes: as `out_axes` of `jax.vmap`, the axes along which outputs are sliced back to the actual length. None
+        returns outputs unchanged.
 
     Returns:
-      A function of the arguments of `fun` without `mask`. Its attribute `traces` counts how many programs were traced
-      and compiled: one for each size, and each kind of the other arguments. An output that `out_axes` cuts is an array
-      of NumPy. Under another transform it fills up and cuts inside of the program.
+      A function of the arguments of `fun` without `mask`. Its attribute `traces` counts the programs that were traced
+      and compiled: one for each size and each combination of types of the other arguments. Outputs that `out_axes`
+      slices are NumPy arrays. Under another transform, padding and slicing are part of the program.
 
     Raises:
-      TypeError: `fun` is not callable; `sizes` holds something that is not an int; the axis is asked of a model or of
-        keys; `mask` is passed.
+      TypeError: `fun` is not callable; `sizes` contains a value that is not an int; `axis` selects a model or an array
+        of keys; `mask` is passed.
       ValueError: `sizes` is empty, or a string other than "pow2"; arrays of different lengths, or longer than the
         largest of `sizes`; an axis that an array does not have; no axis at all; `out_axes` does not fit the output.
 
     Cost:
-      That of the next size: below twice the work with "pow2" where that grows with the length. Arrays are filled up,
-      and outputs cut, by NumPy: 0.1 ms a call, and on an accelerator each call copies them to the host, unless they are
-      there already.
+      The cost of the next size: with "pow2" less than twice the work if the work is linear in the length. NumPy pads
+      arrays and slices outputs: 0.1 ms a call, and on an accelerator each call copies them to the host, unless they are
+      already there.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np
@@ -68,7 +68,7 @@ def bucketed(
 
 
 class Bucketed:
-    """A function of arrays of any length, compiled for a few: see `bucketed`.
+    """A function of arrays of any length, compiled for a few sizes: see `bucketed`.
 
     Attributes:
       traces: the number of programs that were traced and compiled.
@@ -81,9 +81,9 @@ class Bucketed:
         self._compiled = jax.jit(self._run, static_argnames="size")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `fun(*args, mask=..., **kwargs)` with arrays filled up."""
+        """Return `fun(*args, mask=..., **kwargs)` with padded arrays."""
         if "mask" in kwargs:
-            raise TypeError("bucketed: mask is not passed, since it comes from the lengths; leave it out.")
+            raise TypeError("bucketed: mask must not be passed, since bucketed computes it from the lengths; omit it.")
         axes = self._axes_of(args)
         refuse_shared_state("bucketed", self._fun, self._owner, args, kwargs)
         each = self._axis if isinstance(self._axis, tuple) else (self._axis,) * len(args)
@@ -92,9 +92,9 @@ class Bucketed:
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_model)
         filled = jax.tree.unflatten(treedef, [_filled(x, axis, size) for x, axis in zip(leaves, axes, strict=True)])
         arguments = split_tree((self._owner, filled, kwargs))
-        # The length is an argument of the program, so one program serves all lengths of one size.
+        # The length is an argument of the program, so one program covers all lengths of one size.
         out, changed = self._compiled(arguments, length, size=size)
-        out = self._cut(out, length, size)  # before modules are updated: where `out_axes` does not fit, nothing changes
+        out = self._cut(out, length, size)  # before updating modules: if `out_axes` does not fit, nothing changes
         parts = splits_of(arguments)
         update("bucketed", models_of((self._owner, args, kwargs)), parts, with_changes(parts, changed))
         return out
@@ -106,22 +106,22 @@ class Bucketed:
         return call_purely("bucketed", self._function, (owner, args, {**kwargs, "mask": mask}))
 
     def _axes_of(self, args: tuple[Any, ...]) -> list[int | None]:
-        """Return the axis of each array of the arguments, and None for each model; raise unless they have these."""
+        """Return the axis of each array of the arguments, and None for models; raise if an array lacks its axis."""
         axes = _of_leaves("axis", self._axis, args)
         if all(axis is None for axis in axes):
-            raise ValueError("bucketed: axis names no axis of any array in the call; give one, or use jax.jit.")
+            raise ValueError("bucketed: axis selects no axis of any array in the call; pass one, or use jax.jit.")
         for (path, leaf), axis in zip(jax.tree.leaves_with_path(args, is_leaf=is_model), axes, strict=True):
             if axis is None:
                 continue
-            # Zeros behind parameters or keys would be used like any others: a mask says nothing about them.
+            # Padding of parameters or keys would be used like actual values: the mask does not cover them.
             if is_model(leaf) or jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.extended):
                 name = leaf_name(argument_name(self._fun, args, path[0].idx), path[1:])
                 kind = "a model" if is_model(leaf) else "an array of keys"
-                raise TypeError(f"bucketed: `{name}` is {kind}, which cannot be filled up; give it None in axis.")
+                raise TypeError(f"bucketed: `{name}` is {kind}, which cannot be padded; pass None for it in axis.")
         return axes
 
     def _size_for(self, length: int) -> int:
-        """Return the smallest of the sizes that is not below `length`."""
+        """Return the smallest size that is at least `length`."""
         if not self._sizes:  # the next power of two, and 1 for an empty array
             return 1 << max(length - 1, 0).bit_length()
         if length > self._sizes[-1]:
@@ -129,15 +129,15 @@ class Bucketed:
         return next(size for size in self._sizes if size >= length)
 
     def _cut(self, out: Any, length: int, size: int) -> Any:
-        """Return the output with the axes of `out_axes` cut to `length`; raise unless they have the size `size`."""
+        """Slice the output to `length` along `out_axes`; raise unless these axes have the padded `size`."""
         leaves, treedef = jax.tree.flatten_with_path(out)
         cut = []
         for (path, x), axis in zip(leaves, _of_leaves("out_axes", self._out_axes, out), strict=True):
             if axis is not None:
                 if not -x.ndim <= axis < x.ndim or x.shape[axis] != size:
-                    what = f"`{leaf_name('output', path)}` is {describe(x)}, without the filled size {size}"
-                    raise ValueError(f"bucketed: {what} along out_axes={axis}; name the axis that has it, or None.")
-                # By NumPy, as JAX would compile a program for each length.
+                    what = f"`{leaf_name('output', path)}` is {describe(x)}, without the padded size {size}"
+                    raise ValueError(f"bucketed: {what} along out_axes={axis}; pass the axis that has it, or None.")
+                # Slice with NumPy: JAX would compile a program for each length.
                 x = x if isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
                 x = x[(slice(None),) * (axis % x.ndim) + (slice(length),)]
             cut.append(x)
@@ -145,7 +145,7 @@ class Bucketed:
 
 
 def _of_leaves(name: str, axes: Axes, tree: Any) -> list[int | None]:
-    """Return the axis of each leaf of a tree, of which models are leaves; raise unless `axes` is a prefix of it."""
+    """Return the axis of each leaf of a tree, with models as leaves; raise unless `axes` is a prefix of the tree."""
     try:
         return broadcast_axes(axes, tree, is_leaf=is_model)
     except (ValueError, TypeError, KeyError):
@@ -155,23 +155,23 @@ def _of_leaves(name: str, axes: Axes, tree: Any) -> list[int | None]:
 
 
 def _filled(x: Any, axis: int | None, size: int) -> Any:
-    """Return an array filled up with zeros to `size` along an axis."""
+    """Return an array zero-padded to `size` along an axis."""
     if axis is None:
         return x
     axis %= x.ndim
     if isinstance(x, Tracer):
         return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
-    # By NumPy, as `jnp.pad` would compile a program for each length. An assignment, as `numpy.pad` takes five times as
-    # long for small arrays.
+    # Pad with NumPy: `jnp.pad` would compile a program for each length. Use an assignment: for small arrays `numpy.pad`
+    # takes five times as long.
     filled = np.zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
     filled[(slice(None),) * axis + (slice(x.shape[axis]),)] = x
-    # Back to the device that a committed array was on, so that `fun` runs there.
+    # Put a committed array back on its device, so that `fun` runs there.
     there = isinstance(x, jax.Array) and x.committed and len(x.devices()) == 1
     return jax.device_put(filled, x.sharding) if there else filled
 
 
 def _check_sizes(sizes: Any) -> tuple[int, ...]:
-    """Return the lengths in order; none for powers of two."""
+    """Return the sizes in increasing order; an empty tuple for powers of two."""
     if isinstance(sizes, str) and sizes == "pow2":
         return ()
     if not isinstance(sizes, Iterable):

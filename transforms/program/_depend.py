@@ -1,4 +1,4 @@
-"""An order between two computations that share nothing: `depend`."""
+"""`depend`: an order between two computations that share no data."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _Other = TypeVar("_Other")
 
 
 def depend(y: _Value, a: _Other) -> tuple[_Value, _Other]:
-    """Return `y` and `a` such that both are computed before either is used.
+    """Return `y` and `a` such that both are computed before either result is used.
 
-    As `jax.lax.optimization_barrier`, for two values: MindSpore's `Depend(y, a)`. XLA neither moves a
-    computation across nor merges what is before with what is behind. It drops unused values, so use both results:
-    with `depend(y, a)[0]` alone `a` is not computed at all.
+    As `jax.lax.optimization_barrier` for two values, or MindSpore's `Depend(y, a)`. XLA neither moves computations
+    across the barrier nor merges computations before it with computations after it. XLA drops unused values, so use
+    both results: if only `depend(y, a)[0]` is used, `a` is not computed at all.
 
-    A side effect is no value: for the order of prints, writes and the like JAX has ordered callbacks,
-    `jax.debug.callback(..., ordered=True)` and `jax.experimental.io_callback(..., ordered=True)`, which run in the
-    order in which they are written, whatever depends on them.
+    `depend` does not order side effects. For the order of prints, writes and the like use ordered callbacks,
+    `jax.debug.callback(..., ordered=True)` and `jax.experimental.io_callback(..., ordered=True)`, which run in program
+    order regardless of data dependencies.
 
     Args:
-      y: arrays or numbers, any pytree.
-      a: the same.
+      y: a pytree of arrays or numbers.
+      a: a pytree of arrays or numbers.
 
     Returns:
       `y` and `a`, unchanged, as arrays.
 
     Cost:
-      Nothing is computed or copied; what would have been fused across is not.
+      Nothing is computed or copied, but XLA cannot fuse operations across the barrier.
 
     Source:
       MindSpore, `mindspore.ops.Depend`.

@@ -1,4 +1,4 @@
-"""A check that donated memory is reused: `assert_donated`."""
+"""`assert_donated`: a check that donated memory is reused."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     """Raise unless the memory of each donated argument of `fun` is reused for a result.
 
-    JAX only warns, once, where a donated buffer is not reused; the program then needs the memory twice.
+    If a donated buffer is not reused, JAX only warns, once, and the program needs the memory twice.
 
     Args:
       fun: a function under `jax.jit` with `donate_argnums` or `donate_argnames`.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. Nothing is run and nothing is donated.
 
     Raises:
-      AssertionError: a donated array cannot be reused, as no result has its shape and dtype, or those that have are
-        taken, or `fun` does not use it; the message names it.
+      AssertionError: a donated array is not reused: no result has its shape and dtype, or every such result reuses
+        another argument, or `fun` does not use it. The message names the array.
       TypeError: `fun` is not under `jax.jit`.
-      ValueError: `fun` donates nothing.
+      ValueError: `fun` donates no argument.
 
     Cost:
       Compiling `fun`.
@@ -46,7 +46,7 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     remedy = "pass jax.jit(fun, donate_argnums=...)"
     if not isinstance(fun, Jitted):
         raise TypeError(f"assert_donated: fun must be a function under jax.jit, but got {describe(fun)}; {remedy}.")
-    # The names of arguments in the program are metadata, so an entry of the persistent cache may have those of another.
+    # Argument names in the program are metadata: an entry of the persistent cache may have those of another program.
     with warnings.catch_warnings(), names_in_cache_key():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
@@ -55,11 +55,11 @@ def assert_donated(fun: Callable[..., Any], *args: Any) -> None:
     names = [x or f"array {i}" for i, x in enumerate(traced.jaxpr.jaxpr.debug_info.arg_names)]
     donated = {name: info for name, info in zip(names, given, strict=True) if info.donated}
     if not donated:
-        raise ValueError(f"assert_donated: fun donates nothing; name what it may overwrite: {remedy}.")
+        raise ValueError(f"assert_donated: fun donates nothing; name the arguments to donate: {remedy}.")
     text = compiled.as_text()
     program = HloProgram(text)
     inputs = [x for x in program.computations[program.entry] if x.opcode == "parameter"]
-    # Arguments that `fun` does not use are no parameters of the program, so numbers differ; the names stay.
+    # Arguments that `fun` does not use are not parameters of the program, so match by names and not by numbers.
     reused = {int(number) for number in _ALIASED.findall(text.split("\n", 1)[0])}
     is_reused = {x.op_name: i in reused for i, x in enumerate(inputs)}
     wasted = []

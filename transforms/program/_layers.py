@@ -1,4 +1,4 @@
-"""Repeated layers compiled once: `stack_layers` and `scan_layers`."""
+"""`stack_layers` and `scan_layers`: compile one layer for many repeated layers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 
 
 def stack_layers(layers: Sequence[Any]) -> Stack:
-    """Store layers of one architecture as one module, for `scan_layers`.
+    """Stack layers of one architecture into one module, for `scan_layers`.
 
-    Do it once, where the model is built: stacked inside a compiled function, every layer would be an input of it again.
+    Call it once, when the model is built: if layers are stacked inside a compiled function, every layer is a separate
+    input of the program again.
 
     Args:
-      layers: a list or another sequence of NNX modules; they are copied. Layers are compared as they are now and not
-        by how they were made, so one that was changed since is found.
+      layers: a sequence of NNX modules; they are copied. Their current state is compared, so a layer that was changed
+        after its construction is detected.
 
     Returns:
       A stack: an NNX module with `len(stack)`, `stack.unstack()` and `stack.layer`, one module that holds the arrays of
       all layers along axis 0 (so `stack.layer.kernel` has shape (layers, ...)).
 
     Raises:
-      TypeError: `layers` is not a sequence, or holds something that is not an NNX module; layers of different classes,
-        or with a variable that is not an array.
-      ValueError: `layers` is empty, holds layers that share a variable (tied parameters, or an `nnx.Rngs` that all of
-        them keep), or layers that differ in the path, shape or dtype of an array or in their configuration. The first
-        difference is named, and the layer's index.
+      TypeError: `layers` is not a sequence, or has an entry that is not an NNX module; layers of different classes, or
+        with a variable that is not an array.
+      ValueError: `layers` is empty, has layers that share a variable (tied parameters, or a common `nnx.Rngs`), or
+        layers that differ in the path, shape or dtype of an array or in their configuration. The error names the first
+        difference and the index of the layer.
 
     Cost:
-      One copy of every array. (The sharding annotations of variables stay those of one layer.)
+      One copy of every array. (The sharding annotations of variables remain those of a single layer.)
 
     Source:
       MindSpore, `mindspore.lazy_inline`.
@@ -64,7 +65,7 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
     if not isinstance(layers, Sequence) or isinstance(layers, (str, bytes)):
         raise TypeError(f"stack_layers: layers must be a list of NNX modules, but got {describe(layers)}.")
     if not layers:
-        raise ValueError("stack_layers: the list of layers is empty; a stack has at least one.")
+        raise ValueError("stack_layers: the list of layers is empty; pass at least one layer.")
     for i, layer in enumerate(layers):
         if not is_module(layer):
             raise TypeError(f"stack_layers: layer {i} is {describe(layer)}, not an NNX module; use jax.lax.scan.")
@@ -74,7 +75,7 @@ def stack_layers(layers: Sequence[Any]) -> Stack:
 
 
 _REMEDY = (
-    "build all layers with one configuration, and hand over numbers that differ as xs of scan_layers",
+    "build all layers with one configuration, and pass numbers that differ as xs of scan_layers",
     "define it once, at module level",
 )
 
@@ -87,40 +88,39 @@ def scan_layers(
     remat: bool | Callable[..., bool] = False,
     unroll: int = 1,
 ) -> tuple[Any, Any]:
-    """Send `carry` through the layers of a stack, one after another, with one layer's operations in the program.
+    """Apply the layers of a stack in sequence, as a `lax.scan` that contains the operations of a single layer.
 
-    As `for layer in layers: carry = layer(carry, *shared)`, but compiled in a time that does not depend on the number
-    of layers. The variables that a layer changes (BatchNorm statistics, dropout keys) are its own, and end up in the
-    stack.
+    As `for layer in layers: carry = layer(carry, *shared)`, but the compile time does not depend on the number of
+    layers. Each layer has separate variables; changes (BatchNorm statistics, dropout keys) are stored in the stack.
 
     Args:
       stack: the result of `stack_layers`.
-      carry: arrays, any pytree: the first argument of the first layer, with the structure, shapes and dtypes that each
-        layer returns.
-      *shared: further arguments, the same for every layer, such as a mask. Flax refuses that a layer changes a module
-        among them, such as an `nnx.Rngs` that it draws from: pass `xs=jax.random.split(key, len(stack))` instead.
-      xs: arrays with the layers as axis 0, any pytree: each layer gets its slice as its last argument, such as its part
-        of a cache.
-      remat: whether a gradient computes each layer again instead of keeping its intermediate results; or a policy of
-        `jax.checkpoint_policies` that decides which are kept.
-      unroll: the number of layers that are written out in one iteration of the loop: the program grows, and has fewer
-        iterations.
+      carry: a pytree of arrays: the first argument of the first layer. Every layer must return the same structure,
+        shapes and dtypes.
+      *shared: further arguments that are the same for every layer, such as a mask. Flax raises if a layer changes a
+        module among them, such as an `nnx.Rngs` that it draws from: pass `xs=jax.random.split(key, len(stack))`
+        instead.
+      xs: a pytree of arrays with the layers as axis 0: each layer receives its slice as its last argument, such as its
+        part of a cache.
+      remat: whether a gradient recomputes each layer instead of storing its intermediate results; or a policy of
+        `jax.checkpoint_policies` that selects what to store.
+      unroll: the number of layers in one iteration of the loop: the program grows, and has fewer iterations.
 
     Returns:
-      The carry that the last layer returns, and `ys`: None where layers return a carry; where they return a pair
-      (carry, y), all y with the layers as axis 0. (A result that has the structure of `carry` is a carry.)
+      The carry that the last layer returns, and `ys`. If layers return a carry, `ys` is None; if they return a pair
+      (carry, y), `ys` has all y with the layers as axis 0. (A result with the structure of `carry` is a carry.)
 
     Raises:
       TypeError: `stack` is not a stack; a model is in `carry` or `xs`; a layer returns neither a carry nor a pair;
         `remat` is neither a bool nor a policy.
       ValueError: axis 0 of an array of `xs` or of the stack is not the layers; a layer returns a carry of other shapes
-        or dtypes, or changes the structure of its variables; or their values, in a function that JAX transforms and
-        that closes over the stack.
+        or dtypes, or changes the structure of its variables; in a function that JAX transforms and that closes over the
+        stack, a layer changes the values of its variables.
 
     Cost:
-      Time and memory of the layers one after another, and a copy of each layer's arrays in its iteration. A gradient
-      keeps each layer's intermediate results, unless `remat`; on a CPU that is quicker as well. Convolutions are slower
-      in a loop on a CPU.
+      Time and memory of the layers in sequence, and a copy of each layer's arrays in its iteration. A gradient stores
+      the intermediate results of each layer, unless `remat` is set, which is also faster on a CPU. Convolutions are
+      slower in a loop on a CPU.
 
     Source:
       `jax.lax.scan`; MindSpore, `mindspore.lazy_inline`; `flax.nnx.scan`.
@@ -141,7 +141,7 @@ def scan_layers(
       ((2, 4), (3,))
     """
     if not hasattr(type(stack), "__plurax_layers__"):
-        raise TypeError(f"scan_layers: stack must be what stack_layers(layers) gives, but got {describe(stack)}.")
+        raise TypeError(f"scan_layers: stack must be the result of stack_layers, but got {describe(stack)}.")
     check_count("scan_layers", "unroll", unroll)
     if not isinstance(remat, bool) and not callable(remat):
         raise TypeError(f"scan_layers: remat must be a bool or a checkpoint policy, but got {describe(remat)}.")
@@ -153,9 +153,9 @@ def scan_layers(
         return layer(carry, *shared, *x)
 
     def one_layer(carry: Any, slices: Any) -> tuple[Any, Any]:
-        """Return the carry, and the y and the changed arrays of one layer."""
+        """Apply one layer; return its carry, and the pair of its y and its changed arrays."""
         trainable, rest, x = slices
-        # The slices of the stack's arrays have the shapes of one layer, whose module is merged from them.
+        # The slices of the stack's arrays have the shapes of one layer, so they merge to its module.
         arguments: Any = SplitModel(parts.structure, trainable, rest), (carry, *([] if xs is None else [x])), {}
         out, (changed,) = call_purely("scan_layers", call, arguments, may_assign=True)
         out, y = _carry_and_y(type(stack.layer).__name__, carry, out)
@@ -166,9 +166,9 @@ def scan_layers(
         # Gradients of convolutions are many times slower inside a loop of XLA's CPU backend than outside.
         body = with_scannable_gradients(one_layer)
     if remat:
-        # XLA does not merge common subexpressions across the iterations of a loop, so no barriers are needed.
+        # XLA does not merge common subexpressions across loop iterations, so no barriers are needed.
         body = jax.checkpoint(body, policy=None if remat is True else remat, prevent_cse=False)
-    # What layers change is an output of the scan, not a part of the carry: each layer changes its own slice only.
+    # Changed arrays are outputs of the scan and not part of the carry: each layer changes only its own slice.
     carry, (ys, changed) = lax.scan(body, carry, (parts.trainable, parts.rest, xs), len(stack), unroll=unroll)
     update("scan_layers", [stack.layer], [parts], with_changes([parts], [changed]))
     return carry, ys
@@ -179,25 +179,25 @@ def _check_arrays(name: str, tree: Any, size: int | None = None) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         if is_model(leaf):
             what = f"`{leaf_name(name, path)}` is a {type(leaf).__name__}"
-            raise TypeError(f"scan_layers: {what}, but carry and xs hold arrays; pass a model before xs.")
+            raise TypeError(f"scan_layers: {what}, but carry and xs hold arrays; pass models as shared arguments.")
         if size is not None and (not hasattr(leaf, "shape") or leaf.shape[:1] != (size,)):
             what = f"`{leaf_name(name, path)}` is {describe(leaf)}, but axis 0 must be the {size} layers"
-            raise ValueError(f"scan_layers: {what}; pass what all layers share before xs.")
+            raise ValueError(f"scan_layers: {what}; pass values that all layers share as shared arguments.")
 
 
 def _carry_and_y(name: str, carry: Any, out: Any) -> tuple[Any, Any]:
-    """Split what a layer returned into a carry and a y; raise unless the next layer can take the carry."""
-    # There is no ambiguity: a pair that holds a pytree of the structure of `carry` has more nodes than `carry`.
+    """Split the result of a layer into carry and y; raise unless the next layer can take the carry."""
+    # This is unambiguous: a pair that contains a pytree of the structure of `carry` has more nodes than `carry`.
     structure: Any = jax.tree.structure(carry)
     y = None
     if structure != jax.tree.structure(out):
         if type(out) not in (tuple, list) or len(out) != 2 or structure != jax.tree.structure(out[0]):
-            wanted = f"what the next layer takes, {structure}, or a pair of that and a y"
+            wanted = f"a carry of structure {structure}, or a pair of a carry and a y"
             raise TypeError(f"scan_layers: {name} must return {wanted}, but it returned {jax.tree.structure(out)}.")
         out, y = out
     for (path, before), after in zip(jax.tree.leaves_with_path(carry), jax.tree.leaves(out), strict=True):
-        weak = jax.typeof(before).weak_type  # a scan gives a weakly typed carry the dtype of what comes back
+        weak = jax.typeof(before).weak_type  # a scan casts a weakly typed carry to the dtype that is returned
         if jnp.shape(before) != jnp.shape(after) or (not weak and before.dtype != jnp.result_type(after)):
             takes = f"takes `{leaf_name('carry', path)}`, {describe(before)}, but returns {describe(after)}"
-            raise ValueError(f"scan_layers: {name} {takes}; each layer must return what the next one takes.")
+            raise ValueError(f"scan_layers: {name} {takes}; return a carry of the same shapes and dtypes.")
     return out, y

@@ -1,4 +1,4 @@
-"""The transposes and copies of a compiled program: `count_layout_ops`."""
+"""`count_layout_ops`: count the transposes and copies of a compiled program."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from ._ir.traced_program import TracedProgram
 def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     """Count the transposes and copies of the compiled `fun(*args)`.
 
-    XLA chooses the order in memory of the arrays inside a program, so the order of axes that one writes (`NHWC` or
-    `NCHW`) is not that in which a convolution runs: its cost is in the transposes and copies that are left.
+    XLA chooses the memory layout of arrays inside a program, so a convolution need not run in the order of axes that
+    the code uses (`NHWC` or `NCHW`). The cost of that choice is in the remaining transposes and copies.
 
     Args:
       fun: as for `profile`.
       *args: as for `profile`.
 
     Returns:
-      `transpose`: how often a call puts numbers in another order in memory; `copy`: how often it copies them in the
-      same order; `bytes`: those that both read and write together. Operations inside fusions count too, and those of a
-      scan once for each iteration; a loop whose iterations depend on data, and each branch of a condition, counts once.
+      A dict. `transpose`: the number of operations in a call that reorder elements in memory; `copy`: the number that
+      copy them in the same order; `bytes`: the bytes that both read and write in total. Operations inside fusions
+      count too, and those of a scan count once for each iteration. The body of a loop whose number of iterations
+      depends on data, and each branch of a condition, count once.
 
     Raises:
-      TypeError: `fun` cannot be called.
+      TypeError: `fun` is not callable, or the arguments have no values, as inside `jax.jit`.
 
     Cost:
       Compiling `fun`.
@@ -52,8 +53,8 @@ def count_layout_ops(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
 
 
 def _kind(program: HloProgram, instruction: Instruction) -> str:
-    """Return `transpose` or `copy`, by what an instruction does in memory; empty if it moves nothing."""
-    # The opcode does not tell: a `transpose` moves nothing if the layout of its result is permuted as well, and a
+    """Return `transpose` or `copy`, by the effect of an instruction in memory; empty if it moves nothing."""
+    # The opcode is not sufficient: a `transpose` moves nothing if the layout of its result is permuted as well, and a
     # `copy` from one layout to another is a transpose.
     if instruction.opcode not in {"transpose", "copy"}:
         return ""

@@ -12,16 +12,18 @@ from .._models.split_model import SplitModel, split
 
 
 class Stack(nnx.Module):
-    """Layers of one architecture, with axis 0 of every array as the layers; made by `stack_layers`.
+    """Layers of one architecture, stacked along axis 0 of every array; created by `stack_layers`.
 
-    It is an ordinary module: it can be an attribute of another one, be trained, saved, and be a member of an ensemble.
+    It is an ordinary module: it can be an attribute of another module, be trained and saved, and be a member of an
+    ensemble.
 
     Attributes:
-      layer: one module of the layers' class that holds the arrays of all of them, so with one axis more than it can be
-        called with. Its settings (`stack.layer.set_attributes(...)`, `stack.eval()`) are those of every layer.
+      layer: a module of the class of the layers that holds the arrays of all layers. Its arrays have an additional
+        axis, so it cannot be called itself. Its settings (`stack.layer.set_attributes(...)`, `stack.eval()`) apply to
+        every layer.
     """
 
-    # `plurax.transforms.modules` recognizes a stack by this without importing Flax or this file.
+    # `plurax.transforms.modules` recognizes a stack by this attribute, without importing Flax or this file.
     __plurax_layers__ = True
 
     def __init__(self, layer: Any, size: int) -> None:
@@ -33,7 +35,7 @@ class Stack(nnx.Module):
         return self._size
 
     def unstack(self) -> list[Any]:
-        """Return the layers as modules of their own, with copies of their arrays.
+        """Return the layers as a list of standalone modules, with copies of their arrays.
 
         Examples:
           >>> from flax import nnx
@@ -46,7 +48,7 @@ class Stack(nnx.Module):
         return [jax.tree.map(itemgetter(i), parts).merge() for i in range(self._size)]
 
     def parts(self) -> SplitModel:
-        """Return the layers as one split model; raise unless axis 0 of each array is the layers."""
+        """Return the layers as one split model; raise unless axis 0 of each array has one entry for each layer."""
         parts = split(self.layer)
         for path, leaf in parts.arrays().items():
             if getattr(leaf, "shape", ())[:1] != (self._size,):

@@ -208,7 +208,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             {"batch_argnums": 0},
             jnp.ones(4),
             TypeError,
-            "`params` is a model; name others in batch_argnums",
+            "`params` is a model; remove it from batch_argnums",
         ),
         (loss, {}, {"x": 1.0}, ValueError, r"`batch\['x'\]` is 1.0 .*; pass it in another argument"),
         (
@@ -225,7 +225,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             ValueError,
             "the arguments of batch_argnums hold no array, so there are no examples; pass some",
         ),
-        (loss, {}, jnp.ones(5), ValueError, "micro_batches=2 does not divide the 5 examples; leave some out"),
+        (loss, {}, jnp.ones(5), ValueError, "micro_batches=2 does not divide the 5 examples; drop some"),
         (
             loss,
             {"batch_argnums": (1, -1)},
@@ -238,7 +238,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             {},
             jnp.ones(4),
             TypeError,
-            r"`output\['n'\]` is .* dtype int32, which has no mean over the parts; return floats",
+            r"`output\['n'\]` is .* dtype int32, which has no mean over micro-batches; return floats",
         ),
         (
             lambda m, x: x > 0,
@@ -247,7 +247,7 @@ def assigns(model: Any, x: jax.Array) -> jax.Array:
             TypeError,
             "`output` is .* dtype bool, which has no sum",
         ),
-        (lambda m, x: m, {}, jnp.ones(4), TypeError, "`output` is Linear.*, which has no mean over the parts"),
+        (lambda m, x: m, {}, jnp.ones(4), TypeError, "`output` is Linear.*, which has no mean over micro-batches"),
         (lambda m, x: "loss", {}, jnp.ones(4), TypeError, "`output` is 'loss' of type str, which has no mean"),
         (adds_a_variable, {}, jnp.ones(4), ValueError, r"fun changes the structure of Linear \(`seen"),
         (assigns, {}, jnp.ones(4), ValueError, "fun assigns the parameter `bias`, but all calls share it"),

@@ -113,7 +113,7 @@ def test_modules_and_what_they_keep(as_function: bool) -> None:
 
 def test_a_failing_call_changes_nothing() -> None:
     model = Net()
-    with pytest.raises(ValueError, match="^bucketed: `output` is .*, without the filled size 8 along out_axes=0"):
+    with pytest.raises(ValueError, match="^bucketed: `output` is .*, without the padded size 8 along out_axes=0"):
         bucketed(model, out_axes=0)(np.ones((5, 3), np.float32))
     assert float(model.seen[...]) == 0.0
 
@@ -171,27 +171,27 @@ def test_a_wrong_function_is_refused() -> None:
             ValueError,
             r"axis=\(0,\) is not a prefix of PyTreeDef.*or one int for all",
         ),
-        ({"axis": (None, None)}, (np.ones(5), 1.0), ValueError, "axis names no axis of any array in the call; give"),
-        ({}, ((), ()), ValueError, "axis names no axis of any array in the call; give one, or use jax.jit"),
+        ({"axis": (None, None)}, (np.ones(5), 1.0), ValueError, "axis selects no axis of any array in the call; pass"),
+        ({}, ((), ()), ValueError, "axis selects no axis of any array in the call; pass one, or use jax.jit"),
         (
             {"axis": ({"a": 0}, 0)},
             (np.ones(5), np.ones(5)),
             ValueError,
             r"axis=\({'a': 0}, 0\) is not a prefix of PyTreeDef\(\(\*, \*\)\); use the same containers and keys",
         ),
-        ({}, (Net(), np.ones(5)), TypeError, "`x` is a model, which cannot be filled up; give it None in axis"),
+        ({}, (Net(), np.ones(5)), TypeError, "`x` is a model, which cannot be padded; pass None for it in axis"),
         (
             {"axis": (0, 0)},
             (jax.random.split(jax.random.key(0), 5), np.ones(5)),
             TypeError,
-            "`x` is an array of keys, which cannot be filled up; give it None",
+            "`x` is an array of keys, which cannot be padded; pass None",
         ),
         ({"out_axes": (0, 0, 0)}, (np.ones(5), np.ones(5)), ValueError, r"out_axes=\(0, 0, 0\) is not a prefix of Py"),
         (
             {"out_axes": 1},
             (np.ones(5), np.ones(5)),
             ValueError,
-            r"`output\[0\]` is an array of .*, without the filled size 8 along out_axes=1",
+            r"`output\[0\]` is an array of .*, without the padded size 8 along out_axes=1",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_wrong_arguments_are_refused(options: Any, args: Any, error: type[Except
 
 
 def test_a_mask_of_ones_own_is_refused() -> None:
-    with pytest.raises(TypeError, match="^bucketed: mask is not passed, since it comes from the lengths; leave it out"):
+    with pytest.raises(TypeError, match="^bucketed: mask must not be passed, since bucketed computes it"):
         bucketed(mean)(np.ones(3), mask=np.ones(3, bool))
 
 

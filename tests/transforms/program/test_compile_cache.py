@@ -122,7 +122,7 @@ def test_the_one_that_is_not_in_use_is_not_disabled(tmp_path):
     before = settings()
     first = enable_compile_cache(tmp_path / "a")
     second = enable_compile_cache(tmp_path / "b")
-    with pytest.raises(ValueError, match="CompileCache.disable: the cache in use, at '.*b', was set later; disable"):
+    with pytest.raises(ValueError, match="CompileCache.disable: the cache at '.*b' was set later; disable"):
         first.disable()
     assert settings()[1] == str(tmp_path / "b")
     second.disable()
@@ -133,7 +133,7 @@ def test_the_one_that_is_not_in_use_is_not_disabled(tmp_path):
 def test_of_two_on_one_directory_the_first_is_not_disabled_first(tmp_path):
     before = settings()
     first, second = enable_compile_cache(tmp_path), enable_compile_cache(tmp_path)
-    with pytest.raises(ValueError, match="CompileCache.disable: the cache in use, at '.*', was set later; disable"):
+    with pytest.raises(ValueError, match="CompileCache.disable: the cache at '.*' was set later; disable"):
         first.disable()
     assert settings() == [True, str(tmp_path), 0.0, -1, "none"]
     run()

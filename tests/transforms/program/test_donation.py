@@ -106,7 +106,7 @@ def test_parts_of_modules_are_named() -> None:
 
 
 def test_what_donates_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="assert_donated: fun donates nothing; name what it may overwrite"):
+    with pytest.raises(ValueError, match="assert_donated: fun donates nothing; name the arguments"):
         assert_donated(jax.jit(jnp.sin), f32(3))
     with pytest.raises(
         TypeError, match="assert_donated: fun must be a function under jax.jit, but got .*; pass jax.jit.fun"

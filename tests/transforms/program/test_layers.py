@@ -379,7 +379,7 @@ class NoLayer:
     [
         (3, TypeError, "layers must be a list of NNX modules, but got 3 of type int"),
         ("ab", TypeError, "layers must be a list of NNX modules, but got 'ab' of type str"),
-        ([], ValueError, "the list of layers is empty; a stack has at least one"),
+        ([], ValueError, "the list of layers is empty; pass at least one layer"),
         ([NoLayer()], TypeError, "layer 0 is .*NoLayer.*, not an NNX module; use jax.lax.scan"),
     ],
 )
@@ -469,11 +469,11 @@ def remember(module: Any, x: Any) -> Any:
         (
             lambda m, x: (x, x, x),
             TypeError,
-            "Any_ must return what the next layer takes, PyTreeDef.* it returned",
+            "Any_ must return a carry of structure PyTreeDef.* it returned",
         ),
-        (lambda m, x: None, TypeError, "Any_ must return what the next layer takes"),
+        (lambda m, x: None, TypeError, "Any_ must return a carry of structure"),
         (lambda m, x: x[:2], ValueError, r"Any_ takes `carry`, .* \(3,\) and dtype float32, but returns .* \(2,\)"),
-        (lambda m, x: x.astype(jnp.bfloat16), ValueError, "returns .* bfloat16; each layer must return what the next"),
+        (lambda m, x: x.astype(jnp.bfloat16), ValueError, "returns .* bfloat16; return a carry of the same"),
         (remember, ValueError, r"fun changes the structure of Any_ \(`seen"),
     ],
 )
@@ -502,7 +502,7 @@ def test_streams_cannot_be_shared_but_keys_are_handed_over() -> None:
 
 def test_models_are_neither_carried_nor_sliced() -> None:
     stack, x = stack_layers([nnx.LayerNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)]), jnp.ones(3)
-    with pytest.raises(TypeError, match=r"^scan_layers: `carry\[1\]` is a Rngs, but .* pass a model before xs"):
+    with pytest.raises(TypeError, match=r"^scan_layers: `carry\[1\]` is a Rngs, but .* pass models as shared"):
         scan_layers(stack, (x, nnx.Rngs(0)))
     with pytest.raises(TypeError, match=r"^scan_layers: `xs\['a'\]` is a Linear, but carry and xs hold arrays"):
         scan_layers(stack, x, xs={"a": nnx.Linear(2, 3, rngs=nnx.Rngs(0))})
@@ -513,14 +513,14 @@ def test_a_named_tuple_is_no_pair() -> None:
         x: Any
         y: Any
 
-    with pytest.raises(TypeError, match="Any_ must return what the next layer takes"):
+    with pytest.raises(TypeError, match="Any_ must return a carry of structure"):
         scan_layers(stack_layers([Any_(lambda m, x: Both(x, x))]), jnp.ones(3))
 
 
 def test_wrong_arguments_are_refused() -> None:
     stack = stack_layers([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(2)])
     x = jnp.ones((5, 3))
-    with pytest.raises(TypeError, match="^scan_layers: stack must be what stack_layers.* gives, but got"):
+    with pytest.raises(TypeError, match="^scan_layers: stack must be the result of stack_layers, but got"):
         scan_layers([stack], x)
     with pytest.raises(ValueError, match=r"`xs\['a'\]` is .* \(3,\) .*, but axis 0 must be the 2 layers; pass"):
         scan_layers(stack, x, xs={"a": jnp.ones(3)})

@@ -1,4 +1,4 @@
-"""`DPSGD`: the public class, which joins clipped sums, noise, sampling and accounting."""
+"""`DPSGD`: the public class, which combines clipped sums, noise, sampling and accounting."""
 
 from __future__ import annotations
 
@@ -33,58 +33,59 @@ from .step import SAMPLING, PrivateStep
 
 
 class DPSGD:
-    """Train with differential privacy: this class does the clipping, noise, Poisson sampling and privacy accounting.
+    """Train with differential privacy: clipping, Gaussian noise, Poisson sampling and privacy accounting in one class.
 
-    `init` makes a state, `batches` samples, `step` takes one step and `fit` many; `state.model` is the trained model.
+    `init` returns a state, `batches` samples, `step` takes one step, and `fit` runs the training loop. `state.model`
+    is the trained model.
 
     Args:
-      loss: `loss(model, *batch)` returns a real scalar. `model` is what `init` gets; the batch is one example, as a
-        batch of one, so a loss that takes its mean is right as it is.
+      loss: `loss(model, *batch)` returns a real scalar. `model` is what was passed to `init`; the batch is a single
+        example, as a batch of one, so a loss that averages over its batch needs no change.
       optimizer: an optax `GradientTransformation` that uses only gradients.
-      l2_clip_norm: the norm that each example's gradient is scaled down to where it has a larger one.
-      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is for a comparison without
-        privacy: its ε is infinite.
-      target_epsilon: the ε that `num_steps` steps may spend, in place of `noise_multiplier`, which is then found.
-      target_delta: the δ that every ε here is for.
-      num_examples: how many examples the data have. It is taken to be public.
+      l2_clip_norm: the largest norm of an example's gradient; larger gradients are scaled down to it.
+      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero trains without privacy, for
+        comparison: its ε is infinite.
+      target_epsilon: the ε that `num_steps` steps may spend. Pass it instead of `noise_multiplier`, which is then
+        computed.
+      target_delta: the δ for which every ε is computed. A warning is issued if it exceeds `1 / num_examples`.
+      num_examples: the number of examples in the data. It is assumed to be public.
       expected_batch_size: the mean size of a batch: each example takes part in a step with probability
-        `expected_batch_size / num_examples`. The noisy sum is divided by it, never by the size that was drawn.
-      num_steps: how many steps the run has.
+        `expected_batch_size / num_examples`. The noisy sum is divided by it, never by the sampled size.
+      num_steps: the number of steps of the run.
       method: as for `clipped_grad`: "auto", "vmap", "ghost" or "book_keeping"; they differ in time and memory only.
-      accountant: "pld" (privacy loss distributions, tight) or "rdp" (Rényi divergences, quick).
-      noise_strategy: None for noise that is independent in each step, or the coefficients of a banded Toeplitz
-        strategy matrix, shape (bands,), such as `jax_privacy.matrix_factorization.toeplitz.optimize_banded_toeplitz`
-        finds. The noise of `bands` steps in a row then cancels in part; in return the examples are divided into `bands`
-        groups, of which each step samples from the next one.
-      keep_batch_dim: whether the loss gets an example as a batch of one; with False, without that axis. Use False if
-        axis 0 of the data indexes users, each with an axis of examples: then "example" means "user" here.
-      microbatch_size: how many examples are computed at a time, to save memory; None for as many as "auto" finds quick.
-        Batches are padded to multiples of it.
-      has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then have the means of `aux`. Neither the
-        clipping nor the noise covers them.
+      accountant: "pld" (privacy loss distributions, tight) or "rdp" (Rényi divergences, fast).
+      noise_strategy: None for independent noise in each step, or the coefficients of a banded Toeplitz strategy
+        matrix, shape (bands,), such as `jax_privacy.matrix_factorization.toeplitz.optimize_banded_toeplitz` returns.
+        The noise of `bands` consecutive steps then partly cancels; in return the examples are divided into `bands`
+        groups, and the steps sample from the groups in turn.
+      keep_batch_dim: whether the loss receives an example as a batch of one; with False, without that axis. Use False
+        if axis 0 of the data indexes users, each with an axis of examples: then "example" means "user" here.
+      microbatch_size: the number of examples to compute at a time, to save memory; None lets "auto" choose (any other
+        method then computes the whole batch at once). Batches are padded to multiples of it.
+      has_aux: whether the loss returns `(scalar, aux)`; the metrics of a step then include the mean of each array in
+        `aux`. They are neither clipped nor noised.
 
     Attributes:
-      noise_multiplier: as given, or as found.
-      ledger: what each step spends.
+      noise_multiplier: as given, or computed from `target_epsilon`.
+      ledger: the settings of a step that the accountant needs.
       target_delta, accountant, num_examples, num_steps: as given.
 
     Raises:
-      TypeError, ValueError: both or none of `noise_multiplier` and `target_epsilon`; a number out of its range; an
-        optimizer that is not one.
+      TypeError, ValueError: both or neither of `noise_multiplier` and `target_epsilon`; a number out of range; an
+        optimizer that is not an optax `GradientTransformation`; an unknown method or accountant.
       ModuleNotFoundError: the extra is missing: `pip install 'plurax[privacy]'`.
 
     Privacy:
-      (ε, δ)-differential privacy of everything that depends on the parameters alone, for adding or removing one
-      example. `metrics` are not private. docs/dp-sgd.md states it exactly, and what is not covered.
+      The parameters, and everything computed from them alone, are (ε, δ)-differentially private for adding or removing
+      one example. `metrics` are not private. docs/dp-sgd.md states the guarantee exactly, and what it does not cover.
 
     Cost:
       A step is one compiled program: `clipped_grad`, one Gaussian number for each parameter, and the optimizer. With
-      `target_epsilon` and "pld", some ten seconds to find the noise, more where ε is above ten.
+      `target_epsilon` and "pld", computing the noise takes about ten seconds, more if ε is above ten.
 
     Source:
       Abadi et al. 2016, "Deep Learning with Differential Privacy" (algorithm 1); Choquette-Choo et al. 2023,
-      "(Amplified) Banded Matrix Factorization". Noise and sampling are those of jax-privacy, accounting is
-      dp-accounting's.
+      "(Amplified) Banded Matrix Factorization". jax-privacy draws noise and samples; dp-accounting computes ε.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -129,7 +130,7 @@ class DPSGD:
         clip = check_number("DPSGD", "l2_clip_norm", l2_clip_norm, lambda x: 0 < x < math.inf, "positive and finite")
         delta, strategy = settings.checked_delta(target_delta, num_examples), settings.checked_strategy(noise_strategy)
         size, probability = settings.checked_sampling(num_examples, expected_batch_size, len(strategy))
-        # One pass through all groups is accounted for as a single Poisson-sampled step: see `Ledger.event`.
+        # One cycle through all groups is accounted for as a single Poisson-sampled step: see `Ledger._rounds`.
         rounds = math.ceil(num_steps / len(strategy))
         sigma = settings.checked_noise(noise_multiplier, target_epsilon, probability, rounds, delta, accountant)
         self.ledger = Ledger(sigma, probability, clip, size, strategy)
@@ -137,20 +138,20 @@ class DPSGD:
         self.accountant, self.num_examples, self.num_steps = accountant, int(num_examples), int(num_steps)
         self._step = PrivateStep(loss, optimizer, self.ledger, method, keep_batch_dim, microbatch_size, has_aux)
         self._compiled_step = jax.jit(self._step)
-        self._donated_step = jax.jit(self._step, donate_argnums=0)  # it takes over the memory of the state
+        self._donated_step = jax.jit(self._step, donate_argnums=0)  # reuses the memory of the state
 
     def init(self, model_or_params: Model, *, key: jax.Array) -> DPState[Model]:
-        """Return the state before the first step; a copy, so the model stays as it is.
+        """Return the initial training state. It holds a copy of the model, which is not modified.
 
         Args:
-          model_or_params: an NNX or Equinox module, a pytree of arrays (or with modules in it), of which those of real
-            floating point train, or an `Ensemble`: all members see the same batches, each with noise of its own: as it
-            would be alone with `jax.random.fold_in(key, i)` (a key of "rbg" draws other noise for each under `vmap`).
-          key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. Privacy rests on it: for a
-            model that is published take one that cannot be guessed, as docs/dp-sgd.md shows, and keep it secret.
+          model_or_params: an NNX or Equinox module, a pytree of arrays or of modules, or an `Ensemble`. Arrays of real
+            floating point train. The members of an ensemble see the same batches but draw independent noise: member i
+            as a single model with the key `jax.random.fold_in(key, i)` ("rbg" keys draw other noise under `vmap`).
+          key: a key such as `jax.random.key(seed)`, from which noise and batches are drawn. The guarantee depends on
+            it: to publish a model, use a key that cannot be guessed, as docs/dp-sgd.md shows, and keep it secret.
 
         Raises:
-          TypeError: `key` is not a key; parameters that are not of real floating point.
+          TypeError: `key` is not a key; parameters that are not real floating point; an optimizer that needs the loss.
           ValueError: there are no parameters; modules that share a variable.
         """
         check_key("DPSGD.init", key)
@@ -163,39 +164,39 @@ class DPSGD:
         else:
             keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(members))
             opt_state, noise_state, mask_key = jax.vmap(self._step.init)(trainable, keys)
-        # Batches are drawn on the host by NumPy, which takes the words of a key as its seed.
+        # NumPy draws the batches on the host; its seed is the words of a key.
         seed = jax.random.key_data(jax.random.fold_in(key, SAMPLING)).astype(jnp.uint32)
         state: DPState[Model] = DPState(
             tree, opt_state, noise_state, mask_key, jnp.zeros((), jnp.int32), seed, self.ledger, members
         )
-        # Strongly typed, or a second program would be compiled for the second step.
+        # Make every array strongly typed, or a second program would be compiled for the second step.
         return jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), state)
 
     def batches(self, data: Any, state: DPState | None = None, *, sizes: Sequence[int] | None = None) -> SampledBatches:
-        """Return an iterator of Poisson-sampled batches of the data, for the steps that are left.
+        """Return an iterator over the Poisson-sampled batches of the remaining steps.
 
-        Each example takes part in each step independently of all others. Batches are padded to a few sizes, so that a
-        step is compiled a few times only; padding contributes zero.
+        Each example takes part in each step independently of all others. Batches are padded to a few sizes, so that
+        a step is compiled only a few times; padding contributes zero.
 
         Args:
           data: the examples, along axis 0 of NumPy or JAX arrays. A tuple or list is unpacked into the arguments of
             the loss after the model; anything else is one argument.
-          state: the state that the batches are for: its key decides which they are, and its step where they begin. None
-            draws all of them anew, from the system's randomness.
+          state: the state to sample for: its seed, drawn from the key of `init`, determines the batches, and its step
+            the first of them. None samples all steps from fresh operating-system entropy.
           sizes: the sizes to pad to, such as multiples of the number of devices; None for up to four sizes around the
             expected one. A larger batch is padded to a multiple of the largest size.
 
         Returns:
-          An iterator of `Batch`es, with `num_steps` of them for a whole run.
+          An iterator over `Batch`es; a whole run has `num_steps` of them.
 
         Raises:
-          TypeError: data that are not arrays; a state that is not one.
-          ValueError: another number of examples than `num_examples`; a state of other settings; sizes below 1, or that
-            `microbatch_size` does not divide.
+          TypeError: data that are not arrays; `state` is not a `DPState`.
+          ValueError: the number of examples is not `num_examples`; a state made with other settings; sizes below 1, or
+            not divisible by `microbatch_size`.
 
         Cost:
-          The batches before the state's step are drawn again, and not looked up: 60 µs each for 256 of 60,000
-          examples, 1 ms for 4,096 of a million.
+          The batches before the state's step are sampled again and discarded: 60 µs each for 256 of 60,000 examples,
+          1 ms for 4,096 of a million.
         """
         if state is None:
             seed, start = np.random.SeedSequence().generate_state(8).tolist(), 0
@@ -206,34 +207,33 @@ class DPSGD:
         return SampledBatches(data, *public, seed, start, sizes, self._step.microbatch_size or 1)
 
     def step(self, state: DPState[Model], batch: Batch) -> tuple[DPState[Model], dict[str, jax.Array]]:
-        """Take one step: the clipped sum of the batch, noise, and the optimizer's update.
+        """Take one step: sum the clipped gradients of the batch, add noise, and apply the optimizer's update.
 
         Args:
-          state: from `init` or an earlier step; it stays usable.
+          state: from `init` or an earlier step; it remains usable.
           batch: from `batches`.
 
         Returns:
-          The new state, and metrics, for an ensemble with the members along axis 0: "loss", the mean over the batch
-          (NaN for one without examples), and "clipped", the fraction of examples whose gradients were scaled down.
-          With `has_aux`, also the mean over the batch of each array in `aux`: under its own names where that is a dict,
-          else as "aux".
-          Metrics are computed from the data without noise: they are for your eyes only.
+          The new state and the metrics, with the members along axis 0 for an ensemble. "loss" is the mean over the
+          batch (NaN if it has no examples), and "clipped" the fraction of examples whose gradients were scaled down.
+          With `has_aux`, each array in `aux` is averaged over the batch too: under its own name if `aux` is a dict,
+          otherwise as "aux". Metrics are computed from the data without noise: do not publish them.
 
         Raises:
-          TypeError: anything but a `Batch`; a loss that is not a real scalar.
-          ValueError: a state of other settings; a batch that was drawn with another probability, or for another step
-            (of which a traced step cannot know); a loss that changes the state of a model, its random keys aside.
+          TypeError: `batch` is not a `Batch`; the loss does not return a real scalar.
+          ValueError: a state made with other settings; a batch sampled with another probability, or for another step
+            (not checked while tracing); a loss that changes state of a model other than its random keys.
 
         Cost:
-          Where a batch has the number of its step, this waits for the step before.
+          Checking the step number of a batch waits for the previous step to finish.
         """
         check_state("DPSGD.step", state, self.ledger)
         check_batch("DPSGD.step", batch, (self.ledger.sampling_probability, self.ledger.bands))
-        # A batch that is used twice, or left out, is not what the accountant counts with. A tracer has no number yet.
+        # The accountant assumes that each batch is used exactly once. A tracer has no concrete step number to check.
         known = batch.step is not None and not isinstance(batch.step, Tracer) and not isinstance(state.step, Tracer)
         if known and int(batch.step) != int(state.step):
-            steps = f"for a state after {int(batch.step)} steps, but this one has taken {int(state.step)}"
-            raise ValueError(f"DPSGD.step: the batch was drawn {steps}; take those of dp.batches in order, each once.")
+            steps = f"for a state after {int(batch.step)} steps, but this state has taken {int(state.step)}"
+            raise ValueError(f"DPSGD.step: the batch was drawn {steps}; use each batch of dp.batches once, in order.")
         return self._compiled_step(state, batch)
 
     def fit(
@@ -251,34 +251,34 @@ class DPSGD:
         checkpoint_keep: int = 2,
         history_every: int = 1,
     ) -> tuple[DPState[Model], History]:
-        """Take steps until they are taken or a budget is spent, with a progress bar that shows ε, and checkpoints.
+        """Run the training loop until all steps are taken or an ε budget is reached.
 
         Args:
-          state: where to start; it stays usable.
+          state: the state to start from; it remains usable.
           data: as for `batches`.
-          steps: how many further steps to take; None for all that are left of `num_steps`.
-          epsilon_budget: the ε that no step may pass: training ends before the one that would.
-          together: for an ensemble, whether the budget and the bar are for all members published together.
+          steps: the number of further steps; None for all that remain of `num_steps`.
+          epsilon_budget: an upper bound on ε: training stops before the step that would exceed it.
+          together: for an ensemble, whether the budget and the progress bar count all members as published together.
           sizes: as for `batches`.
-          progress: whether to show a bar with a bound of the ε that is spent (of each member, unless `together`).
-          checkpoint_dir: a directory for checkpoints, `step_00000100` and so on, made where it is missing. If it holds
-            a whole checkpoint later than `state`, training goes on from the newest, to the same bits as if it had not
-            stopped; the steps count from `state`. A damaged one is passed over with a warning, and what a run that was
-            killed had begun to write is removed. What else is in the directory stays as it is. A final checkpoint is
-            always written. They hold the keys of noise and batches: keep them as secret as the data.
+          progress: whether to show a progress bar with an upper bound on the ε spent (per member, unless `together`).
+          checkpoint_dir: a directory for checkpoints named `step_00000100` and so on; it is created if missing. If it
+            holds a complete checkpoint later than `state`, training resumes from the newest, with results equal to an
+            uninterrupted run bit for bit; `steps` counts from `state`. Damaged checkpoints are skipped with a warning,
+            the incomplete checkpoint of a killed run is removed, and other files are not touched. A final checkpoint
+            is always written. Checkpoints hold the keys of noise and batches: keep them as secret as the data.
           checkpoint_every: steps between checkpoints; None writes only the final one.
-          checkpoint_keep: how many checkpoints to keep, the newest.
+          checkpoint_keep: the number of checkpoints to keep; older ones are removed.
           history_every: steps between rows of the history.
 
         Returns:
           The state after the last step, and the history: a list of dicts, one for each recorded step (and member of an
-          ensemble), with "step" and the metrics of `step`, which are not private. Ctrl-C ends training cleanly after
-          the current step with the same results; a second one interrupts it.
+          ensemble), with "step" and the metrics of `step`, which are not private. Ctrl-C stops training after the
+          current step and still returns both; a second Ctrl-C interrupts at once.
 
         Raises:
-          TypeError, ValueError: as for `step` and `batches`; more steps than `num_steps`; a budget that is spent
-            already; a checkpoint of other settings, another model, or later than what was asked for.
-          OSError: `checkpoint_dir` cannot be made.
+          TypeError, ValueError: as for `step` and `batches`; more steps than `num_steps`; a budget that `state` already
+            exceeds; a checkpoint made with other settings or another model, or later than the last requested step.
+          OSError: `checkpoint_dir` cannot be created.
         """
         from tqdm import tqdm
 
@@ -287,14 +287,14 @@ class DPSGD:
         start, models = int(state.step), published(state, together)
         wanted = max(start, self.num_steps) if steps is None else start + steps
         if steps is not None and wanted > self.num_steps:
-            raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={self.num_steps}; ask for fewer steps.")
+            raise ValueError(f"DPSGD.fit: step {wanted} is beyond num_steps={self.num_steps}; pass fewer steps.")
         target = wanted
         if epsilon_budget is not None:
-            # How many steps a budget allows is known before the first: it depends on public settings alone.
+            # The number of steps that a budget allows depends on public settings alone, so compute it in advance.
             budget = check_number("DPSGD.fit", "epsilon_budget", epsilon_budget, lambda x: x > 0, "positive")
             target = self.ledger.steps_within(budget, self.target_delta, self.accountant, models, wanted)
         if target < start:
-            raise ValueError(f"DPSGD.fit: {start} steps have spent more than {epsilon_budget=} already; give more.")
+            raise ValueError(f"DPSGD.fit: {start} steps already spent more than {epsilon_budget=}; pass a larger one.")
         store = history = None
         if checkpoint_dir is not None:
             store = RunDirectory.open("DPSGD.fit", checkpoint_dir, checkpoint_keep, Group.of(state))
@@ -302,15 +302,15 @@ class DPSGD:
         begin = int(state.step)
         if begin > target:
             newest = f"the newest checkpoint in {checkpoint_dir} is at step {begin}"
-            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; ask for more steps or use another directory.")
+            raise ValueError(f"DPSGD.fit: {newest}, after step {target}; pass more steps or another directory.")
         recorder, alone = Recorder(history_every, history), state.members is None
 
         def record(step: int, metrics: dict[str, Any]) -> None:
-            # A model alone is recorded as an ensemble of one.
+            # A single model is recorded as an ensemble of one.
             recorder.add(step, jax.tree.map(lambda x: x[None], metrics) if alone else metrics)
 
         after, step, interrupted = run(
-            jax.tree.map(jnp.copy, state),  # each step takes over the memory of the state before
+            jax.tree.map(jnp.copy, state),  # each step reuses the memory of the previous state
             self.batches(data, state, sizes=sizes),
             self._donated_step,
             step=begin,
@@ -324,35 +324,35 @@ class DPSGD:
             total=target - start,
         )
         if progress and not interrupted and target < wanted:
-            tqdm.write(f"Stopped after step {step}: one more would pass ε = {epsilon_budget}.")
+            tqdm.write(f"Stopped after step {step}: one more would exceed ε = {epsilon_budget}.")
         rows = recorder.rows()
         return after, [{name: x for name, x in row.items() if name != "member"} for row in rows] if alone else rows
 
     def save(self, path: str | os.PathLike[str], state: DPState) -> None:
-        """Write a state, ledger and all, to a directory, atomically. It holds the keys of noise and batches.
+        """Write a state with its ledger to a directory, atomically. Keep it secret: it holds the keys of the noise.
 
         Args:
-          path: the directory to make. A checkpoint that is there already is replaced once the new one is whole.
-          state: what to write.
+          path: the directory to create. An existing checkpoint is replaced once the new one is complete.
+          state: the state to write, which also holds the seed of the batches.
 
         Raises:
           TypeError, ValueError: as for `step`.
-          FileExistsError: `path` exists and is not a checkpoint, or holds other files too.
+          FileExistsError: `path` exists and is not a checkpoint, or also holds other files.
         """
         check_state("DPSGD.save", state, self.ledger)
         write_state("DPSGD.save", Path(path), state)
 
     def load(self, path: str | os.PathLike[str], like: DPState[Model]) -> DPState[Model]:
-        """Read what `save` or `fit` wrote, to the bit.
+        """Read a state that `save` or `fit` wrote, bit for bit.
 
         Args:
-          path: the directory.
-          like: a state of the same model, optimizer and settings, whose values do not matter: `init` with any key.
+          path: the directory of the checkpoint.
+          like: a state of the same model, optimizer and settings, from `init` with any key; its values are not used.
 
         Raises:
           FileNotFoundError: there is no such directory.
-          TypeError, ValueError: as for `step`; it is not a checkpoint, is damaged, or is of other settings or another
-            model; the first difference is named.
+          TypeError, ValueError: as for `step`; the directory is not a checkpoint, or is damaged, or was made with other
+            settings or another model; the error names the first difference.
         """
         check_state("DPSGD.load", like, self.ledger)
         return read_state(Checkpoint.open("DPSGD.load", path), like)
@@ -362,18 +362,21 @@ class DPSGD:
     @overload
     def epsilon(self, state: DPState[Any] | int, *, together: bool = False) -> float: ...
     def epsilon(self, state: DPState | int, *, together: bool = False) -> float | np.ndarray:
-        """Return the ε that was spent, for `target_delta`.
+        """Return the ε spent at `target_delta`, for adding or removing one example.
 
         Args:
-          state: a state, which may be that of other settings; or how many steps of these settings.
-          together: for an ensemble, whether all members are published, or anything that depends on more than one:
-            each alone spends less than all do.
+          state: a state, also one made with other settings; or a number of steps of these settings.
+          together: for an ensemble, whether more than one member is published, or anything that depends on more than
+            one. Publishing all members spends more than publishing one.
 
         Returns:
-          A float; for an ensemble that of each member if it alone is published, shape (size,), unless `together`.
+          A float. For an ensemble, unless `together`: shape (size,), for each member the ε if only it is published.
+
+        Raises:
+          TypeError: `state` is neither a `DPState` nor a number of steps, or not a `DPState` with `together`.
 
         Cost:
-          With "pld" about a second for the first of some settings, then less; remembered.
+          With "pld" about a second for the first call with new settings, then less; results are cached.
         """
         if isinstance(state, DPState):
             steps, models = int(state.step), published(state, together)
@@ -385,14 +388,14 @@ class DPSGD:
         return self.ledger.epsilon(int(state), self.target_delta, self.accountant)
 
     def event(self, state: DPState, *, together: bool = False) -> Any:
-        """Return what was spent as a `dp_accounting.DpEvent`, to compose with other uses of the same data.
+        """Return the steps taken as a `dp_accounting.DpEvent`, to compose with other uses of the same data.
 
         Args:
           state: as for `epsilon`.
           together: as for `epsilon`.
 
         Raises:
-          TypeError: `state` is not a state.
+          TypeError: `state` is not a `DPState`.
         """
         if not isinstance(state, DPState):
             raise TypeError(f"DPSGD.event: state must come from DPSGD.init, but got {describe(state)}.")

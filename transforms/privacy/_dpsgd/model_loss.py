@@ -1,7 +1,8 @@
-"""The loss of a model as a function of one example: with keys of its own, and no other state that it may change.
+"""The loss of a model as a function of one example, with a random key for each example and no other mutable state.
 
-Noise covers gradients alone. A model that keeps anything else of the data, such as the statistics of BatchNorm, would
-publish it, so a loss that changes state is refused. Random state is the exception: how often a key was used is public.
+Noise protects gradients only. A model that keeps anything else computed from the data, such as BatchNorm statistics,
+would publish it, so a loss that changes state raises. Random state is the exception: the number of times that a key
+was used is public.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from ..._models.split_model import SplitModel, array_name, is_module, is_split, 
 
 
 def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: bool) -> Callable[..., Any]:
-    """Return `loss(model, *batch)` as a function of what trains, of an example's number, and of its batch.
+    """Return `loss(model, *batch)` as a function of the trainable parameters, an example's index, and its batch.
 
     Args:
       loss: as for `DPSGD`.
-      tree: the model, or a pytree with models in it, split; shared by all examples.
-      key: the key that the random state of modules is drawn from, anew for each example. The modules' own keys would
-        not do: they are published with the model, and tell which example had which number.
+      tree: the model, or a pytree that contains models, split; shared by all examples.
+      key: the key from which each example's random state of modules is drawn. The modules' own keys are not used: they
+        are published with the model, so anyone could compute the dropout masks of each index.
       has_aux: as for `DPSGD`.
 
     Returns:
-      A function `(trainable, number, *batch)` that returns what the loss does.
+      A function `(trainable, number, *batch)` with the results of the loss.
     """
 
     def example_loss(trainable: Any, number: jax.Array, *batch: Any) -> Any:
-        # A number of shape (1,) where the axis of the batch is kept, else a scalar.
+        # `number` has shape (1,) if the batch axis is kept, otherwise it is a scalar.
         of_number = jax.random.fold_in(key, number.reshape(()))
         return _call(loss, with_trainable(tree, trainable), of_number, batch, has_aux)[0]
 
@@ -43,12 +44,12 @@ def of_example(loss: Callable[..., Any], tree: Any, key: jax.Array, has_aux: boo
 
 
 def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: bool) -> Any:
-    """Return `tree` with the random state that a call leaves in its models, such as how often each key was used.
+    """Return `tree` with the random state of its models after a call, such as the number of uses of each key.
 
     Args:
       loss: as for `DPSGD`.
       tree: as for `of_example`.
-      batch: an example of zeros, so that the state depends on no data, whatever the loss does.
+      batch: an example of zeros, so that the random state cannot depend on the data.
       has_aux: as for `DPSGD`.
     """
     if not any(_random_state(parts.merge()) or _kept_keys(parts) for parts in splits_of(tree)):
@@ -59,12 +60,12 @@ def with_random_state(loss: Callable[..., Any], tree: Any, batch: Any, has_aux: 
 def _call(
     loss: Callable[..., Any], tree: Any, key: jax.Array | None, batch: Any, has_aux: bool
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Return what the loss returns, and the random state that it changed in each model; raise for any other change."""
+    """Return the results of the loss, and the random state that it changed in each model; raise on any other change."""
     if key is not None:
         tree = jax.tree.map(lambda x: _with_keys(x, key) if is_split(x) else x, tree, is_leaf=is_split)
 
-    # `call_with_models` calls `function(owner, *args)`, where the owner is the model of a bound method: here there is
-    # none.
+    # `call_with_models` calls `function(owner, *args)`, where the owner is the model of a bound method: None for a
+    # function.
     def function(_: None, model: Any, /, *batch: Any) -> Any:
         return loss(model, *batch)
 
@@ -76,8 +77,8 @@ def _call(
         arrays, allowed = parts.arrays(), _random_state(model) | _kept_keys(parts)
         other = [path for path in paths if path not in allowed]
         if other:
-            what = f"the loss changes `{other[0]}` of {type(model).__name__}, which the noise does not cover"
-            remedy = "assign nothing, use nnx.GroupNorm, or nnx.view(model, use_running_average=True)"
+            what = f"the loss changes `{other[0]}` of {type(model).__name__}, which the noise does not protect"
+            remedy = "do not assign it; for BatchNorm use nnx.GroupNorm or nnx.view(model, use_running_average=True)"
             raise ValueError(f"DPSGD: {what}; {remedy}.")
         found.append({path: arrays[path] for path in paths})
     value = pair_of("DPSGD", out)[0] if has_aux else out
@@ -86,14 +87,14 @@ def _call(
 
 
 def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
-    """Return a model whose random state is drawn from `key`."""
+    """Return the model with the keys of its random state drawn from `key`."""
     random = _random_state(parts.merge())
 
     def draw(path: Any, x: Any) -> Any:
-        """Return a new key for a key of the random state, and anything else as it is."""
+        """Return a new key for a key of the random state, and any other array unchanged."""
         if array_name(path) not in random or not is_key(x):
             return x
-        # By the order of paths, which is that of names: another number for each key, the same in every process.
+        # Number the keys by their sorted paths: a distinct number for each key, equal in every process.
         words = jax.eval_shape(jax.random.key_data, x)
         number = sorted(random).index(array_name(path))
         bits = jax.random.bits(jax.random.fold_in(key, number), words.shape, words.dtype)
@@ -103,12 +104,12 @@ def _with_keys(parts: SplitModel, key: jax.Array) -> SplitModel:
 
 
 def _kept_keys(parts: SplitModel) -> set[str]:
-    """Return the paths of the keys that a model keeps, in variables of any kind."""
+    """Return the paths of all keys of a model, in variables of any type."""
     return {array_name(path) for path, x in jax.tree.leaves_with_path(parts.rest) if is_key(x)}
 
 
 def _random_state(model: Any) -> set[str]:
-    """Return the paths of the state that a module draws from: its keys, and how often each was used."""
+    """Return the paths of a module's random state: its keys and their use counts."""
     if not is_module(model):
         return set()
     from flax import nnx

@@ -1,4 +1,4 @@
-"""The noise of DP-SGD: that of jax-privacy, with its random bits computed quicker on a CPU."""
+"""The noise of DP-SGD: jax-privacy draws it; on a CPU its random bits are computed faster than by JAX."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _threefry = partial(jax.random.wrap_key_data, impl=_THREEFRY)
 
 
 def privatizer(ledger: Ledger, key: jax.Array) -> Any:
-    """Return the optax transformation of jax-privacy that adds the noise of a ledger to sums of clipped gradients.
+    """Return jax-privacy's optax transformation that adds the noise of a ledger to sums of clipped gradients.
 
-    Each leaf has noise of its own key, with `noise_multiplier * l2_clip_norm` as its standard deviation; a strategy
-    matrix correlates that of one step with that of others, and is scaled by the norm of its columns, which is the
-    sensitivity of a whole cycle to one example.
+    Each leaf gets independent noise with standard deviation `noise_multiplier * l2_clip_norm`. A strategy matrix
+    correlates the noise of different steps; the standard deviation is then multiplied by the norm of its columns,
+    which is the sensitivity of a whole cycle to one example.
     """
     from jax_privacy import noise_addition
     from jax_privacy.matrix_factorization import toeplitz
@@ -39,10 +39,10 @@ def privatizer(ledger: Ledger, key: jax.Array) -> Any:
 
 
 def add_noise(ledger: Ledger, sums: Any, state: Any) -> tuple[Any, Any]:
-    """Return sums of clipped gradients with noise, and the state of the noise for the next step."""
+    """Add noise to sums of clipped gradients; return them and the noise state of the next step."""
     if ledger.noise_multiplier == 0:
         return sums, state
-    # The key is a placeholder: it is used by `init` alone, and the state has its own.
+    # The key is a placeholder: only `init` uses it, and the state holds the key from which noise is drawn.
     noise = privatizer(ledger, jax.random.key(0))
     # On two cores, the step of a network of 500,000 parameters with 256 examples and Adam takes 13 to 15 % longer with
     # either JAX's bits or no loop around the noise, and 14 to 21 % with both.
@@ -52,10 +52,10 @@ def add_noise(ledger: Ledger, sums: Any, state: Any) -> tuple[Any, Any]:
 
 
 def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
-    """Return `update(sums, state)`, computed once, before anything uses it.
+    """Return `update(sums, state)`, computed only once.
 
-    XLA on a CPU computes such elementwise operations anew for each of their uses, and Adam has three. It does not for
-    the results of a loop. This one has a single iteration whatever the key, which XLA does not know.
+    XLA on a CPU fuses elementwise operations into each of their consumers and so recomputes them; Adam has three. It
+    does not recompute the results of a loop. This loop always has a single iteration, but XLA cannot infer that.
     """
     # A number of iterations that is 1 but not a constant: the upper bit of a word is 0 or 1.
     word = jax.random.key_data(jax.tree.leaves(state)[0]).reshape(-1)[0]
@@ -68,7 +68,7 @@ def _in_one_go(update: Callable[..., Any], sums: Any, state: Any) -> Any:
 
 
 def _with_impl(tree: Any, one: str, other: Any) -> Any:
-    """Return a tree in which keys of this implementation have another one; anything else is as it was."""
+    """Return a tree with its keys of implementation `one` rewrapped as `other`; other leaves are unchanged."""
 
     def of_leaf(x: Any) -> Any:
         changes = is_key(x) and str(jax.random.key_impl(x)) == one
@@ -77,24 +77,24 @@ def _with_impl(tree: Any, one: str, other: Any) -> Any:
     return jax.tree.map(of_leaf, tree)
 
 
-# On a CPU, JAX's threefry is a loop over its rounds, of which each iteration goes through memory. Written out, it is
-# one pass: the same bits, five times as quick.
+# On a CPU, JAX's threefry is a loop over its rounds, and each iteration reads and writes memory. Unrolled, it is a
+# single pass: the same bits, five times as fast.
 
 
 def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    """Return the same as `jax.random.bits` of a threefry key."""
+    """Return the same bits as `jax.random.bits` with a threefry key."""
     size = math.prod(shape)
     partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # made when JAX is imported
     if bit_width != 32 or size >= 2**32 or not partitionable:
         return jax.random.bits(_threefry(key), shape, f"uint{bit_width}")
-    # The bits of element i are those of block i, its two words folded together.
+    # The bits of element i are the two words of block i, combined by exclusive or.
     low, high = _block(key[0], key[1], jnp.zeros(size, jnp.uint32), lax.iota(jnp.uint32, size))
     return (low ^ high).reshape(shape)
 
 
 def _block(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
     """Compute threefry-2x32 with 20 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"."""
-    # The parity constant of Skein; rotations as in the paper, four rounds between two additions of keys.
+    # The parity constant is Skein's; rotations as in the paper, with a key injection after every four rounds.
     keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for i in range(5):
@@ -107,7 +107,7 @@ def _block(k0: Any, k1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
 
 @cache
 def _unrolled() -> Any:
-    """Return the implementation of threefry keys whose bits are computed by `_random_bits`; made when first used."""
+    """Return a threefry key implementation whose bits come from `_random_bits`; defined on first use."""
     return define_prng_impl(
         key_shape=(2,),
         seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=_THREEFRY)),

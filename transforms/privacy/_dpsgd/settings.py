@@ -1,4 +1,4 @@
-"""The settings of `DPSGD` that decide what a run spends: what they must be, and the noise that a target asks for."""
+"""Checks of the `DPSGD` settings that determine ε, and the noise multiplier for a target ε."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from .accounting import Accountant, calibrate
 
 
 def checked_delta(target_delta: Any, num_examples: int) -> float:
-    """Return δ as a Python float; raise or warn if it makes no sense."""
+    """Return δ as a Python float; raise if it is out of range, and warn if it is too large to be meaningful."""
     delta = check_number("DPSGD", "target_delta", target_delta, lambda x: 0 < x < 1, "between 0 and 1")
-    # Publishing one example at random is (0, 1 / n)-differentially private, so δ should be well below that.
+    # Publishing one random example is (0, 1 / n)-differentially private, so δ should be well below 1 / n.
     if delta * num_examples > 1:
         warnings.warn(
-            f"DPSGD: target_delta={delta} is more than 1 / num_examples = {1 / num_examples:.1e}, with which "
-            "publishing an example at random is allowed; take a smaller one.",
+            f"DPSGD: target_delta={delta} is more than 1 / num_examples = {1 / num_examples:.1e}, a δ that even "
+            "publishing a random example satisfies; pass a smaller one.",
             stacklevel=3,
         )
     return delta
 
 
 def checked_sampling(num_examples: int, expected_batch_size: Any, bands: int) -> tuple[float, float]:
-    """Return the expected size of a batch, and with which probability an example takes part where it may."""
+    """Return the expected size of a batch, and the probability that an example of the step's group takes part."""
     in_range = f"positive, and at most num_examples={num_examples}"
     size = check_number("DPSGD", "expected_batch_size", expected_batch_size, lambda x: 0 < x <= num_examples, in_range)
-    # With bands an example may take part in every `bands`-th step only, so it does with as many times the probability.
+    # With bands an example may take part only in every `bands`-th step, so its probability is `bands` times as large.
     probability = size * bands / num_examples
     if probability > 1 + 1e-9:
         most = f"{num_examples / bands:g} examples"
-        raise ValueError(f"DPSGD: {bands} bands allow batches of {most}, but {expected_batch_size=}; take fewer bands.")
-    return size, min(1.0, probability)  # beyond 1 by a rounding
+        raise ValueError(f"DPSGD: {bands} bands allow batches of {most}, but {expected_batch_size=}; use fewer bands.")
+    return size, min(1.0, probability)  # rounding may exceed 1
 
 
 def checked_noise(
     noise_multiplier: Any, target_epsilon: Any, probability: float, rounds: int, delta: float, accountant: Any
 ) -> float:
-    """Return the noise multiplier, as given or such that `rounds` sampled sums spend `target_epsilon`."""
+    """Return the noise multiplier, as given or calibrated so that `rounds` sampled sums spend `target_epsilon`."""
     check_choice("DPSGD", "accountant", accountant, get_args(Accountant))
     if (noise_multiplier is None) == (target_epsilon is None):
-        given = "none of them" if noise_multiplier is None else "both"
-        raise ValueError(f"DPSGD: give noise_multiplier or target_epsilon, one of the two, but got {given}.")
+        given = "neither" if noise_multiplier is None else "both"
+        raise ValueError(f"DPSGD: pass either noise_multiplier or target_epsilon, but got {given}.")
     number = partial(check_number, "DPSGD")
     if target_epsilon is None:
         return number("noise_multiplier", noise_multiplier, lambda x: 0 <= x < math.inf, "finite and at least 0")
@@ -55,16 +55,16 @@ def checked_noise(
 
 
 def checked_strategy(strategy: Any) -> tuple[float, ...]:
-    """Return the coefficients of a noise strategy; raise if they are not finite, or the first is not positive."""
+    """Return the coefficients of a noise strategy; raise unless all are finite and the first is positive."""
     array = np.asarray([1.0] if strategy is None else strategy)
     if array.dtype.kind not in "iuf" or array.ndim != 1 or not np.isfinite(array).all() or not (array[:1] > 0).any():
-        got = describe(strategy)
-        raise ValueError(f"DPSGD: noise_strategy must be finite, shape (bands,), the first positive, but got {got}.")
+        needed = f"an array of finite numbers, shape (bands,), the first positive, but got {describe(strategy)}"
+        raise ValueError(f"DPSGD: noise_strategy must be {needed}.")
     return tuple(array.astype(float).tolist())
 
 
 def check_extra() -> None:
-    """Raise if what `pip install 'plurax[privacy]'` installs is missing."""
+    """Raise if a package of the `privacy` extra is missing."""
     for name in ("jax_privacy", "dp_accounting"):
         if find_spec(name) is None:
             missing = name.replace("_", "-")
@@ -72,7 +72,7 @@ def check_extra() -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise if `optimizer` is not one of optax."""
+    """Raise if `optimizer` is not an optax `GradientTransformation`."""
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):

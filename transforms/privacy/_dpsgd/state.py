@@ -1,4 +1,4 @@
-"""`DPState`: what private training changes, what its parameters must be, and how it is stored."""
+"""`DPState`: the state of private training, the checks of its parameters, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ _PART = "private state"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class DPState(Generic[M]):
-    """What training with `DPSGD` changes, as a pytree; `DPSGD.init` makes it.
+    """The state of a `DPSGD` run, a pytree; `DPSGD.init` creates it.
+
+    For an ensemble, the arrays of `opt_state`, `noise_state` and `mask_key` have the members along axis 0.
 
     Attributes:
       tree: the model, split into arrays and structure; see `model`.
-      opt_state: the optax state; for an ensemble with the members along axis 0 of every array.
-      noise_state: the state of the noise, with its key; likewise.
-      mask_key: what the random state of modules (dropout) is drawn from, a key; likewise.
-      step: how many steps were taken, an int32 scalar.
-      seed: what the batches are drawn from, words of uint32. It is as secret as the noise.
-      ledger: what each step spends.
-      members: how many models there are; None for one that is not an ensemble.
+      opt_state: the optax state.
+      noise_state: the state of the noise, with its key.
+      mask_key: the key from which the random state of modules, such as dropout, is drawn.
+      step: the number of steps taken, an int32 scalar.
+      seed: the seed of the batches, words of uint32. Keep it as secret as the noise.
+      ledger: the settings of a step that the accountant needs.
+      members: the number of members; None for a single model.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -58,57 +60,57 @@ class DPState(Generic[M]):
 
     @property
     def model(self) -> M:
-        """Return the model, as it was given to `init`: a module, a pytree of parameters, or an ensemble."""
+        """Return the model in the form that was passed to `init`: a module, a pytree of parameters, or an ensemble."""
         return merge_tree(released(self.tree))
 
 
 def published(state: DPState, together: bool) -> int:
-    """Return how many models are published as one: all members `together`, or one."""
+    """Return the number of models that are published together: all members if `together`, otherwise one."""
     return (state.members or 1) if together else 1
 
 
 def check_state(api: str, state: Any, ledger: Ledger) -> None:
-    """Raise if `state` is not a state, or was made with settings that spend something else."""
+    """Raise if `state` is not a `DPState`, or was made with another ledger."""
     if not isinstance(state, DPState):
         raise TypeError(f"{api}: state must come from DPSGD.init, but got {describe(state)}.")
     _check_ledger(f"{api}: the state", state.ledger, ledger)
 
 
 def _check_ledger(what: str, found: Ledger, mine: Ledger) -> None:
-    """Raise if a state or a checkpoint was made with settings that spend something else."""
+    """Raise if a state or a checkpoint was made with another ledger."""
     for name in vars(mine):
         if getattr(found, name) != getattr(mine, name):
             made = f"{what} was made with {name}={getattr(found, name)}, but this DPSGD has {getattr(mine, name)}"
-            remedy = "take the same settings, or init(state.model, key=another) and add up what both spend: DPSGD.event"
+            remedy = "use the same settings, or call init(state.model, key=...) and compose both runs with DPSGD.event"
             raise ValueError(f"{made}; {remedy}.")
 
 
 def check_trainable(tree: Any, trainable: Any, models: Iterable[Any]) -> None:
-    """Raise if there are no parameters, or if some are not arrays, cannot train, or are shared by modules."""
+    """Raise if there are no parameters, or if one is not an array, cannot train, or is shared by two modules."""
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
-        raise ValueError("DPSGD.init: there are no parameters, so there is nothing to train; pass some.")
-    # Where nothing trains, the parameters are meant to be what there is. Complex ones too are refused: noise would have
-    # half of its variance in each part.
+        raise ValueError("DPSGD.init: there are no parameters to train; pass a model or a pytree of arrays.")
+    # If nothing trains, report the first leaf. Complex parameters raise too: the noise would have half of its variance
+    # in each part.
     train = jax.tree.leaves_with_path(trainable) or leaves
     wrong = [(path, x) for path, x in train if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating)]
     for path, x in [*wrong, *((path, x) for path, x in leaves if not is_array(x))]:
-        what = f"`{leaf_name('params', path)}` is {describe(x)}, but parameters are arrays, and real floats train"
+        what = f"`{leaf_name('params', path)}` is {describe(x)}, but parameters must be arrays of real floating point"
         raise TypeError(f"DPSGD.init: {what}; let the loss close over anything else.")
     if shared := shared_variable(list(models)):
         raise ValueError(f"DPSGD.init: two modules share `{shared[0][1]}`; put them into one, such as nnx.Dict.")
 
 
 def write_state(api: str, path: Path, state: DPState, history: Mapping[str, np.ndarray] | None = None) -> None:
-    """Write a state, with its ledger, its steps and perhaps a history."""
-    # The step and the ledger are in the manifest, where a person can read them; JSON has Python's numbers to the bit.
+    """Write a state with its ledger, its step and optionally a history."""
+    # The manifest holds the step and the ledger in readable form; JSON preserves Python's numbers exactly.
     about = {"step": int(state.step), "ledger": asdict(state.ledger)}
     parts, outlines = _as_member(state)
     write(api, path, parts, 1, outlines=outlines, about=about, history=history)
 
 
 def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:
-    """Return the state of a checkpoint, like another; raise if it is of other settings or another model."""
+    """Return the state of a checkpoint in the form of `like`; raise if its settings or its model differ."""
     read = checkpoint.load(*_as_member(like), 1)[_PART]
     written = checkpoint.manifest["ledger"]
     _check_ledger(f"{checkpoint}", Ledger(**{**written, "strategy": tuple(written["strategy"])}), like.ledger)
@@ -117,20 +119,20 @@ def read_state(checkpoint: Checkpoint, like: DPState[M]) -> DPState[M]:
 
 
 def resumed(store: RunDirectory, state: DPState) -> tuple[DPState, dict[str, np.ndarray] | None]:
-    """Return the state from which a run goes on, with its history: its newest checkpoint, if not older than `state`."""
+    """Return the state to resume from, and its history: the newest checkpoint, unless it is older than `state`."""
     found = store.newest(lambda checkpoint: (read_state(checkpoint, state), checkpoint.history()))
     if found is None or found[0].step < state.step:
         return state, None
-    # A checkpoint at the step of the state may be of another run: the state that was passed counts.
+    # A checkpoint at the step of `state` may come from another run: the state that was passed takes precedence.
     return found[0] if found[0].step > state.step else state, found[1]
 
 
 def save_run(store: RunDirectory, recorder: Recorder, state: DPState) -> None:
-    """Write the checkpoint of a run."""
+    """Write a checkpoint of a run with its history."""
     store.write(int(state.step), lambda path: write_state("DPSGD.fit", path, state, recorder.arrays()))
 
 
 def _as_member(state: DPState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of a state that are stored, as those of a single member, and what they are."""
+    """Return the arrays of a state to store, with an axis of one member in front, and their outlines."""
     arrays = {name: getattr(state, name) for name in ("tree", "opt_state", "noise_state", "mask_key", "seed")}
     return {_PART: jax.tree.map(lambda x: x[None], arrays)}, {_PART: outline(arrays)}

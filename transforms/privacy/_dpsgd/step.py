@@ -1,4 +1,4 @@
-"""`PrivateStep`: the clipped sum, the noise, the division by a public size, and the optimizer's update."""
+"""`PrivateStep`: the clipped sum, the noise, the division by the expected batch size, and the optimizer's update."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .noise import add_noise, privatizer
 from .sampling import Batch
 from .state import DPState
 
-# The key of a run, or of a member (folded with its number), is folded with one of these for each purpose.
+# Constants to fold into the key of a run or of a member, one for each purpose.
 _NOISE, _MASKS, SAMPLING = (2**32 - i for i in (1, 2, 3))
 
 
 @dataclass(frozen=True, eq=False)
 class PrivateStep:
-    """A step of `DPSGD` as a function that can be compiled; the attributes are arguments of `DPSGD`."""
+    """A step of `DPSGD` as a function to compile; the attributes are arguments of `DPSGD`."""
 
     loss: Callable[..., Any]
     optimizer: Any
@@ -40,9 +40,9 @@ class PrivateStep:
     has_aux: bool
 
     def init(self, trainable: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """Return the state of the optimizer, that of the noise, and the key of masks, for one model."""
+        """Return the optimizer state, the noise state, and the key of dropout masks of one model."""
         opt_state = self.optimizer.init(trainable)
-        # An optimizer that asks for the value of the loss, which no noise covers, fails here, not at the first step.
+        # An optimizer that needs the value of the loss, which is not private, fails here and not at the first step.
         jax.eval_shape(self.optimizer.update, trainable, opt_state, trainable)
         noise_state = privatizer(self.ledger, jax.random.fold_in(key, _NOISE)).init(trainable)
         return opt_state, noise_state, jax.random.fold_in(key, _MASKS)
@@ -53,22 +53,22 @@ class PrivateStep:
         if not axes:
             return self._of_members(state, batch)
 
-        # Over explicit axes of a mesh JAX checks the sharding of each operation. The step is traced with automatic
-        # ones in their place; the new state is then divided as the old one was, and the metrics are on every device.
+        # Over explicit mesh axes JAX checks the sharding of each operation. Trace the step with automatic axes
+        # instead; then shard the new state like the old one, and replicate the metrics on every device.
         def place(out: Any) -> list[PartitionSpec]:
             return [along(axes, x) for x in jax.tree.leaves(state)] + [PartitionSpec()] * len(jax.tree.leaves(out[1]))
 
         return with_automatic("DPSGD.step", self._of_members, (state, batch), axes, place)
 
     def _of_members(self, state: DPState, batch: Batch) -> tuple[DPState, dict[str, jax.Array]]:
-        """Return the state after a step of a model, or of all members of an ensemble, and the metrics."""
+        """Take a step of a model or of all members of an ensemble; return the new state and the metrics."""
         arrays = (state.tree, state.opt_state, state.noise_state, state.mask_key)
         if state.members is None:
             after, metrics = self._one(arrays, state.step, batch)
         else:
 
             def of_member(parts: SplitModel, *arrays: Any) -> Any:
-                # Under `vmap` the arrays of the ensemble have no axis of members: they are those of one model.
+                # Under `vmap` the arrays of the ensemble have no member axis: they are the arrays of one model.
                 member = split(parts.merge().__plurax_member__())
                 (tree, *rest), metrics = self._one((member, *arrays), state.step, batch)
                 return (tree.trainable, tree.rest, *rest), metrics
@@ -92,22 +92,22 @@ class PrivateStep:
             batch_argnums=tuple(range(1, 2 + len(batch.arguments))),
             return_values=True,
             return_grad_norms=True,
-            # Half precision is summed, and noise is added, in float32.
+            # With half-precision parameters, gradients are summed and noise is added in float32.
             dtype=jnp.result_type(jnp.float32, *jax.tree.leaves(trainable)),
             l2_clip_norm=self.ledger.l2_clip_norm,
             method=self.method,
             keep_batch_dim=self.keep_batch_dim,
             microbatch_size=self.microbatch_size,
         )
-        # The numbers of the examples in the batch, from which each draws its own dropout.
+        # The indices of the examples in the batch, from which each example's dropout masks are drawn.
         numbers = jnp.arange(len(batch.is_padding_example), dtype=jnp.uint32)
         sums, each = gradient(trainable, numbers, *batch.arguments, is_padding_example=batch.is_padding_example)
         noisy, noise_state = add_noise(self.ledger, sums, noise_state)
-        # By the expected size, which is public; the size that was drawn is not, and would need noise of its own.
+        # Divide by the expected size, which is public. The sampled size is not, and would need separate noise.
         noisy = jax.tree.map(lambda x, p: (x / self.ledger.expected_batch_size).astype(p.dtype), noisy, trainable)
         updates, opt_state = self.optimizer.update(noisy, opt_state, trainable)
         trained = optax.apply_updates(trainable, updates)
-        # Which keys were used, and how often, is found from an example of zeros, so that no data can show in it.
+        # Count the uses of random keys on an example of zeros, so that the counts cannot depend on the data.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x[:1] if self.keep_batch_dim else x[0]), batch.arguments)
         tree = with_random_state(self.loss, with_trainable(tree, trained), zeros, self.has_aux)
         real = ~jnp.asarray(batch.is_padding_example)
@@ -115,19 +115,19 @@ class PrivateStep:
         def mean(x: jax.Array) -> jax.Array:
             return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0) / real.sum()
 
-        # Not ">": a norm that is NaN counts as clipped.
+        # Not `>`: a NaN norm counts as clipped.
         clipped = ~(each.grad_norms <= self.ledger.l2_clip_norm)
         metrics = {"loss": mean(each.values), "clipped": mean(clipped)}
         return (tree, opt_state, noise_state), metrics | jax.tree.map(mean, _metrics_of(each.aux))
 
 
 def _metrics_of(aux: Any) -> dict[str, Any]:
-    """Return the metrics that a loss reports: a dict under its names, anything else as "aux"."""
+    """Return the auxiliary output of a loss as metrics: the entries of a dict, or anything else as "aux"."""
     metrics = dict(aux) if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
     if taken := {"loss", "clipped"} & metrics.keys():
         raise ValueError(f"DPSGD: the auxiliary output of the loss has `{min(taken)}`, which DPSGD uses; rename it.")
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not isinstance(leaf, jax.Array) or not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             where = leaf_name("aux", path)
-            raise TypeError(f"DPSGD: the loss may return numbers, but `{where}` is {describe(leaf)}; leave it out.")
+            raise TypeError(f"DPSGD: aux must hold numeric arrays, but `{where}` is {describe(leaf)}; leave it out.")
     return metrics

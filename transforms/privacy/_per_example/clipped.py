@@ -1,4 +1,4 @@
-"""`clipped_grad`: the sum of the clipped gradients of samples."""
+"""`clipped_grad`: the sum of clipped per-sample gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .report import Report, Use, report_uses
 
 
 class Aux(NamedTuple):
-    """The other results of `clipped_grad`, each with the examples along axis 0; None where it was not asked for.
+    """The auxiliary results of `clipped_grad`, with the samples along axis 0; None for those not requested.
 
     Attributes:
-      values: the loss of each example.
-      grad_norms: the norm of each example's gradient before clipping.
-      aux: what the loss returns in addition to its value.
+      values: the loss of each sample, shape (batch,).
+      grad_norms: the norm of each sample's gradient before clipping, shape (batch,).
+      aux: the auxiliary output of the loss, as a pytree with the samples along axis 0.
     """
 
     values: Any
@@ -39,10 +39,10 @@ class ClippedGrad:
     """The function that `clipped_grad` returns.
 
     Attributes:
-      fun: the function that is called.
-      l2_norm_bound: the norm that one example's part of the sum has at most.
-      has_aux: whether something is returned in addition to the sum.
-      report: the function behind `explain`.
+      fun: computes the sum.
+      l2_norm_bound: the largest norm of one sample's contribution to the sum.
+      has_aux: whether a call returns `(sum, Aux)`; with False, the sum alone.
+      report: computes the report of `explain`.
     """
 
     fun: Callable[..., Any]
@@ -51,19 +51,30 @@ class ClippedGrad:
     report: Callable[..., Report]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sum of the clipped gradients, and an `Aux` where one was asked for."""
+        """Return the sum of the clipped gradients, or `(sum, Aux)` if an auxiliary result was requested."""
         return self.fun(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Report what is done for these arguments: the method, and each use of each parameter. Nothing is computed."""
+        """Report the method for these arguments and the rule at each parameter use, without computing a gradient.
+
+        Args:
+          *args: the arguments of a call.
+          **kwargs: its keyword arguments.
+
+        Returns:
+          A `Report` with the method, the number of samples at a time, the reason, and the parameter uses.
+
+        Raises:
+          TypeError, ValueError: as for a call.
+        """
         return self.report(*args, **kwargs)
 
     def sensitivity(self, neighboring_relation: Any = None) -> float:
-        """Return the largest distance between the sums of two neighbouring batches.
+        """Return the L2 sensitivity: the largest distance between the sums of two neighbouring batches.
 
         Args:
-          neighboring_relation: a `dp_accounting.NeighboringRelation`; None for REPLACE_SPECIAL, where an example is
-            replaced by padding.
+          neighboring_relation: a `dp_accounting.NeighboringRelation`; None for REPLACE_SPECIAL, in which padding
+            replaces a sample.
 
         Raises:
           ValueError: an unknown relation.
@@ -77,7 +88,7 @@ class ClippedGrad:
             ) from None
         if neighboring_relation in (None, NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL):
             return self.l2_norm_bound
-        if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one example leaves, and another comes in
+        if neighboring_relation is NeighboringRelation.REPLACE_ONE:  # one sample is removed and another added
             return 2 * self.l2_norm_bound
         known = "ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL"
         raise ValueError(f"clipped_grad: neighboring_relation must be {known}, but got {neighboring_relation!r}.")
@@ -103,61 +114,62 @@ def clipped_grad(
     spmd_axis_name: str | None = None,
     method: Method = "auto",
 ) -> ClippedGrad:
-    """Sum over a batch each sample's gradient, clipped to a norm.
+    """Sum the clipped gradients of the samples of a batch.
 
-    As `jax_privacy.clipped_grad`, at about the price of an ordinary gradient. One thing differs: a sample whose
-    gradient has a norm that is not finite contributes zero as a whole, where jax-privacy makes zeros of single numbers.
+    A drop-in replacement for `jax_privacy.clipped_grad`, at about the cost of an ordinary gradient. One behaviour
+    differs: a sample with a non-finite gradient norm contributes zero, while jax-privacy zeroes single elements.
 
     Args:
       fun: as for `per_sample_grad`.
-      argnums: as for `per_sample_grad`; the norm is that over all of them together.
+      argnums: as for `per_sample_grad`; gradients are clipped by their joint norm over all of these arguments.
       has_aux: whether `fun` returns `(loss, aux)`.
-      l2_clip_norm: the norm that each sample's gradient is scaled down to where it has a larger one.
-      rescale_to_unit_norm: whether to divide by `l2_clip_norm` then, so that the bound is one.
-      normalize_by: what to divide the sum by.
+      l2_clip_norm: the largest norm of a sample's gradient; larger gradients are scaled down to it.
+      rescale_to_unit_norm: whether to divide clipped gradients by `l2_clip_norm`, so that their norm is at most one.
+      normalize_by: the divisor of the sum.
       batch_argnums: as for `per_sample_grad`.
-      keep_batch_dim: as for `per_sample_grad`. False is also for groups of samples, such as those of a user, in an
-        axis of their own: the gradient of the group is clipped.
+      keep_batch_dim: as for `per_sample_grad`. Pass False if axis 0 indexes groups of samples, such as the data of one
+        user, and the next axis the samples of a group: the gradient of the whole group is then clipped.
       return_values: whether to return each sample's loss.
-      return_grad_norms: whether to return the norm of each sample's gradient.
-      pre_clipping_transform: a function of one sample's gradients, applied before they are clipped; it needs them all,
-        so the method is "vmap".
-      microbatch_size: how many samples to compute at a time, at most; it divides the batch.
-      nan_safe: whether samples whose norm is not finite contribute zero; False lets NaN through.
-      dtype: the dtype of the sum; None for that of the parameters. Gradients are added up in float32 or wider, and the
-        sum is rounded to it once, at the end. Of complex parameters it is the dtype of the real parts.
-      prng_argnum: an argument that is a key, which is split, one for each sample.
+      return_grad_norms: whether to return the norm of each sample's gradient before clipping.
+      pre_clipping_transform: a function of one sample's gradients, applied before clipping. It requires materialized
+        gradients, so the method is "vmap".
+      microbatch_size: the largest number of samples to compute at a time; it must divide the batch.
+      nan_safe: whether samples with a non-finite norm contribute zero; with False they make the sum NaN.
+      dtype: the dtype of the sum; None for the dtypes of the parameters. Gradients are summed in float32 or wider and
+        rounded to it once, at the end. For complex parameters it is the dtype of the real and imaginary parts.
+      prng_argnum: the position of a key argument, which is split into one key for each sample.
       spmd_axis_name: as for `jax.vmap`.
-      method: "vmap" holds each sample's gradient; "ghost" takes the norms from one backward pass and the sum from
-        another; "book_keeping" takes both from one, and keeps the cotangents for it. "auto" is "book_keeping", or on
-        one CPU one of both for some samples at a time, by what each costs as counted from shapes. Where an operation
-        allows none of them (one that JAX cannot map over samples, say), `jax.grad` of one sample after another is
-        taken, and `explain` reports it.
+      method: "vmap" materializes each sample's gradient. "ghost" computes the norms in one backward pass and the sum in
+        a second one. "book_keeping" computes both in one pass and keeps its cotangents. "auto" is "book_keeping"; on a
+        single CPU device it chooses between "book_keeping" and "vmap", and the number of samples at a time, by a cost
+        model of shapes. If an operation supports no such method (JAX cannot map it over samples, for example),
+        `jax.grad` runs on one sample at a time, and `explain` reports this.
 
     Returns:
-      A function of the same arguments that returns the sum, like the parameters, with None for what of them is not of
-      floating point; with `has_aux`, `return_values` or
-      `return_grad_norms` a pair of it and an `Aux`. It takes `is_padding_example=`, booleans of shape (batch,): those
-      samples contribute zero, whatever they hold. Its `.sensitivity()` is what privacy accounting asks for. In a
-      `jax.shard_map` the sum is that over the samples of each device.
+      A function of the same arguments that returns the sum, with the structure of the parameters and None for leaves
+      that are not floating point; with `has_aux`, `return_values` or `return_grad_norms` a pair of the sum and an
+      `Aux`. It also takes `is_padding_example=`, booleans of shape (batch,): padding contributes zero, whatever its
+      values. Its method `.sensitivity()` returns the L2 sensitivity for privacy accounting, and `.explain(*args)` a
+      report of the method and of each parameter use. In a `jax.shard_map` each device sums its own samples.
 
     Raises:
       TypeError, ValueError: as for `per_sample_grad`; a negative clipping norm; `normalize_by` that is not positive; a
-        `dtype` that is not of floating point; a `prng_argnum` that names no argument, one of parameters, or one of
-        examples; a microbatch that does not divide the batch; an unknown method, or one that cannot do what is asked;
-        in a `jax.shard_map`, a loss that combines its devices.
+        `dtype` that is not floating point; a `prng_argnum` out of range, or in `argnums` or `batch_argnums`; a
+        `microbatch_size` that does not divide the batch; an unknown method, or one that `pre_clipping_transform`
+        rules out; `is_padding_example` that is not booleans of shape (batch,); in a `jax.shard_map`, a loss that
+        combines devices.
 
     Cost:
       "auto": 0.9 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
-      of the benchmarks. "vmap": memory for batch times parameters; so with every method for those parameters that the
-      loss also decays, or normalises before it uses them. Leave weight decay to the optimiser.
+      of the benchmarks. "vmap": memory for batch times parameters. Every method needs that memory for parameters that
+      the loss also decays, or normalises before their use. Leave weight decay to the optimiser.
 
     Rounding:
-      A sample is clipped by its norm and what rounding may have taken from it, so that the bound holds where large
-      terms cancel each other too; this makes a difference only where they cancel to less than a sixth. "ghost" computes
-      gradients a second time, which XLA may round differently; this is bounded where parameters meet data in products
-      and lookups. A sum of half precision is rounded at the end, by up to half a unit in the last place of each number,
-      which the sensitivity does not include: ask for dtype=jnp.float32, as `DPSGD` does, and add the noise to that.
+      A sample is clipped by an upper bound on its norm that includes rounding errors, so that the clipping bound also
+      holds if large terms cancel. This matters only if they cancel to less than a sixth. "ghost" computes gradients a
+      second time, which XLA may round differently; this error is bounded where parameters meet data in products and
+      lookups. A half-precision sum is rounded at the end, by up to half a unit in the last place of each number, which
+      the sensitivity does not include: pass dtype=jnp.float32, as `DPSGD` does, and add the noise to that sum.
 
     Source:
       Abadi et al. 2016, "Deep Learning with Differential Privacy"; Bu et al. 2023, "Differentially Private Optimization
@@ -176,21 +188,21 @@ def clipped_grad(
         l2_clip_norm = check_number("clipped_grad", "l2_clip_norm", l2_clip_norm, lambda x: x >= 0, "at least 0")
     normalize_by = check_number("clipped_grad", "normalize_by", normalize_by, lambda x: x > 0, "positive")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"clipped_grad: dtype must be of floating point, such as jnp.float32, but got {dtype!r}.")
+        raise TypeError(f"clipped_grad: dtype must be floating point, such as jnp.float32, but got {dtype!r}.")
     if prng_argnum is not None and not is_int(prng_argnum):
         raise TypeError(f"clipped_grad: prng_argnum must be an int or None, but got {describe(prng_argnum)}.")
     if pre_clipping_transform is not None and method not in ("auto", "vmap"):
         needs = f'pre_clipping_transform needs each gradient, which method="{method}" does not compute'
-        raise ValueError(f'clipped_grad: {needs}; leave the method out, or take "vmap".')
+        raise ValueError(f'clipped_grad: {needs}; omit method, or pass "vmap".')
     bare = not isinstance(argnums, (tuple, list))
 
     def routes_for(of: PerExample) -> list[MethodChoice]:
-        """Return the routes to try in order, of which the first is the method that was asked for or chosen."""
+        """Return the routes to try in order; the first is the requested or chosen method."""
         most = of.size if microbatch_size is None else min(microbatch_size, of.size)
         if most and of.size % most:
             given = f"microbatch_size={microbatch_size} does not divide the batch of {of.size}"
             raise ValueError(f"clipped_grad: {given}; pad the batch, and pass is_padding_example.")
-        choice = MethodChoice(method, most, f'it was asked for by method="{method}"')
+        choice = MethodChoice(method, most, f'requested by method="{method}"')
         if pre_clipping_transform is not None:
             choice = MethodChoice("vmap", most, "pre_clipping_transform needs each gradient")
         elif method == "auto" and of.size:
@@ -198,16 +210,16 @@ def clipped_grad(
         return routes(of, choice)
 
     def compute(of: PerExample, padding: jax.Array, choice: MethodChoice) -> tuple[Any, Any]:
-        """Return the sum, divided, and for each example its loss, its norm and what the loss returns in addition."""
+        """Return the normalized sum, and for each example its loss, its norm and its auxiliary output."""
         user = pre_clipping_transform
         transform = None if user is None else lambda leaves: user(of.gradients(leaves, bare))
 
         def of_some(examples: list[Any], padding: jax.Array) -> tuple[Any, Any]:
-            """Return the clipped sum of one group, and what there is for each of its examples."""
+            """Return the clipped sum of one group, and the values, norms and aux of its examples."""
             backward = Backward(of, examples, choice.method, spmd_axis_name, transform)
             norms = jnp.sqrt(backward.squares)
             weights = _clip_weights(backward.norms_to_clip(), l2_clip_norm, rescale_to_unit_norm, nan_safe)
-            # A weight of zero leaves an example out, whatever its gradient holds.
+            # A weight of zero excludes an example, even if its gradient is NaN.
             total = backward.weighted_sum(jnp.where(padding, 0.0, weights), dtype)
             return total, (backward.values, norms, backward.aux)
 
@@ -215,7 +227,7 @@ def clipped_grad(
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype, dtype)), sums)
         total, each = _in_groups(of_some, of.examples, padding, choice.examples, start)
 
-        # Rounded to the dtype that was asked for only here, once.
+        # Round to the requested dtype only here, once.
         def finished(x: jax.Array, like: Any) -> jax.Array:
             asked = jnp.promote_types(dtype, jnp.complex64) if dtype and jnp.iscomplexobj(x) else dtype
             return (x / normalize_by if normalize_by != 1.0 else x).astype(asked or like.dtype)
@@ -223,10 +235,10 @@ def clipped_grad(
         return jax.tree.map(finished, total, sums), each
 
     def clipped(*args: Any, is_padding_example: Any = None, **kwargs: Any) -> Any:
-        """Return the sum of the clipped gradients, and what else was asked for."""
+        """Return the sum of the clipped gradients, and an `Aux` if requested."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        # By the first route that can be traced: whether one can, no table of operations tells for certain.
+        # Take the first route that can be traced: no list of operations decides that reliably in advance.
         _, (total, (values, norms, aux)) = first_that_traces(
             "clipped_grad", routes_for(of), partial(compute, of, padding)
         )
@@ -243,7 +255,7 @@ def clipped_grad(
         """Return the method, and the rule for each use of a parameter, for these arguments."""
         of = of_call(has_aux, keep_batch_dim, prng_argnum, args, kwargs)
         padding = _padding(is_padding_example, of.size)
-        program = of.program  # traced here, where it may be used again, and not inside of `eval_shape`
+        program = of.program  # traced here and not inside `eval_shape`, so that it can be reused
 
         def shapes(choice: MethodChoice) -> Any:
             return jax.eval_shape(lambda padding: compute(of, padding, choice), padding)
@@ -267,23 +279,23 @@ def clipped_grad(
 
 
 def _clip_weights(norms: jax.Array, l2_clip_norm: Any, rescale_to_unit_norm: bool, nan_safe: bool) -> jax.Array:
-    """Return what each example's gradient is multiplied by: min(1, C / norm), and that divided by C for a unit norm."""
+    """Return the factor of each example's gradient: min(1, C / norm), divided by C to rescale to unit norm."""
     bound = jnp.maximum(l2_clip_norm, 0.0)  # a traced one may be negative
     weights = jnp.minimum(1.0, bound / norms)
     if rescale_to_unit_norm:
         weights = jnp.where(bound > 0, weights / bound, 1 / norms)
-    weights = jnp.where(jnp.isfinite(weights), weights, 0.0)  # a gradient of zero stays one, whatever the bound
+    weights = jnp.where(jnp.isfinite(weights), weights, 0.0)  # a zero gradient stays zero for any bound
     return jnp.where(jnp.isfinite(norms), weights, 0.0 if nan_safe else jnp.nan)
 
 
 def _in_groups(compute: Callable[..., Any], examples: list[Any], padding: jax.Array, group: int, start: Any) -> Any:
-    """Compute all examples, or a group at a time: sum the first result of `compute` and concatenate its second.
+    """Compute all examples at once or in groups: sum the first result of `compute` and concatenate the second.
 
     Args:
-      compute: from some examples and whether each is padding to two pytrees.
-      examples: those of the batch, along axis 0.
-      padding: likewise.
-      group: how many at a time.
+      compute: a function of some examples and their padding mask that returns two pytrees.
+      examples: the examples of the batch, along axis 0.
+      padding: whether each example is padding, shape (batch,).
+      group: the number of examples in a group.
       start: zeros like the first result.
     """
     size = len(padding)
@@ -291,25 +303,25 @@ def _in_groups(compute: Callable[..., Any], examples: list[Any], padding: jax.Ar
         return compute(examples, padding)
 
     def split(x: Any) -> Any:
-        # Each group takes some of every part of the batch: where devices have a part each, nothing is sent.
+        # Each group takes examples from every part of the batch: if it is sharded, no device sends any example.
         return x.reshape(group, size // group, *x.shape[1:]).swapaxes(0, 1)
 
     def step(total: Any, arrays: Any) -> tuple[Any, Any]:
         part, each = compute(*arrays)
         return jax.tree.map(jnp.add, total, part), each
 
-    # In a `shard_map`, a loop must start with a sum that differs between devices, as it will be.
+    # In a `shard_map`, the initial sum must be device-varying like the result, or the carry types would differ.
     start = jax.tree.map(lambda x: varying(x, varying_axes(examples[0])), start)
     total, each = lax.scan(step, start, jax.tree.map(split, (examples, padding)))
     return total, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(size, *x.shape[2:]), each)
 
 
 def _padding(given: Any, size: int) -> jax.Array:
-    """Return whether each example is padding."""
+    """Return the padding mask, shape (size,); raise if the given one is not booleans of that shape."""
     if given is None:
         return jnp.zeros(size, bool)
     given = jnp.asarray(given)
     if given.shape != (size,) or given.dtype != bool:
-        expected = f"there are {size} examples; give that many booleans"
+        expected = f"there are {size} examples; pass one boolean for each"
         raise ValueError(f"clipped_grad: is_padding_example is {describe(given)}, but {expected}.")
     return given

@@ -1,12 +1,12 @@
-"""Each example's gradient at a use, in the smallest form that gives its norm and the weighted sum over examples.
+"""Each example's gradient at a parameter use, in the smallest form that determines its norm and the weighted sum.
 
-`OuterProduct` keeps the gradient of a matrix as the two factors that it is a product of, for each example: activations
-A and cotangents G, with T positions, whose gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d)
-instead of T p d and holds T² numbers instead of p d (arXiv 2110.05679). `RowSparse` keeps the cotangents of the rows
-that were read from a table. `Dense` keeps the gradient of each example.
+`OuterProduct` stores each example's gradient of a matrix as two factors: activations A and cotangents G at T positions,
+whose gradient is AᵀG. Its squared norm is ⟨AAᵀ, GGᵀ⟩, which costs T² (p + d) instead of T p d and materializes T²
+numbers instead of p d (arXiv 2110.05679). `RowSparse` stores the cotangents of the rows that were read from a table.
+`Dense` stores the gradient of each example.
 
-Each form has its squared norm; the sum of the squared norms of the terms that it is a sum of, which may be far larger
-where they cancel each other; the rounding of a term that is summed; and the weighted sum over examples.
+Each form computes its squared norm; the sum of the squared norms of its terms, which may be far larger where terms
+cancel; the rounding error of a term in the sum; and the weighted sum over examples.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .parameter_uses import ParameterUse
 
 
 class OuterProduct(NamedTuple):
-    """Each example's gradient of a matrix as a product of two factors.
+    """Each example's gradient of a matrix as a product of two factors, summed over positions.
 
     Attributes:
-      left: shape (batch, stack, positions, p).
-      right: shape (batch, stack, positions, d).
-      restore: from a gradient of shape (stack, p, d) to one of the operand.
-      axes: those axes of the operand that are in the stack, in p and in d; None where they are not whole axes.
+      left: the activations, shape (batch, stack, positions, p).
+      right: the cotangents, shape (batch, stack, positions, d).
+      restore: reshapes a gradient of shape (stack, p, d) to the shape of the operand.
+      axes: the axes of the operand that form the stack, p and d; None if these are not whole axes.
     """
 
     left: jax.Array
@@ -37,7 +37,7 @@ class OuterProduct(NamedTuple):
     axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
 
     def smaller(self) -> bool:
-        """Return whether both factors have fewer numbers than the gradients."""
+        """Return whether both factors together have fewer numbers than the gradients."""
         positions, p, d = self.left.shape[2], self.left.shape[3], self.right.shape[3]
         return positions * (p + d) < p * d
 
@@ -47,20 +47,20 @@ class OuterProduct(NamedTuple):
         return (_gram(left, left) * _gram(right, right)).sum((1, 2, 3))  # ‖AᵀG‖² = ⟨AAᵀ, GGᵀ⟩
 
     def terms(self) -> jax.Array:
-        """Sum the squared norms of the positions' parts of each example's gradient: shape (batch,)."""
+        """Sum the squared norms of the terms of each example's gradient, one for each position: shape (batch,)."""
         left, right = (_magnitudes(widened(x)).sum(3) for x in (self.left, self.right))
-        # A bound on rounding must not vanish where one factor underflows to zero, however large the other is.
+        # A bound on rounding errors must stay positive if one factor underflows to zero, however large the other is.
         least = float(jnp.finfo(left.dtype).tiny) ** 0.8
         return ((left + least) * (right + least)).sum((1, 2))
 
     def eps(self) -> float:
-        """Return the rounding of a term that is summed."""
+        """Return the relative rounding error of a term of the weighted sum."""
         return float(jnp.finfo(self._summed_as()).eps)
 
     def _summed_as(self) -> Any:
-        """Return the dtype of the factors of the sum."""
+        """Return the dtype of the factors of the weighted sum."""
         dtype = jnp.result_type(self.left, self.right)
-        # bfloat16 has the range of float32, so that weighted factors fit; float16 has not.
+        # bfloat16 has the exponent range of float32, so weighted factors do not overflow; in float16 they could.
         return dtype if dtype == jnp.bfloat16 else wide(dtype)
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
@@ -71,7 +71,7 @@ class OuterProduct(NamedTuple):
         right = (widened(kept(self.right, weights)) * weights[:, None, None, None]).astype(summed_as)
         dtype = wide(summed_as, dtype)
         (batch, _, positions, p), d = left.shape, right.shape[3]
-        if batch * positions * (p - d) > p * d:  # XLA on CPU transposes the first of the two: the result is smaller
+        if batch * positions * (p - d) > p * d:  # XLA on CPU transposes the first operand: the result is smaller
             return self.restore(_product(right, left, dtype).swapaxes(1, 2))
         return self.restore(_product(left, right, dtype))
 
@@ -84,10 +84,10 @@ class RowSparse(NamedTuple):
     """Each example's gradient of a table from which rows were taken.
 
     Attributes:
-      rows: which rows, shape (batch, stack, positions).
+      rows: the indices of the rows, shape (batch, stack, positions).
       right: the cotangents of the rows, shape (batch, stack, positions, d).
-      height: how many rows there are.
-      restore: from a gradient of shape (stack, count, d) to one of the operand.
+      height: the number of rows of the table.
+      restore: reshapes a gradient of shape (stack, height, d) to the shape of the operand.
     """
 
     rows: jax.Array
@@ -107,13 +107,13 @@ class RowSparse(NamedTuple):
         return _magnitudes(widened(self.right)).sum((1, 2, 3))
 
     def eps(self) -> float:
-        """Return the rounding of a term that is summed."""
+        """Return the relative rounding error of a term of the weighted sum."""
         return float(jnp.finfo(wide(self.right.dtype)).eps)
 
     def cross(self, factors: OuterProduct) -> jax.Array:
-        """Return twice the inner product with the gradient that `factors` has of the same table: p or d are its rows.
+        """Return twice the inner product with the outer-product gradient of the same table, whose rows are p or d.
 
-        It is 2 Σₜᵤ A[t, rowᵤ] ⟨gₜ, gᵤ⟩, with t over the positions of the factors and u over those of the rows.
+        This is 2 Σₜᵤ A[t, rowᵤ] ⟨gₜ, gᵤ⟩, with t over the positions of the factors and u over the positions of `rows`.
         """
         along_rows, along = factors.left, factors.right
         if factors.axes is not None and factors.axes[2] == (0,):
@@ -127,7 +127,7 @@ class RowSparse(NamedTuple):
         return self._table(self.rows, right * weights[:, None, None, None].astype(right.dtype))
 
     def _table(self, rows: jax.Array, right: jax.Array) -> jax.Array:
-        """Add up cotangents of rows, over the examples, as an array like the operand."""
+        """Scatter-add the cotangents of rows over the examples into an array like the operand."""
         stack = jnp.broadcast_to(jnp.arange(right.shape[1])[None, :, None], rows.shape)
         table = jnp.zeros((right.shape[1], self.height, right.shape[3]), right.dtype)
         return self.restore(table.at[stack, rows].add(right))
@@ -138,7 +138,7 @@ class RowSparse(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """Each example's gradient of an operand.
+    """Each example's gradient of an operand, materialized.
 
     Attributes:
       gradients: shape (batch, *operand).
@@ -155,14 +155,14 @@ class Dense(NamedTuple):
         return self.squared_norm()
 
     def eps(self) -> float:
-        """Return the rounding of a term that is summed."""
+        """Return the relative rounding error of a term of the weighted sum."""
         return float(jnp.finfo(self.gradients.dtype).eps)
 
     def weighted(self, weights: jax.Array, dtype: Any = None) -> jax.Array:
         """Sum `weights` times the gradient over examples: like the operand, in `dtype` or wider."""
         gradients = widened(kept(self.gradients, weights)).astype(wide(self.gradients.dtype, dtype))
         weights = weights.astype(gradients.dtype)
-        if len(weights) == 1:  # else XLA would compute a matrix product
+        if len(weights) == 1:  # otherwise XLA would compute a matrix product
             return gradients[0] * weights[0]
         return jnp.tensordot(weights, gradients, 1)
 
@@ -180,10 +180,10 @@ def dtype_of(form: GradientForm) -> Any:
 
 
 def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, GradientForm] | None:
-    """Merge the forms of one parameter to one of each kind, at one of their uses; None where they cannot be.
+    """Merge the forms of one parameter into one of each kind, keyed by one of their uses; None if they do not merge.
 
-    Two products over positions are one over the positions of both: AᵀG + BᵀH is [A; B]ᵀ[G; H]. Where an operand is
-    transposed, the axes of its form are counted in the array before that.
+    Two outer products are one product over the positions of both: AᵀG + BᵀH = [A; B]ᵀ[G; H]. If an operand is a
+    transpose, the axes of its form refer to the array before the transpose.
     """
     n, use, form = forms[0]
     base = _without_transposes(use)[0]
@@ -201,7 +201,7 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
         if isinstance(form, OuterProduct) and form.axes is not None:
             stack, p, d = (tuple(order[axis] for axis in some) for some in form.axes)
             axes = axes or (stack, p, d)
-            if (stack, d, p) == axes:  # the operand is the transpose of the first one
+            if (stack, d, p) == axes:  # this operand is the transpose of the first
                 form = form._replace(left=form.right, right=form.left)
             elif (stack, p, d) != axes:
                 return None
@@ -216,7 +216,7 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
         result[next(iter(factors))] = product if tables else _smallest(product)
     if tables:
         result[next(iter(tables))] = _concatenated([*tables.values()], "rows", "right")
-    if factors and tables:  # `RowSparse.cross` wants the rows on one side, and all other axes in order on the other
+    if factors and tables:  # `RowSparse.cross` needs the rows in one factor and all other axes, in order, in the other
         sides = (0,), tuple(range(1, len(use.aval.shape)))
         if axes not in (((), *sides), ((), *reversed(sides))):
             return None
@@ -224,17 +224,17 @@ def merged(forms: list[tuple[int, ParameterUse, GradientForm]]) -> dict[int, Gra
 
 
 def _smallest(form: GradientForm) -> GradientForm:
-    """Return a product as the gradients themselves where these have fewer numbers than the factors."""
+    """Materialize the gradients of an outer product if they have fewer numbers than its factors."""
     return Dense(form.each()) if isinstance(form, OuterProduct) and not form.smaller() else form
 
 
 def _concatenated(forms: Sequence[Any], *names: str) -> Any:
-    """Return forms of one kind as one, over the positions of all."""
+    """Concatenate forms of one kind along their positions."""
     return forms[0]._replace(**{name: jnp.concatenate([getattr(x, name) for x in forms], axis=2) for name in names})
 
 
 def _without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
-    """Return the layout of an operand before its last transposes, and which axis of that each of its axes is."""
+    """Return the layout of an operand without its last transposes, and the permutation that these make up."""
     layout = use.value.layout
     order = tuple(range(len(use.aval.shape)))
     while layout and layout[-1][0] == "transpose":
@@ -244,7 +244,7 @@ def _without_transposes(use: ParameterUse) -> tuple[Any, tuple[int, ...]]:
 
 
 def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    """Return the product of both over examples and positions: shape (stack, p, d)."""
+    """Contract both factors over examples and positions: shape (stack, p, d)."""
     if left.shape[1] > 1:
         return jnp.einsum("bstp,bstd->spd", left, right, preferred_element_type=dtype)
     left, right = (x.reshape(-1, x.shape[3]) for x in (left, right))
@@ -252,43 +252,44 @@ def _product(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _gram(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return inner products of the positions of `x` with those of `y`: shape (batch, stack, positions, positions).
+    """Return the inner products between positions of `x` and of `y`: shape (batch, stack, positions, positions).
 
-    XLA on CPU copies what has axes of size 1, and takes twice as long for large products that it fuses with a sum.
+    Batch and stack are flattened, since XLA on CPU copies arrays with axes of size 1. The barrier keeps XLA from fusing
+    the product with a sum, which takes twice as long if the product is large.
     """
     flat = (z.reshape(-1, *z.shape[2:]) for z in (x, y))
-    # By default an accelerator rounds float32 factors to fewer digits (TF32), which a norm to clip by must not lose.
+    # By default accelerators round float32 factors to fewer digits (TF32); norms for clipping need all digits.
     found = lax.optimization_barrier(jnp.einsum("btd,bud->btu", *flat, precision="highest"))
     return found.reshape(*x.shape[:2], *found.shape[1:])
 
 
 def kept(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return `x` with zeros for the examples of weight zero, which may hold NaN: 0 * NaN is NaN."""
+    """Return `x` with zeros for the examples of weight zero: they may be NaN, and 0 * NaN is NaN."""
     return jnp.where((weights != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """Return `x` in float32 or wider, with the roundings to half precision that it has had.
+    """Return `x` in float32 or wider, still rounded to the half precision that it had.
 
-    XLA may leave out a rounding to bfloat16 and back (`xla_allow_excess_precision`): the norm of a gradient and its
-    part of a sum could then be computed from different numbers. It does not leave out `reduce_precision`.
+    XLA may omit a rounding to bfloat16 and back (`xla_allow_excess_precision`): the norm of a gradient and its
+    contribution to a sum could then be computed from different numbers. XLA does not omit `reduce_precision`.
     """
-    if x.dtype.itemsize != 2:  # `reduce_precision` cannot round to the float8 formats that have no infinities
+    if x.dtype.itemsize != 2:  # `reduce_precision` cannot round to float8 formats without infinities
         return x.astype(wide(x.dtype))
     digits, found = jnp.finfo(x.dtype), x.astype(jnp.float32)
     rounded = lax.reduce_precision(found, digits.nexp, digits.nmant)
     if x.dtype != jnp.float16:
         return rounded
-    # `reduce_precision` makes zeros of the subnormal numbers of float16, which are multiples of 2⁻²⁴.
+    # `reduce_precision` flushes the subnormal numbers of float16 to zero; they are multiples of 2⁻²⁴.
     return jnp.where(jnp.abs(found) < digits.smallest_normal, jnp.round(found * 2.0**24) * 2.0**-24, rounded)
 
 
 def wide(dtype: Any, asked: Any = None) -> Any:
-    """Return the dtype to sum numbers of `dtype` in: itself, float32 if it has fewer digits, or a wider one asked."""
+    """Return the dtype in which to sum `dtype`: itself, float32 if it is narrower, or `asked` if that is wider."""
     found = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.float32)
     return found if asked is None or jnp.dtype(asked).itemsize < 4 else jnp.promote_types(found, asked)
 
 
 def _magnitudes(x: jax.Array) -> jax.Array:
-    """Return the squared magnitudes, real also for complex `x`."""
+    """Return the squared magnitudes; they are real for complex `x` too."""
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)

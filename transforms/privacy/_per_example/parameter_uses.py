@@ -1,8 +1,8 @@
-"""Where the parameters of a program meet its data.
+"""Find the parameter uses of a program: the operations in which its parameters meet its data.
 
-The program is that of one example. A value comes from constants, from the parameters alone, from the data, or from
-both. A use is an operation on a value that comes from parameters alone and one that does not: the gradient of every
-parameter goes through uses, and through nothing else.
+The program computes the loss of one example. A value depends on constants only, on parameters (and constants) only, on
+data, or on both. A use is an operation with one operand that depends on parameters only and another that does not. The
+gradient of every parameter flows through uses, and through nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..._core.jaxpr import REMAT, aval, evaluate, interpret, with_inner
 
 
 class Origin(Enum):
-    """Where a value comes from that does not come from parameters alone."""
+    """The origin of a value that does not depend on parameters alone."""
 
     CONSTANT = "constants"
     DATA = "data"
@@ -29,13 +29,13 @@ class Origin(Enum):
 
 
 class Parameters(NamedTuple):
-    """A value that comes from parameters (and constants) alone.
+    """A value that depends on parameters (and constants) alone.
 
     Attributes:
-      leaves: the parameters that it is computed from.
-      layout: the operations that rearrange the parameters, or a part of them, into it; None where it is computed in
-        another way. Such an operation keeps the norm of a gradient that goes back through it.
-      stacked: the loops around it, by number, in each iteration of which it is another slice of the parameters.
+      leaves: the indices of the parameters that it is computed from.
+      layout: the operations that rearrange the parameters, or a part of them, into it; None if it is computed in any
+        other way. Pulling a gradient back through such operations preserves its norm.
+      stacked: the numbers of the enclosing loops that slice the parameters, so that each iteration has another slice.
     """
 
     leaves: frozenset[int]
@@ -43,7 +43,7 @@ class Parameters(NamedTuple):
     stacked: frozenset[int]
 
     def slice_in(self, loop: Loop) -> Parameters:
-        """Return the slice of it that an iteration of a loop gets."""
+        """Return the slice that one iteration of a loop receives."""
         layout = None if self.layout is None else (*self.layout, ("slice", loop.number))
         return self._replace(layout=layout, stacked=self.stacked | {loop.number})
 
@@ -52,8 +52,8 @@ class Loop(NamedTuple):
     """A `lax.scan` around a use.
 
     Attributes:
-      number: which one.
-      length: how many iterations it takes.
+      number: the number of the loop in the program.
+      length: the number of iterations.
     """
 
     number: int
@@ -65,11 +65,11 @@ class ParameterUse(NamedTuple):
 
     Attributes:
       eqn: the operation.
-      operand: which of its operands comes from parameters alone.
+      operand: the index of its operand that depends on parameters alone.
       value: that operand.
-      loops: the loops around it, outermost first.
+      loops: the enclosing loops, outermost first.
       first: the number of the first use of the operation.
-      within: the operations in whose bodies it is, outermost first.
+      within: the operations whose bodies contain it, outermost first.
     """
 
     eqn: JaxprEqn
@@ -86,14 +86,14 @@ class ParameterUse(NamedTuple):
 
 
 class UsePlan(NamedTuple):
-    """What to do with each operation of a program.
+    """A plan for each operation of a program.
 
     Attributes:
       closed: the program.
-      uses: all uses, including those of the programs around and inside this one.
-      steps: for each operation the uses in it (their numbers), the plan of its body, or None to evaluate it as it is.
-      outputs: where each output comes from.
-      loop: the number of the loop whose body this is; None for another program.
+      uses: all uses, including those of the enclosing and inner programs.
+      steps: for each operation the numbers of its uses, or the plan of its body, or None to evaluate it unchanged.
+      outputs: the origin of each output.
+      loop: the number of the loop if the program is a loop body; otherwise None.
     """
 
     closed: ClosedJaxpr
@@ -103,22 +103,22 @@ class UsePlan(NamedTuple):
     loop: int | None = None
 
     def numbers(self) -> list[int]:
-        """List the uses in it, inner programs included."""
+        """List the numbers of the uses in this program, including inner programs."""
         return [n for step in self.steps for n in (step.numbers() if isinstance(step, UsePlan) else step or [])]
 
     def firsts(self) -> list[int]:
-        """List the first use of each operation that has any, inner programs included."""
+        """List the number of the first use of each operation with uses, including inner programs."""
         return [n for n in self.numbers() if self.uses[n].first == n]
 
 
-# Operations that move the numbers of their operand, and change none but for its sign. They are linear maps L with
-# L Lᵀ = 1, so that ‖Lᵀg‖ = ‖g‖: the norm of a gradient of the result is that of the parameters.
+# Operations that move the elements of their operand and change at most their signs. They are linear maps L with
+# L Lᵀ = 1, so that ‖Lᵀg‖ = ‖g‖: the gradients of the result and of the parameters have the same norm.
 _REARRANGING = frozenset(["copy", "neg", "reshape", "rev", "sharding_constraint", "squeeze", "transpose"])
 
 
 def find_uses(closed: ClosedJaxpr, parameters: int) -> UsePlan:
-    """Find the uses of a program whose first `parameters` arguments are the parameters, and all others the data."""
-    # Complex parameters have no layout: a cast to or from them drops a part of the gradient.
+    """Find the uses of a program whose first `parameters` arguments are parameters, and all others data."""
+    # Complex parameters have no layout: a cast to or from complex numbers drops a part of the gradient.
     args = [
         Parameters(frozenset([i]), () if is_real(var) else None, frozenset())
         for i, var in enumerate(closed.jaxpr.invars[:parameters])
@@ -127,16 +127,16 @@ def find_uses(closed: ClosedJaxpr, parameters: int) -> UsePlan:
 
 
 def is_real(variable: Any) -> bool:
-    """Return whether a variable of a program is of real floating point."""
+    """Return whether a variable of a program is real floating point."""
     return jnp.issubdtype(aval(variable).dtype, jnp.floating)
 
 
 class _RuleInLoop(Exception):
-    """A backward pass that is not linear, of the same parameters in each iteration: it must not see their sum."""
+    """Raised if a loop applies a nonlinear backward pass to shared parameters: it must not receive a sum."""
 
 
 class _Finder:
-    """One pass over a program and its bodies, which numbers the uses in the order of the operations."""
+    """A pass over a program and its bodies that numbers the uses in program order."""
 
     def __init__(self) -> None:
         self.uses: list[ParameterUse] = []
@@ -144,14 +144,14 @@ class _Finder:
         self.within: list[JaxprEqn] = []
 
     def plan(self, closed: ClosedJaxpr, args: Sequence[Any], loops: tuple[Loop, ...]) -> UsePlan:
-        """Return the plan of a program, given where each of its arguments comes from."""
+        """Return the plan of a program, given the origin of each argument."""
         steps: list[list[int] | UsePlan | None] = []
 
         def visit(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-            """Plan one operation, and return where its results come from."""
+            """Plan one operation, and return the origins of its results."""
             step, outputs = self.step(eqn, operands, loops)
             steps.append(step)
-            # No gradient goes through integers and booleans, so for what follows they are never `Parameters`.
+            # No gradient flows through integers and booleans, so such results are never `Parameters`.
             return [
                 out if jnp.issubdtype(aval(var).dtype, jnp.inexact) else _without_gradient([out])
                 for out, var in zip(outputs, eqn.outvars, strict=True)
@@ -161,7 +161,7 @@ class _Finder:
         return UsePlan(closed, self.uses, steps, outputs)
 
     def step(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> tuple[Any, list[Any]]:
-        """Return what to do with an operation, and where its results come from."""
+        """Return the plan of one operation, and the origins of its results."""
         name, count = eqn.primitive.name, len(eqn.outvars)
         places = [k for k, x in enumerate(operands) if isinstance(x, Parameters)]
         if not places or name == "stop_gradient":
@@ -170,11 +170,11 @@ class _Finder:
         if not alone and name in ("jit", *REMAT, "scan"):
             inner = self.inner(eqn, operands, loops)
             if inner is not None:
-                # To find operands again from parameters alone, only a call is run once more. What another program
-                # returns is not known then, so its constants are taken for data.
+                # `operands` evaluates calls, but no other bodies, from parameters alone. It does not know the results
+                # of the others, so their constant results count as data.
                 known = [Origin.DATA if x is Origin.CONSTANT and name != "jit" else x for x in inner.outputs]
                 return inner, known
-        # Outside of the loop, where parameters are pulled back, only the sum over its iterations would be seen.
+        # Gradients are pulled back outside the loop, where only their sum over the iterations would be available.
         shared = any(loop.number not in operands[k].stacked for loop in loops for k in places)
         if shared and has_nonlinear_backward(eqn):
             raise _RuleInLoop
@@ -187,7 +187,7 @@ class _Finder:
         return list(range(first, len(self.uses))), [Origin.BOTH] * count
 
     def inner(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
-        """Return the plan of a body; None where parameters come out of it alone, so that it is one use as a whole."""
+        """Return the plan of a body; None if parameters come out of it, so that the whole operation is one use."""
         before = len(self.uses)
         self.within.append(eqn)
         found = None
@@ -197,7 +197,7 @@ class _Finder:
                     found = self.scan(eqn, operands, loops)
             else:
                 body = eqn.params["jaxpr"]
-                closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())  # a checkpoint's is open
+                closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())  # a checkpoint has a Jaxpr
                 found = self.plan(closed, operands, loops)
                 if eqn.primitive.name in REMAT and any(isinstance(x, Parameters) for x in found.outputs):
                     found = None
@@ -208,20 +208,20 @@ class _Finder:
         return found
 
     def scan(self, eqn: JaxprEqn, operands: list[Any], loops: tuple[Loop, ...]) -> UsePlan | None:
-        """Return the plan of the body of a loop; None where parameters alone are carried or come out."""
+        """Return the plan of a loop body; None if a carried or returned value depends on parameters alone."""
         consts, carry = scan_counts(eqn.params)
         shared, state, slices = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
         if any(isinstance(x, Parameters) for x in state):
             return None
         loop = Loop(next(self.loops), eqn.params["length"])
-        # What is another constant in each iteration is no constant for an operation in the body.
+        # A constant that changes with each iteration is data for the operations in the body.
         state = [_without_gradient([x, Origin.DATA]) for x in state]
         slices = [
             x.slice_in(loop) if isinstance(x, Parameters) else _without_gradient([x, Origin.DATA]) for x in slices
         ]
         before = len(self.uses)
-        # What is carried starts from data, say, and may come from parameters too after an iteration: go through the
-        # body until nothing is added. `BOTH` is the most there is, so this ends.
+        # A carry may start from data and depend on parameters too after an iteration. Analyze the body until its
+        # origins reach a fixed point; this ends, because origins only grow, up to `BOTH`.
         while True:
             del self.uses[before:]
             found = self.plan(eqn.params["jaxpr"], [*shared, *state, *slices], (*loops, loop))
@@ -234,21 +234,21 @@ class _Finder:
 
 
 def _without_gradient(operands: Sequence[Any]) -> Origin:
-    """Return where a value comes from through which no parameter's gradient goes, or only that of earlier uses."""
+    """Return the origin of a result through which no gradient flows, or only gradients of earlier uses."""
     if Origin.BOTH in operands:
         return Origin.BOTH
-    # What comes from another slice of the parameters in each iteration of a loop is no constant in its body.
+    # A value computed from the slice of an iteration is not constant in the body.
     changing = any(isinstance(x, Parameters) and x.stacked for x in operands)
     return Origin.DATA if changing or Origin.DATA in operands else Origin.CONSTANT
 
 
 def _of_parameters(eqn: JaxprEqn, operands: list[Any], places: list[int], output: int) -> Parameters:
-    """Describe an output of an operation on parameters, which are the operands at `places`, and constants."""
+    """Describe an output of an operation on constants and on parameters, the operands at `places`."""
     values: list[Parameters] = [operands[k] for k in places]
     leaves = frozenset[int]().union(*(value.leaves for value in values))
     stacked = frozenset[int]().union(*(value.stacked for value in values))
     layouts = tuple(value.layout for value in values if value.layout is not None and value.stacked == stacked)
-    # Of a parameter that is there twice, the two parts of the gradient would add up, and the norm be another.
+    # If a parameter occurs twice, both parts of its gradient add up, which changes the norm.
     distinct = sum(len(value.leaves) for value in values) == len(leaves)
     step: Any = None
     if len(layouts) == len(eqn.invars) == 1:
@@ -259,9 +259,9 @@ def _of_parameters(eqn: JaxprEqn, operands: list[Any], places: list[int], output
 
 
 def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
-    """Return whether cotangents go back through an operation other than linearly.
+    """Return whether the backward pass of an operation is not linear in its cotangents.
 
-    A `jax.custom_vjp` may do anything with them, and a rounding (to float8 too) rounds them.
+    A `jax.custom_vjp` may apply any function to them, and a rounding operation (float8 casts too) rounds them.
     """
 
     def is_nonlinear(eqn: JaxprEqn) -> bool:
@@ -272,8 +272,8 @@ def has_nonlinear_backward(eqn: JaxprEqn) -> bool:
 
 
 def rearrange(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Evaluate an operation that a layout may have, on wider numbers than those of the program; None for any other."""
-    if is_cast(eqn):  # the wider dtype stays: only a cast between real dtypes is in a layout
+    """Evaluate an operation of a layout on wider dtypes than the program has; None for any other operation."""
+    if is_cast(eqn):  # keep the wider dtype: a layout contains only casts between real dtypes
         return values if is_real(eqn.outvars[0]) else None
     if eqn.primitive.name == "concatenate":
         values = [x.astype(jnp.result_type(*values)) for x in values]
@@ -283,13 +283,13 @@ def rearrange(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _moved(eqn: JaxprEqn) -> Any:
-    """Describe an operation that moves the numbers of its operand and changes none, or only their sign or dtype.
+    """Describe an operation that moves the elements of its operand, changing at most their sign or dtype; else None.
 
-    A cast to complex numbers is another: of a gradient that goes back through it the imaginary part is dropped.
+    Casts to complex numbers do not qualify: their transpose drops the imaginary part of a gradient.
     """
     name = eqn.primitive.name
     known = name in _REARRANGING or is_cast(eqn)
-    if name == "broadcast_in_dim":  # which only adds axes of size 1; another one copies numbers, whose gradients add up
+    if name == "broadcast_in_dim":  # one that copies elements does not qualify: their gradients add up
         known = aval(eqn.invars[0]).size == aval(eqn.outvars[0]).size
     if len(eqn.invars) > 1 or not known or not is_real(eqn.outvars[0]):
         return None
@@ -297,7 +297,7 @@ def _moved(eqn: JaxprEqn) -> Any:
 
 
 def _part(eqn: JaxprEqn, output: int) -> Any:
-    """Describe a part of an array: its first and last place along each axis."""
+    """Describe an operation that takes a part of an array: the start, stop and stride on each axis; else None."""
     if eqn.primitive.name == "slice":
         return "part", eqn.params["start_indices"], eqn.params["limit_indices"], eqn.params["strides"]
     if eqn.primitive.name == "split":
@@ -310,10 +310,10 @@ def _part(eqn: JaxprEqn, output: int) -> Any:
 
 
 def disjoint(one: Parameters, other: Parameters) -> bool:
-    """Return whether two values have no number of the parameters in common."""
+    """Return whether two values share no element of the parameters."""
     if not one.leaves & other.leaves:
         return True
-    # Only a first step that is a part counts: its places are those in the parameter itself.
+    # Compare parts only if they are the first step, where their indices refer to the parameter itself.
     boxes = [value.layout[0] for value in (one, other) if value.layout and value.layout[0][0] == "part"]
     if len(one.leaves | other.leaves) > 1 or len(boxes) < 2:
         return False

@@ -1,4 +1,4 @@
-"""`per_sample_grad` and `per_sample_norm`: the gradient of each sample, and its norm."""
+"""`per_sample_grad` and `per_sample_norm`: the gradient of each sample of a batch, and its norm."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ def per_sample_grad(
     chunk_size: int | None = None,
     memory_budget: int | str | None = None,
 ) -> Callable[P, Any]:
-    """Take the gradient of a loss at each sample of a batch.
+    """Compute the gradient of a loss at each sample of a batch.
 
     Args:
-      fun: a loss of parameters and of a batch that returns a real scalar; a function, a bound method or a module.
-      argnums: the parameters, as for `grad`: arrays, pytrees of them, or modules. Leaves that are not of floating
-        point, such as a counter or an index, go to `fun` as they are, and None is their gradient.
+      fun: a loss that takes parameters and a batch and returns a real scalar: a function, a bound method or a module.
+      argnums: the parameters, as for `grad`: arrays, pytrees of arrays, or modules. Leaves that are not floating point,
+        such as a counter or an index, are passed to `fun` unchanged; their gradient is None.
       has_aux: whether `fun` returns `(loss, aux)`; the result is then `(gradients, aux)`.
-      batch_argnums: the arguments that have the samples along axis 0. All others are shared; keyword arguments are
-        split along axis 0 too.
-      keep_batch_dim: whether `fun` gets each sample as a batch of one (else without that axis).
-      chunk_size: how many samples to compute at a time.
-      memory_budget: as for `vmap`, with its warning.
+      batch_argnums: the arguments with the samples along axis 0. All other positional arguments are shared; keyword
+        arguments are split along axis 0 too.
+      keep_batch_dim: whether `fun` receives each sample as a batch of one; with False, without that axis.
+      chunk_size: the number of samples to compute at a time.
+      memory_budget: as for `vmap`, with the same warning.
 
     Returns:
-      A function of the same arguments that returns the gradients, like the parameters with the samples along axis 0.
+      A function of the same arguments that returns the gradients, in the structure of the parameters, each of shape
+      (batch, *parameter).
 
     Raises:
-      TypeError: `fun` returns no real scalar; parameters that are not real floating point; argnums of a wrong type.
-      ValueError: argnums empty, negative, out of range or in both places; sizes that differ; a module whose state
-        `fun` changes; options as for `vmap`.
+      TypeError: `fun` does not return a real scalar; parameters that are not real floating point; argnums of a wrong
+        type.
+      ValueError: argnums that are empty, negative, out of range, or also in `batch_argnums`; batch sizes that differ; a
+        module whose state `fun` changes; options as for `vmap`; in a `jax.shard_map`, a loss that combines devices.
 
     Cost:
-      Memory for batch times parameters, which is what it returns. For norms and clipped sums see `per_sample_norm` and
-      `clipped_grad`, which need none of it.
+      Memory for batch times parameters, the size of the result. `per_sample_norm` and `clipped_grad` compute norms and
+      clipped sums without it.
 
     Source:
       `torch.func.vmap(torch.func.grad(...))`; PyTorch's tutorial on per-sample gradients.
@@ -73,7 +75,7 @@ def per_sample_grad(
         in_chunks = chunk_size is not None or memory_budget is not None
 
         def each(route: MethodChoice) -> tuple[Any, Any]:
-            """Return the gradients and what the loss returns in addition, computed by a route."""
+            """Return the gradients and the auxiliary output of the loss, computed by a route."""
             one = jax.grad(of.loss, has_aux=True)
             if route.examples < of.size:
                 return lax.map(lambda example: one(of.parameters, example), of.examples)
@@ -84,7 +86,7 @@ def per_sample_grad(
             return leaves, aux
 
         candidates = routes(of, MethodChoice("vmap", of.size, ""))
-        # `each_gradient` works around what XLA maps wrongly, but chunks do not pass through it.
+        # `each_gradient` avoids a convolution that XLA miscomputes on several devices, but chunks do not use it.
         if in_chunks and jax.device_count() > 1 and of.program.mapped_wrongly():
             candidates = candidates[-1:]
         leaves, aux = first_that_traces("per_sample_grad", candidates, each)[1]
@@ -102,27 +104,29 @@ def per_sample_norm(
     keep_batch_dim: bool = True,
     method: Method = "auto",
 ) -> Callable[P, jax.Array]:
-    """Take the norm of a loss's gradient at each sample of a batch.
+    """Compute the norm of the gradient of a loss at each sample of a batch.
 
     Args:
       fun: as for `per_sample_grad`.
-      argnums: as for `per_sample_grad`; the norm is that over all of them together.
+      argnums: as for `per_sample_grad`; the norm is the joint norm over all of these arguments.
       batch_argnums: as for `per_sample_grad`.
       keep_batch_dim: as for `per_sample_grad`.
-      method: as for `clipped_grad`; all but "vmap" are the same here.
+      method: as for `clipped_grad`; all methods other than "vmap" are the same here.
 
     Returns:
-      A function of the same arguments that returns the norms, shape (batch,), of float32 or wider.
+      A function of the same arguments that returns the norms, shape (batch,), in float32 or wider.
 
     Raises:
       TypeError, ValueError: as for `per_sample_grad`; an unknown method.
 
     Cost:
-      About a forward and a backward pass of the batch; no sample's gradient is held where its norm has a shorter form.
+      About one forward and one backward pass of the batch. Gradients are materialized only where no smaller form
+      determines their norm.
 
     Rounding:
-      Such a norm is a sum of inner products, so it is as close as the rounding of the largest of them: where all of a
-      gradient cancels, up to a thousandth of the norm of its terms may be left. With "vmap" each gradient is held.
+      A norm from such a form is a sum of inner products, as accurate as the rounding error of the largest of them: if a
+      whole gradient cancels, up to a thousandth of the norm of its terms may remain. "vmap" takes norms of materialized
+      gradients instead.
 
     Source:
       Goodfellow 2015, "Efficient Per-Example Gradient Computations"; Li et al. 2022, "Large Language Models Can Be

@@ -1,8 +1,8 @@
-"""A program with a zero perturbation at every use: a zero that is added to the result of the operation.
+"""Run a program with a zero perturbation (a "tap") at every parameter use: a zero added to the operation's result.
 
 With the parameters held fixed, the gradient of the loss with respect to this zero is the cotangent of the operation's
-output, and for one example after another (`jax.vmap`) it is that of each. Together with the other operands of the
-operation, which are recorded on the way, it gives each example's gradient of the parameters there.
+output, for each example under `jax.vmap`. Together with the other operands of the operation, which the forward pass
+records, it determines each example's gradient of the parameters at that use.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from ..._core.compat import scan_counts, varying, varying_axes
 from ..._core.jaxpr import REMAT, aval, evaluate, interpret
 from .parameter_uses import ParameterUse, UsePlan, rearrange
 
-# By the number of the first use of an operation: one array for each of its outputs that has derivatives.
+# Keyed by the number of an operation's first use: one array for each floating-point output.
 Perturbations = dict[int, list[Any]]
-# By the same number: its operands, with None for those that come from parameters alone.
+# Keyed likewise: the operands, with None for those that depend on parameters alone.
 Records = dict[int, list[Any]]
 
 
 def zero_perturbations(plan: UsePlan, batch: int) -> Perturbations:
-    """Return the zeros for each of `batch` examples, with an axis for each loop behind that of the examples."""
+    """Return the zeros for `batch` examples: axis 0 is the examples, followed by an axis for each enclosing loop."""
 
     def of_use(use: ParameterUse) -> list[jax.Array]:
         leading = batch, *(loop.length for loop in use.loops)
         outputs = [aval(x) for x in use.eqn.outvars if jnp.issubdtype(aval(x).dtype, jnp.inexact)]
-        # x + (-0.0) is x for every x; -0.0 + 0.0 is 0.0, which a loss that asks for the sign would see.
+        # x + (-0.0) is x for every x, while -0.0 + 0.0 is 0.0, whose sign bit differs.
         return [varying(-jnp.zeros((*leading, *x.shape), x.dtype), varying_axes(x)) for x in outputs]
 
     return {n: of_use(plan.uses[n]) for n in plan.firsts()}
 
 
 def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> tuple[list[Any], Records]:
-    """Return the outputs of a program to which the perturbations are added, and the operands of its uses."""
+    """Return the outputs of a program with the perturbations added, and the operands of its uses."""
     records: Records = {}
     steps = iter(plan.steps)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        """Return the results of one operation; of a use, with its perturbations added."""
+        """Return the results of one operation, with perturbations added if it is a use."""
         step = next(steps)
         if isinstance(step, UsePlan):
             outputs, inner = _run_body(eqn, values, step, zeros)
@@ -62,11 +62,11 @@ def run_perturbed(plan: UsePlan, args: Sequence[Any], zeros: Perturbations) -> t
 
 
 def _run_body(eqn: JaxprEqn, values: list[Any], plan: UsePlan, zeros: Perturbations) -> tuple[list[Any], Records]:
-    """Return what a call, a checkpoint or a loop returns with perturbations in its body, and the records of that."""
+    """Run a call, a checkpoint or a loop with perturbations in its body; return its results and records."""
     if eqn.primitive.name == "jit":
         return run_perturbed(plan, values, zeros)
-    # Only its own zeros: all that enters a checkpoint is kept for the backward pass, and a loop gives each iteration
-    # its slice.
+    # Pass only the zeros of this body: every input of a checkpoint is kept for the backward pass, and a loop slices its
+    # inputs for each iteration.
     inner = {n: zeros[n] for n in plan.firsts()}
     if eqn.primitive.name in REMAT:
         options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
@@ -89,19 +89,19 @@ def _run_body(eqn: JaxprEqn, values: list[Any], plan: UsePlan, zeros: Perturbati
     return [*state, *stacked], records
 
 
-# A value that does not come from parameters and constants alone.
+# Marks a value that does not depend on parameters and constants alone.
 _UNKNOWN = object()
 
 
 def operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int], wider: bool = False) -> dict[int, Any]:
-    """Compute the operands of the uses `wanted` from the parameters alone, with axes for stacked loops in front.
+    """Compute the parameter operands of the uses `wanted` from the parameters, with leading axes for stacked loops.
 
     Args:
       plan: the plan of the program.
-      args: the parameters; the data may be left out.
-      wanted: numbers of uses.
-      wider: whether the parameters are of wider dtypes than in the program, and nothing is rounded to fewer digits on
-        the way. All of `wanted` have a layout then.
+      args: the parameters; the data may be omitted.
+      wanted: the numbers of the uses.
+      wider: whether the parameters have wider dtypes than the program and keep them, without rounding. All of `wanted`
+        must then have a layout.
     """
     return _operands(plan, args, wanted, wider)[0]
 
@@ -109,12 +109,12 @@ def operands(plan: UsePlan, args: Sequence[Any], wanted: frozenset[int], wider: 
 def _operands(
     plan: UsePlan, args: Sequence[Any], wanted: frozenset[int], wider: bool
 ) -> tuple[dict[int, Any], list[Any]]:
-    """Return the operands of the uses, and the outputs as far as they are known."""
+    """Return the operands of the uses, and the outputs, with `_UNKNOWN` for those that depend on data."""
     found: dict[int, Any] = {}
     steps = iter(plan.steps)
 
     def visit(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        """Return the results of one operation, unknown where data is in them, and keep the operands that are wanted."""
+        """Return the results of one operation, unknown if they depend on data, and collect the wanted operands."""
         step = next(steps)
         unknown = [_UNKNOWN] * len(eqn.outvars)
         if isinstance(step, UsePlan):
@@ -132,17 +132,17 @@ def _operands(
         return (rearrange(eqn, values) or unknown) if wider else evaluate(eqn, *values)
 
     missing = [_UNKNOWN] * (len(plan.closed.jaxpr.invars) - len(args))
-    # No constant is in a layout.
+    # A layout contains no constants.
     known = (lambda _: _UNKNOWN) if wider else (lambda value: value)
     outputs = interpret(plan.closed.jaxpr, plan.closed.consts, [*args, *missing], visit, known)
     return found, outputs
 
 
 def _in_scan(eqn: JaxprEqn, plan: UsePlan, values: list[Any], wanted: frozenset[int], wider: bool) -> dict[int, Any]:
-    """Return the operands of uses in a loop: of stacked parameters for all iterations, of others once."""
+    """Return the operands of uses in a loop: for all iterations if their parameters are stacked, otherwise once."""
     shared, carry = scan_counts(eqn.params)
     before = [*values[:shared], *[_UNKNOWN] * carry]
-    known = [None if x is _UNKNOWN else x for x in values[shared + carry :]]  # None is a pytree, which `vmap` takes
+    known = [None if x is _UNKNOWN else x for x in values[shared + carry :]]  # `vmap` accepts None: an empty pytree
 
     def of_iteration(slices: list[Any], wanted: frozenset[int]) -> dict[int, Any]:
         return operands(plan, [*before, *(_UNKNOWN if x is None else x for x in slices)], wanted, wider)

@@ -12,14 +12,14 @@ from .rules import has_rule
 
 
 class Use(NamedTuple):
-    """One place where a parameter meets data.
+    """A parameter use: one operation in which a parameter meets data.
 
     Attributes:
-      parameter: its path.
+      parameter: the path of the parameter.
       rule: the form of its gradients: "outer product", "row-sparse" or "dense".
-      operation: the primitive.
+      operation: the name of the JAX primitive.
       where: the line of the source.
-      why: a sentence.
+      why: the reason for the rule.
     """
 
     parameter: str
@@ -30,13 +30,13 @@ class Use(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The answer of `clipped_grad(...).explain`.
+    """The report of `clipped_grad(...).explain`; `print` it for a readable text.
 
     Attributes:
       method: "vmap", "ghost" or "book_keeping".
-      examples: how many are computed at a time.
-      why: why this method.
-      uses: each place where a parameter meets data, how its gradients are taken there, and why.
+      examples: the number of samples that are computed at a time.
+      why: the reason for this method.
+      uses: the parameter uses, each with the form of its gradients and the reason for it.
     """
 
     method: str
@@ -50,21 +50,22 @@ class Report(NamedTuple):
 
 
 def report_uses(program: ExampleProgram, names: list[str], forms: dict[int, GradientForm | None] | None) -> list[Use]:
-    """Report each place where a parameter meets data.
+    """Report each parameter use.
 
     Args:
       program: the loss.
-      names: of the parameters.
-      forms: what the gradient at each use is summed from, as `ExampleGradients` says; None where all are held.
+      names: the paths of the parameters.
+      forms: the form that the gradient at each use is summed from, from `ExampleGradients.forms_summed`; None if all
+        gradients are materialized.
     """
     found = []
     for n, use in enumerate(program.uses):
         rule, form = "dense", None if forms is None else forms[n]
         if forms is None:
-            why = "each example's gradient is held"
+            why = "each example's gradient is materialized"
         elif form is None:
             how = "computed from the parameters" if use.value.layout is None else "used in other ways too"
-            why = f"the operand is {how}, so each example's gradient is held"
+            why = f"the operand is {how}, so each example's gradient is materialized"
         elif isinstance(form, OuterProduct):
             rule, why = "outer product", f"inner products between positions, {form.left.shape[2]} for each example"
         elif isinstance(form, RowSparse):
@@ -77,8 +78,8 @@ def report_uses(program: ExampleProgram, names: list[str], forms: dict[int, Grad
 
 
 def _where(use: ParameterUse) -> str:
-    """Return the innermost line of the user's own source that a use comes from."""
-    for eqn in (use.eqn, *reversed(use.within)):  # what a library has jitted may have been traced for another caller
+    """Return the innermost line of user code that a use comes from."""
+    for eqn in (use.eqn, *reversed(use.within)):  # a library's jitted function may have been traced for another caller
         for frame in getattr(eqn.source_info.traceback, "frames", []):
             if not is_ours(frame.file_name) and "site-packages" not in frame.file_name:
                 return f"{frame.file_name}:{frame.line_num} in {frame.function_name}"

@@ -1,8 +1,8 @@
-"""The form of each example's gradient at a use: by a rule for the operation, or by the operation's own derivative.
+"""Compute each example's gradient form at a use, by a rule for the operation or by the operation's own derivative.
 
-A rule takes a use, its operand, the values of the other operands and the cotangents of the results, and returns a
-gradient form; None for parameters of the operation that it does not know. All arrays but the operand have axes for the
-examples and for the loops in front, of which `_loops_in_order` makes three: (batch, stack, iterations, ...).
+A rule takes a use, its operand, the values of the other operands and the cotangents of the results. It returns a
+gradient form, or None if it does not support the options of the operation. All arrays except the operand have leading
+axes for the examples and the loops, which `_loops_in_order` combines to three: (batch, stack, iterations, ...).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def forms_at(
     cotangents: list[jax.Array],
     spmd_axis_name: str | None = None,
 ) -> list[GradientForm]:
-    """Return each example's gradients of the operands of an operation that come from parameters alone.
+    """Return each example's gradients of the parameter operands of one operation.
 
     Args:
       uses: all uses of the operation.
-      operands: their operands, with axes for stacked loops in front.
-      values: the other operands, with axes for the examples and for all loops in front; None for those of the uses.
-      cotangents: of each of its outputs, likewise.
+      operands: their parameter operands, with leading axes for stacked loops.
+      values: the other operands, with leading axes for the examples and for all loops; None for parameter operands.
+      cotangents: the cotangents of its outputs, with the same leading axes.
       spmd_axis_name: as for `jax.vmap`.
     """
     if len(uses) == 1:
@@ -52,7 +52,7 @@ def _by_derivative(
     cotangents: list[jax.Array],
     spmd_axis_name: str | None,
 ) -> list[GradientForm]:
-    """Return the gradients by the operation's own derivative, for each example: it works for any operation."""
+    """Return each example's gradients by the operation's own derivative, which works for any operation."""
 
     def outputs(operands: list[Any], values: list[Any]) -> list[Any]:
         filled = list(values)
@@ -72,17 +72,17 @@ def _by_derivative(
 
 
 def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> OuterProduct:
-    """Take a `dot_general`: the gradient is a product over the positions, the free axes of the other operand."""
+    """Handle a `dot_general`: the gradient is a product over positions, the free axes of the other operand."""
     sides = list(zip(*use.eqn.params["dimension_numbers"], strict=True))
     (contract, batch), (other_contract, other_batch) = sides[use.operand], sides[1 - use.operand]
     shape = use.aval.shape
     (value,) = (x for x in values if x is not None)
     (cotangent,) = cotangents
     if jnp.dtype(value.dtype).itemsize == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
-        value = value.astype(cotangent.dtype)  # integers, say, which JAX multiplies with floats
+        value = value.astype(cotangent.dtype)  # JAX multiplies integers by floats, for example
     value, cotangent = _loops_in_order(use, value), _loops_in_order(use, cotangent)
     free, positions = _rest(len(shape), contract, batch), _rest(value.ndim - 3, other_contract, other_batch)
-    # The axes of the output: those of the batch, the free ones of the left operand, those of the right one.
+    # The axes of the output: batch axes, free axes of the left operand, free axes of the right operand.
     output = range(len(batch), cotangent.ndim - 3)
     split = len(positions) if use.operand == 1 else len(free)
     rows, columns = (output[:split], output[split:]) if use.operand == 1 else (output[split:], output[:split])
@@ -100,10 +100,10 @@ def _product(use: ParameterUse, operand: jax.Array, values: list[Any], cotangent
 def _convolution(
     use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]
 ) -> GradientForm | None:
-    """Take a `conv_general_dilated`, by its kernel: a product over the output's positions for each place in the kernel.
+    """Handle the kernel of a `conv_general_dilated`: for each kernel element, a product over output positions.
 
-    The inputs that meet one place of the kernel are a slice, with the strides of the convolution. Where positions are
-    few, all slices side by side are one factor; elsewhere each gives its part of the gradient by itself.
+    The inputs that are multiplied by one kernel element are a strided slice of the input. If there are few positions,
+    all slices are concatenated to one factor; otherwise each slice computes its part of the gradient separately.
     """
     params = use.eqn.params
     if params["batch_group_count"] != 1:
@@ -114,19 +114,19 @@ def _convolution(
     outputs, inputs = shape[numbers.rhs_spec[0]] // groups, shape[numbers.rhs_spec[1]]
     value, cotangent = _loops_in_order(use, values[0]), _loops_in_order(use, cotangents[0])
 
-    # (batch, stack, iterations, samples, *space, channels): the channels last, so that each is a matrix with positions.
+    # (batch, stack, iterations, samples, *space, channels): with channels last, it reshapes to (positions, channels).
     def channels_last(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
         return x.transpose(*range(3), *(axis + 3 for axis in (spec[0], *spec[2:], spec[1])))
 
     value, cotangent = channels_last(value, numbers.lhs_spec), channels_last(cotangent, numbers.out_spec)
     stack, space, strides = cotangent.shape[1], cotangent.shape[4:-1], params["window_strides"]
-    # `lhs_dilation` puts zeros between the inputs, which `lax.pad` calls interior padding.
+    # `lhs_dilation` inserts zeros between the inputs, which is interior padding in `lax.pad`.
     padding = [(low, high, gap - 1) for (low, high), gap in zip(params["padding"], params["lhs_dilation"], strict=True)]
     padded = lax.pad(value, jnp.zeros((), value.dtype), [(0, 0, 0)] * 4 + padding + [(0, 0, 0)])
     right = _by_group(cotangent, groups)
 
     def at(place: tuple[int, ...]) -> jax.Array:
-        """Return the inputs that meet one place of the kernel: of output t, input t * stride + place * dilation."""
+        """Slice the inputs of one kernel element: output t uses input t * stride + place * dilation."""
         start = [i * dilation for i, dilation in zip(place, params["rhs_dilation"], strict=True)]
         stop = [first + stride * (size - 1) + 1 for first, stride, size in zip(start, strides, space, strict=True)]
         begin, end = [0] * 4 + start + [0], [*padded.shape[:4], *stop, padded.shape[-1]]
@@ -135,9 +135,9 @@ def _convolution(
     slices = [at(place) for place in np.ndindex(*places)]
 
     def restore(gradient: jax.Array) -> jax.Array:
-        """Return a gradient of shape (stack * groups, places * inputs, outputs) as one of the operand."""
+        """Reshape a gradient of shape (stack * groups, places * inputs, outputs) to the shape of the operand."""
         split = gradient.reshape(stack, groups, *places, inputs, outputs)
-        # To stack, (groups, outputs), inputs, *places: the order of the spec.
+        # Transpose to (stack, groups * outputs, inputs, *places), the order of the spec.
         order = (0, 1, len(shape) + 1, len(shape), *range(2, len(shape)))
         arranged = split.transpose(order).reshape(stack, groups * outputs, inputs, *places)
         back = (numbers.rhs_spec.index(axis) + 1 for axis in range(len(shape)))
@@ -158,13 +158,13 @@ def _by_group(x: jax.Array, groups: int) -> jax.Array:
 
 def _sum_over_positions(left: jax.Array, right: jax.Array) -> jax.Array:
     """Return AᵀG of each example and group: shape (batch, stack, p, d)."""
-    if left.shape[-1] == right.shape[-1] == 1:  # depthwise: no matrix product is left
+    if left.shape[-1] == right.shape[-1] == 1:  # depthwise: an elementwise product suffices
         return (left * right).sum(2, keepdims=True)
     return jnp.einsum("bstp,bstd->bspd", left, right)
 
 
 def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> RowSparse | None:
-    """Take a `gather` of whole rows of a table, such as of an embedding."""
+    """Handle a `gather` of whole rows of a table, such as an embedding lookup."""
     params, shape = use.eqn.params, use.aval.shape
     numbers = params["dimension_numbers"]
     rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.operand_batching_dims) == ((0,), (0,), ())
@@ -174,18 +174,18 @@ def _gather(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents
     places = [axis for axis in range(cotangent.ndim - 3) if axis not in numbers.offset_dims]
     right = _as_matrices(cotangent, (), places, numbers.offset_dims)
     index = index.reshape(right.shape[:3])
-    last = min(shape[0] - 1, int(jnp.iinfo(index.dtype).max))  # the largest row that the index's dtype can name
-    if params["mode"] != lax.GatherScatterMode.CLIP:  # an index out of range has no gradient, whatever was read
+    last = min(shape[0] - 1, int(jnp.iinfo(index.dtype).max))  # the largest index that the dtype can represent
+    if params["mode"] != lax.GatherScatterMode.CLIP:  # an out-of-range index has no gradient
         inside = (index >= 0) & (index <= last)
         right = jnp.where(inside[..., None], right, 0)
     index = jnp.clip(index, 0, last)
-    # A scatter compares indices with the table's height in their own dtype, and a height of 256 is zero as uint8.
+    # A scatter compares indices with the table's height in the index dtype, and a height of 256 wraps to 0 in uint8.
     index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
     return RowSparse(index, right, shape[0], lambda gradient: gradient.reshape(operand.shape))
 
 
 def _elementwise(use: ParameterUse, operand: jax.Array, values: list[Any], cotangents: list[jax.Array]) -> Dense:
-    """Take an `add`, `sub` or `mul`, as of biases and scales: sum the cotangent where one number serves many."""
+    """Handle an `add`, `sub` or `mul`, such as a bias or a scale: sum the cotangent over broadcast axes."""
     (gradient,) = cotangents
     if use.eqn.primitive.name == "mul":
         other, before = values[1 - use.operand], 1 + len(use.loops)
@@ -201,9 +201,9 @@ def _elementwise(use: ParameterUse, operand: jax.Array, values: list[Any], cotan
 
 
 def norm_cost(use: ParameterUse) -> tuple[float, int]:
-    """Return the cost of the norm of one example's gradient there: floating-point operations, and numbers kept for it.
+    """Return the cost of the norm of one example's gradient at a use: floating-point operations, and numbers stored.
 
-    What an ordinary gradient costs too does not count.
+    Costs that an ordinary gradient has too are not included.
     """
     name, operand = use.eqn.primitive.name, use.aval
     shared = math.prod(loop.length for loop in use.loops if loop.number not in use.value.stacked)
@@ -225,12 +225,12 @@ def norm_cost(use: ParameterUse) -> tuple[float, int]:
 
 
 def has_rule(use: ParameterUse) -> bool:
-    """Return whether there is a rule for the operation of a use, rather than its derivative alone."""
+    """Return whether a rule exists for the operation of a use."""
     return (use.eqn.primitive.name, use.operand) in _RULES
 
 
 _ELEMENTWISE = ("add", "sub", "mul")
-# By the primitive and its operand.
+# Keyed by the primitive and the index of the parameter operand.
 _RULES: dict[tuple[str, int], Callable[..., GradientForm | None]] = {
     ("dot_general", 0): _product,
     ("dot_general", 1): _product,
@@ -241,9 +241,9 @@ _RULES: dict[tuple[str, int], Callable[..., GradientForm | None]] = {
 
 
 def _loops_in_order(use: ParameterUse, x: jax.Array) -> jax.Array:
-    """Return `x` with its loops as two axes behind the examples' axis, the first of them for stacked parameters.
+    """Return `x` with its loop axes combined to two after the batch axis: stacked loops, then all others.
 
-    The iterations of the others, in which the parameters are the same, are positions like any other.
+    The iterations of the others share their parameters, so they are positions like any other.
     """
     count = len(use.loops)
     stacked = [i + 1 for i, loop in enumerate(use.loops) if loop.number in use.value.stacked]
@@ -254,7 +254,7 @@ def _loops_in_order(use: ParameterUse, x: jax.Array) -> jax.Array:
 
 
 def _as_matrices(x: jax.Array, groups: Sequence[int], rows: Sequence[int], columns: Sequence[int]) -> jax.Array:
-    """Return (batch, stack, iterations, *axes) as (batch, stack * groups, iterations * rows, columns)."""
+    """Reshape (batch, stack, iterations, *axes) to (batch, stack * groups, iterations * rows, columns)."""
     order = [[axis + 3 for axis in axes] for axes in (groups, rows, columns)]
     sizes = [math.prod(x.shape[axis] for axis in axes) for axes in order]
     moved = x.transpose(0, 1, *order[0], 2, *order[1], *order[2])
@@ -262,5 +262,5 @@ def _as_matrices(x: jax.Array, groups: Sequence[int], rows: Sequence[int], colum
 
 
 def _rest(ndim: int, *used: tuple[int, ...]) -> list[int]:
-    """Return the axes that are not used."""
+    """Return the axes that are not in `used`."""
     return [axis for axis in range(ndim) if not any(axis in axes for axes in used)]

@@ -1,6 +1,6 @@
-"""Pytree structures across processes: those of arguments as a text to compare, those of results to rebuild.
+"""Write pytree structures for other processes: argument structures as text to compare, result structures to rebuild.
 
-Without pickle, which knows only functions that a module has under their name.
+Pickle is not used, because it supports only functions that are attributes of a module under their name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LEAF = "*"
 
 
 def described(tree: PyTreeDef) -> str:
-    """Return the types in a structure, and its static parts by their `repr`: the same text in every process.
+    """Return a text of the node types and the `repr` of the static parts that is the same in every process.
 
-    Two structures may have one text: it is for names of files, whose contents are compared otherwise.
+    Different structures may have the same text: it serves for file names, and contents are compared in other ways.
     """
     static = jax.tree.leaves([data[1] for data in (part.node_data() for part in nodes(tree)) if data])
     # The `repr` of the structure of a module does not show its graph definition.
@@ -33,19 +33,19 @@ def described(tree: PyTreeDef) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Return a `repr` without addresses in memory, which differ from process to process."""
+    """Return a `repr` without memory addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def written(tree: PyTreeDef, known: Sequence[PyTreeDef]) -> Any:
-    """Return the structure of a result, for `json`; `known` are all nodes of the structure of the arguments.
+    """Return the structure of a result as JSON data; `known` are all nodes of the argument structure.
 
-    Each node is a list of the class, its static part and the children. A static part that is not a literal of Python
-    can be rebuilt only if a node of the arguments has the same one, as the graph definition of a module that is trained
-    and returned; then the index of that node replaces both.
+    Each node becomes a list of its class, its static part and its children. A static part that is not a Python literal
+    can be rebuilt only if a node of the arguments has an equal one, such as the graph definition of a module that is
+    trained and returned; the index of that node then replaces class and static part.
 
     Raises:
-      TypeError: there is a node of which neither holds.
+      TypeError: a node is neither a literal nor equal to a node of the arguments.
     """
     data: Any = tree.node_data()
     if data is None:
@@ -60,11 +60,11 @@ def written(tree: PyTreeDef, known: Sequence[PyTreeDef]) -> Any:
         there: Any = other.node_data()
         if there is not None and there[0] is kind and (there[1] is static or there[1] == static):
             return [i, None, *children]
-    raise TypeError(f"a {kind.__name__} with {short(static)} cannot be made again by another process")
+    raise TypeError(f"another process cannot rebuild a {kind.__name__} with {short(static)}")
 
 
 def read(text: Any, known: Sequence[PyTreeDef]) -> PyTreeDef:
-    """Return the structure that `written` was given."""
+    """Rebuild the structure that was passed to `written`."""
     if text == _LEAF:
         return jax.tree.structure(0)
     if text is None:
@@ -86,12 +86,12 @@ def _is_literal(value: Any) -> bool:
         rebuilt = ast.literal_eval(repr(value))
     except (ValueError, SyntaxError):
         return False
-    # The `repr` too: inside of a tuple there may be an object of another class that equals a number, written as 0x1.
+    # Compare the `repr` too: a tuple may contain an object of another class that equals a number.
     return type(rebuilt) is type(value) and rebuilt == value and repr(rebuilt) == repr(value)
 
 
 def _is_global(kind: type) -> bool:
-    """Return whether a module has a class under its name."""
+    """Return whether a class can be imported under its qualified name."""
     try:
         return _find(kind.__module__, kind.__qualname__) is kind
     except (AttributeError, ImportError):

@@ -1,4 +1,4 @@
-"""The surroundings that a compiled program depends on: settings of JAX, the installation, and the machine."""
+"""The environment that a compiled program depends on: settings of JAX, package versions, and the machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-# The packages whose versions are compared.
+# The packages whose versions are part of the identity.
 _PACKAGES = ("plurax", "jax", "jaxlib", "flax", "optax", "numpy")
-# Where to dump, and how many devices to simulate.
+# Flags for dumps and for the number of simulated devices.
 _FLAGS_WITHOUT_EFFECT = "--xla_(dump|force_host_platform_device_count)"
 _DEVICE = "jax_default_device"  # devices are compared by their kind, not by this setting
-# Settings that do not change the program. Some of the others do not either, and then it is compiled once more: that is
-# the safe direction, so a setting that a new version of JAX adds counts until it is named here.
+# Settings that do not change the program. Any other setting is part of the identity, also one that a new version of JAX
+# adds: the worst case is an unnecessary compilation.
 _WITHOUT_EFFECT = re.compile(
     "cache|captured_constants|cuda_visible|cpu_devices|debug_leaked|distributed|dump|explain|guard|leaks|_log|mock|pgle|"
     "platform|pprint|preemption|proxy|recoverability|rocm_visible|share_binary|source_url|timeout|traceback|transfer|"
@@ -32,30 +32,30 @@ def settings_of_jax() -> dict[str, Any]:
 
 
 def default_device() -> Any:
-    """Return the device of arrays that are committed to none."""
+    """Return the device of uncommitted arrays."""
     device = getattr(jax.config, _DEVICE)
     return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
 
 
 def current_mesh() -> Any:
-    """Return the mesh of `jax.set_mesh`, or the abstract one of `jax.sharding.use_abstract_mesh`, or None."""
+    """Return the mesh of `jax.set_mesh`, or the abstract mesh of `jax.sharding.use_abstract_mesh`, or None."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
-    # `set_mesh` sets both; `use_abstract_mesh` inside of it leaves the concrete one as it was.
+    # `set_mesh` sets both meshes; `use_abstract_mesh` inside it leaves the concrete mesh unchanged.
     mesh = jax.sharding.get_mesh()
     return mesh if mesh.axis_names == abstract.axis_names else abstract
 
 
 def identity_of_environment(device: Any, settings: dict[str, Any]) -> dict[str, str]:
-    """Return by name all that must be equal where a program that was compiled for `device` is run."""
+    """Return, by name, every property that must be equal to run a program that was compiled for `device`."""
     found = {name: _version(name) for name in _PACKAGES}
     found["Python"] = ".".join(platform.python_version_tuple()[:2])
     found["backend"] = f"{device.platform} {device.client.platform_version}"
     found["device"] = device.device_kind
     flags = [flag for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") for flag in os.environ.get(name, "").split()]
     found["XLA_FLAGS"] = " ".join(flag for flag in flags if not re.match(_FLAGS_WITHOUT_EFFECT, flag))
-    # On a CPU it is machine code for this processor, and would crash on one that lacks an instruction it uses.
+    # On a CPU the program is machine code for this processor, and would crash on one that lacks an instruction.
     found["processor"] = _processor() if device.platform == "cpu" else ""
     return found | {name: str(value) for name, value in settings.items() if name != _DEVICE}
 
@@ -73,6 +73,6 @@ def _processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             features = next((line for line in file if re.match("flags|Features", line)), "")
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         features = platform.processor()
     return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:12]}"

@@ -1,8 +1,8 @@
-"""Chains of operations that multiply and shift each channel by values that depend on parameters alone.
+"""Chains of operations that scale and shift each channel by values that depend on parameters alone.
 
-A chain is y = s·x + t with s and t constant along every axis but those of channels, made of any number of operations:
-additions, subtractions, multiplications, divisions, negations, and rearrangements of the axes in between. s and t
-follow these rearrangements until their axes are those of the weights that the chain is folded into: see
+A chain is y = s·x + t with s and t constant along every axis except the channel axes. It consists of any number of
+additions, subtractions, multiplications, divisions and negations, and of rearrangements of axes between them. s and t
+are carried through the rearrangements to the axes of the weights that the chain is folded into: see
 `weighted_ops.py`.
 """
 
@@ -27,9 +27,9 @@ class ChannelStep(NamedTuple):
 
     Attributes:
       node: the operation.
-      operand: which of its operands the chain goes through.
-      static: the other operand; None where there is none.
-      pairs: how the axes are rearranged; None for arithmetic.
+      operand: the index of the operand that belongs to the chain.
+      static: the other operand; None if there is none.
+      pairs: the rearrangement of the axes, see `correspondence`; None for arithmetic.
     """
 
     node: Node
@@ -39,22 +39,22 @@ class ChannelStep(NamedTuple):
 
     @property
     def before(self) -> Value:
-        """Return the value that goes in."""
+        """Return the input of the step."""
         return self.node.inputs[self.operand]
 
     @property
     def after(self) -> Value:
-        """Return the value that comes out."""
+        """Return the output of the step."""
         return self.node.outputs[0]
 
     @property
     def shifts(self) -> bool:
-        """Return whether it adds or subtracts."""
+        """Return whether the step adds or subtracts."""
         return self.node.name in ("add", "add_any", "sub")
 
     @property
     def scale(self) -> Value | None:
-        """Return the parameters or the constant array that it multiplies or divides by, if it does."""
+        """Return the parameters or constant array that the step multiplies or divides by; otherwise None."""
         return self.static if self.node.name in ("mul", "div") and self.static and self.static.learned else None
 
 
@@ -64,55 +64,55 @@ def step_of(node: Node, value: Value | None = None) -> ChannelStep | None:
     The chain goes through its only operand that is not static, which must be `value` if that is given.
     """
     moving = [i for i, x in enumerate(node.inputs) if not x.static]
-    # With two operands that are not static it is data times data, such as a gate.
+    # Two operands that are not static combine data with data, as in a gate.
     if len(moving) != 1 or len(node.outputs) != 1 or (value is not None and node.inputs[moving[0]] is not value):
         return None
     before, after = node.inputs[moving[0]].aval, node.outputs[0].aval
     if not number_kind(before.dtype) or number_kind(before.dtype) != number_kind(after.dtype):
         return None
     if node.name not in _ARITHMETIC:
-        # Conversions of dtype are among these, as rearrangements that leave the axes where they are.
+        # Casts of dtype count as rearrangements that keep the axes.
         pairs = correspondence(node.eqn)
         return None if pairs is None else ChannelStep(node, 0, None, pairs)
-    # The data may be spread (its shape grows), which is no rearrangement; and s / x is not affine in x.
+    # Broadcasting the data is not a rearrangement, and s / x is not affine in x.
     if before.shape != after.shape or (node.name == "div" and moving == [1]):
         return None
     return ChannelStep(node, moving[0], node.inputs[1 - moving[0]] if len(node.inputs) > 1 else None, None)
 
 
 def number_kind(dtype: Any) -> str:
-    """Return "complex" or "real"; empty for integers, and for floats of 8 bits, whose rounding is intended."""
+    """Return "complex" or "real"; empty for integers, and for 8-bit floats, whose rounding is intended."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return "complex"
     return "real" if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else ""
 
 
 class Chain(NamedTuple):
-    """A chain: what goes in, and its operations."""
+    """A chain: its input and its operations."""
 
     base: Value
     steps: tuple[ChannelStep, ...]
 
     @property
     def learned(self) -> bool:
-        """Return whether it multiplies by more than numbers in the code."""
+        """Return whether it scales by parameters or a constant array, and not only by numbers in the code."""
         return any(step.scale for step in self.steps)
 
     @property
     def shifts(self) -> bool:
-        """Return whether it adds anything."""
+        """Return whether any step adds or subtracts."""
         return any(step.shifts for step in self.steps)
 
     def trimmed(self) -> Chain:
-        """Return the chain without the rearrangements at its end, which need not be replaced."""
+        """Return the chain without trailing rearrangements, which need not be replaced."""
         last = max((i for i, step in enumerate(self.steps) if step.pairs is None), default=-1)
         return Chain(self.base, self.steps[: last + 1])
 
     def affine(self, read: Read) -> Affine:
-        """Return the factor and the shift in the axes of the value that comes out, of size 1 where they are constant.
+        """Return the factor and the shift in the axes of the output, with size 1 along axes where they are constant.
 
         Args:
-          read: a function from a static value to its array, in float64, of the sizes `Value.sizes`.
+          read: returns the array of a static value, in float64, with the sizes `Value.sizes`.
         """
         factor: Any = np.ones((1,) * len(self.base.aval.shape))
         shift: Any = np.zeros_like(factor)
@@ -122,12 +122,12 @@ class Chain(NamedTuple):
                 operand = np.zeros(()) if step.static is None else read(step.static)
                 factor, shift = _applied(step, factor, shift, operand.reshape(operand.shape or (1,) * len(after)))
             else:
-                # Nothing is lost: only an axis of size 1 becomes nothing, and no array differs along it.
+                # This is exact: a rearrangement drops only axes of size 1, along which no array varies.
                 factor, shift = (carried(x, step.pairs, before, after) for x in (factor, shift))
         return factor, shift
 
     def affine_at_base(self, read: Read) -> Affine | None:
-        """Return the same in the axes of `base`; None if they differ along an axis that a step has added."""
+        """Return the same in the axes of `base`; None if they vary along an axis that a step has added."""
         found: tuple[Any, Any] = self.affine(read)
         for step in reversed(self.steps):
             if step.pairs is not None:
@@ -140,7 +140,7 @@ class Chain(NamedTuple):
 
 
 def _applied(step: ChannelStep, factor: Any, shift: Any, operand: Any) -> tuple[Any, Any]:
-    """Return the factor and the shift of y = factor·x + shift after one more step."""
+    """Apply one more step to y = factor·x + shift; return the new factor and shift."""
     match step.node.name, step.operand:
         case "mul", _:
             return factor * operand, shift * operand
@@ -156,10 +156,10 @@ def _applied(step: ChannelStep, factor: Any, shift: Any, operand: Any) -> tuple[
 
 
 def axes_of(found: Affine) -> set[int]:
-    """Return the axes along which a factor or a shift differs."""
+    """Return the axes along which a factor or a shift varies."""
     return {i for x in found for i, size in enumerate(x.shape) if size > 1}
 
 
 def sizes_only(value: Value) -> np.ndarray:
-    """Return ones of the sizes of a static value: `read` for the axes of a chain's factor and shift, without values."""
+    """Return ones with the sizes of a static value: a `read` that determines only the axes of factor and shift."""
     return np.ones(value.sizes)

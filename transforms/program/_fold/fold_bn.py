@@ -1,4 +1,4 @@
-"""Batch norm folded into the weights before or after it: `fold_bn`."""
+"""`fold_bn`: fold batch norms into the weights before or after them."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ def fold_bn(
 ) -> tuple[Callable[..., Any], dict[str, jax.Array], FoldReport]:
     """Fold batch norms into the weights of the convolutions and dense layers next to them.
 
-    Batch norms are found in the program of `fun`, so models of Flax NNX, Linen, Equinox and plain functions are treated
-    alike: a convolution or dense product with weights that depend on `params` alone, followed by any sequence of
-    additions, subtractions, multiplications and divisions that are constant along all axes but the channels. Where the
-    sequence comes before a product, it is folded too if that is exact: not into a convolution that pads with zeros,
-    unless its shift is zero. Other uses of a value in between are respected: nothing that is used is left out. A
-    norm by statistics of the batch (training mode) is computed as before, and the report says so of its scale.
+    Batch norms are detected in the program of `fun`, so models of Flax NNX, Linen, Equinox and plain functions all
+    work. `fold_bn` looks for a convolution or dense product whose weights depend on `params` alone, followed by any
+    sequence of additions, subtractions, multiplications and divisions that are constant along all axes but the
+    channels. A sequence before a product is folded too if that is exact, which excludes a zero-padded convolution
+    unless the shift is zero. Intermediate values that are also used elsewhere are still computed. A norm that uses
+    batch statistics (training mode) is computed as before, and the report lists its scale as kept.
 
     Args:
-      fun: called as `fun(params, *args)`, in inference: it returns arrays, and changes no state.
-      params: the parameters and statistics: a module, or any pytree. Leaves that are not arrays stay as they are.
-      *example: the other arguments, of which only shapes and dtypes count; `jax.ShapeDtypeStruct` will do.
+      fun: called as `fun(params, *args)`, in inference mode: it returns arrays and changes no state.
+      params: the parameters and statistics: a module or any pytree. Leaves that are not arrays are unchanged.
+      *example: the other arguments; only their shapes and dtypes matter, so `jax.ShapeDtypeStruct` works too.
 
     Returns:
-      fun: called as `fun(params, *args)` with the new parameters; to be compiled, differentiated and mapped like any
-        function. It is compiled for each shape of `args`, and any batch size will do.
-      params: the new parameters, `{"conv.kernel": array, ...}`: the folded weights under the names of the old, shifts
-        under those of biases, or `conv.shift`, and all others that are still used.
-      report: the batch norms that were folded, and those that were not and why; `print(report)`.
+      fun: called as `fun(params, *args)` with the new parameters; it can be compiled, differentiated and mapped like
+        any function. It is compiled for each shape of `args`, and accepts any batch size.
+      params: the new parameters, `{"conv.kernel": array, ...}`: folded weights keep their names, shifts are named after
+        the bias, or `conv.shift` without one, and all other parameters that are still used are included.
+      report: a `FoldReport` of the batch norms that were folded, and of those that were kept and why; `print` it.
 
     Raises:
-      TypeError: `fun` cannot be called, or is a module; `params` have no values, as under `jax.jit` or another
+      TypeError: `fun` is not callable, or is a module; `params` have no values, as inside `jax.jit` or another
         transform.
-      ValueError: the call changes a module, as a batch norm in training mode does; or, by the new function: parameters
-        that are not those returned here, or a program that differs for these arguments.
+      ValueError: the call changes a module, as a batch norm in training mode does. The new function raises for
+        parameters that are not those returned here, and for arguments with which the program of `fun` differs.
 
     Cost:
-      One trace of `fun`, and the weights once more in float64, one at a time. The folded function has fewer operations
-      and fewer parameters to read. Where the compiler fuses elementwise operations, as XLA does, that is little: of
-      ResNet-18 on a CPU 0.1 % of the bytes. Results are equal up to rounding in the dtype of the weights; of a norm
-      before a product, rounding is relative to its shift. Inner `jax.jit` and `jax.checkpoint` are dissolved.
+      One trace of `fun`, and one weight at a time copied to float64. The folded function has fewer operations and reads
+      fewer parameters. Where the compiler fuses elementwise operations, as XLA does, the gain is small: 0.1 % of the
+      bytes of ResNet-18 on a CPU. Results are equal up to rounding in the dtype of the weights; for a norm before a
+      product, the rounding error is relative to its shift. Inner `jax.jit` and `jax.checkpoint` are inlined.
 
     Source:
       Markuš, "Fusing batch normalization and convolution in runtime", 2018; Jacob et al., "Quantization and training of
-      neural networks for efficient integer-arithmetic-only inference", CVPR 2018, section 3.2. Answers to PyTorch's
-      convolution and batch norm fusion with `torch.fx`.
+      neural networks for efficient integer-arithmetic-only inference", CVPR 2018, section 3.2. The counterpart of
+      PyTorch's convolution and batch norm fusion with `torch.fx`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -80,14 +80,14 @@ def fold_bn(
         remedy = "pass fold_bn(lambda model, *args: model(*args), model, *example)"
         raise TypeError(f"fold_bn: fun must take the parameters first, but got {describe(fun)}; {remedy}.")
     names = _names(params)
-    # With their paths, since the report names the scopes in which `fun` calls modules.
+    # Give modules their paths, since the report names the scopes in which `fun` calls them.
     _, (params, *rest) = with_paths(fun, None, (params, *example))
     leaves, structure = _split(params, numbers=False)
     arguments, argument_structure = _split(tuple(rest))
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
-            raise TypeError(f"fold_bn: `params.{name}` has no value here; call fold_bn outside of jax.jit.")
-    # Only types of the old parameters are kept for later traces, so that their memory can be freed.
+            raise TypeError(f"fold_bn: `params.{name}` has no value here; call fold_bn outside jax.jit.")
+    # Keep only the types of the old parameters for later traces, so that their memory can be freed.
     leaf_types = jax.eval_shape(lambda *x: list(x), *leaves)
     flat, _ = _trace(fun, leaf_types, structure, arguments, argument_structure)
     plan = FoldPlan(flat, names, leaves)
@@ -95,16 +95,16 @@ def fold_bn(
     expected = {name: (x.shape, x.dtype) for name, x in folded.items()}
 
     def rewritten(new: dict[str, Any], arguments: Sequence[Any], argument_structure: Any) -> Any:
-        """Return the output of `fun`, by its program with the folded weights."""
-        # The program has shapes in it, so it is traced and planned for each; the values of the old parameters are gone,
-        # and what the first plan found out by them is recorded.
+        """Return the output of `fun`, computed by its program with the folded weights."""
+        # A program is specific to shapes, so trace and plan it for each. The values of the old parameters are no longer
+        # available, but the answers that the first plan derived from them are recorded.
         flat, out = _trace(fun, leaf_types, structure, arguments, argument_structure)
         plan = FoldPlan(flat, names, (), answers)
         if plan.fingerprint() != first:
-            raise ValueError("fold_bn: for these shapes, fun combines other parameters; fold with such an example.")
+            raise ValueError("fold_bn: for these shapes, fun combines other parameters; call fold_bn with such shapes.")
         return jax.tree.unflatten(out, plan(new, arguments))
 
-    # Compiled as one program: the folded weights are arguments, so that new ones of the same shapes compile nothing.
+    # The folded weights are arguments of the compiled program, so new weights of the same shapes compile nothing.
     compiled = jax.jit(rewritten, static_argnums=2)
 
     def call(params: dict[str, Any], *args: Any) -> Any:
@@ -116,10 +116,10 @@ def fold_bn(
 
 
 def _split(tree: Any, *, numbers: bool = True) -> tuple[list[Any], Any]:
-    """Split a pytree into its arrays (and numbers, if asked for) and the rest, which is hashable."""
+    """Split a pytree into its arrays (and numbers, if `numbers`) and the rest, which is hashable."""
     leaves, treedef = jax.tree.flatten(split_tree(tree))
     kinds = (int, float, complex) if numbers else ()
-    # Numbers among the arguments are traced as under `jax.jit`; those among the parameters stay numbers in the code.
+    # Numbers in the arguments are traced, as by `jax.jit`; numbers in the parameters remain constants of the program.
     moves = [_is_array(x) or (isinstance(x, kinds) and not isinstance(x, bool)) for x in leaves]
     rest = tuple(None if moving else x for x, moving in zip(leaves, moves, strict=True))
     return [x for x, moving in zip(leaves, moves, strict=True) if moving], (treedef, rest)
@@ -136,7 +136,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _names(tree: Any) -> list[str]:
-    """Return the dotted path of each array of a pytree, numbered where two would be the same."""
+    """Return the dotted path of each array of a pytree; a number is appended to repeated paths."""
     names: list[str] = []
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_model):
         inner = split(leaf).arrays().items() if is_model(leaf) else [("", leaf)]
@@ -147,7 +147,7 @@ def _names(tree: Any) -> list[str]:
 def _trace(
     fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, arguments: Sequence[Any], argument_structure: Any
 ) -> tuple[FlatProgram, Any]:
-    """Return the program of `fun`, and the structure of its output."""
+    """Trace `fun`; return its flat program and the structure of its output."""
 
     def function(leaves: Sequence[Any], arguments: Sequence[Any]) -> Any:
         """Return the output of `fun`; raise if it changes a module."""
@@ -166,11 +166,11 @@ def _trace(
 
 
 def _check(params: Any, expected: dict[str, tuple[tuple[int, ...], np.dtype]]) -> None:
-    """Raise unless parameters are those of the folded function."""
+    """Raise unless the parameters have the names, shapes and dtypes that the folded function expects."""
     if not isinstance(params, dict):
         raise TypeError(f"fold_bn: params must be the dict that fold_bn returned, but got {describe(params)}.")
     found = {name: (np.shape(x), getattr(x, "dtype", None)) for name, x in params.items()}
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) != expected.get(name):
             has, wanted = (x.get(name, "nothing") for x in (found, expected))
-            raise ValueError(f"fold_bn: `{name}` of params is {has}, but fold_bn returned {wanted}; pass such arrays.")
+            raise ValueError(f"fold_bn: `{name}` of params is {has}, but fold_bn returned {wanted}; pass its params.")

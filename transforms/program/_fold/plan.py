@@ -1,4 +1,4 @@
-"""The plan of a fold: which chains go into which weights, the new parameters, and the new program."""
+"""The plan of a fold: the chains to fold and their weights, the new parameters, and the new program."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .weighted_ops import WeightedOp, weighted_op
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """A product and the chains that become part of its weights.
+    """A product and the chains that are folded into its weights.
 
     Attributes:
-      op: the product.
-      before: the chain that leads to its data.
-      after: the chain that follows it.
+      op: the convolution or dense product.
+      before: the chain that computes its data.
+      after: the chain applied to its result.
     """
 
     op: WeightedOp
@@ -35,7 +35,7 @@ class Fold:
 
     @property
     def shifts(self) -> bool:
-        """Return whether a shift is left to add to the result; one that goes into a padded product is zero."""
+        """Return whether a shift must be added to the result; before a padded product the shift is zero."""
         before = self.before is not None and self.before.shifts and not self.op.dilutes
         return before or (self.after is not None and self.after.shifts)
 
@@ -46,17 +46,17 @@ class Fold:
 
     @property
     def statics(self) -> list[Value]:
-        """Return the weights and all that they are combined with."""
+        """Return the weights and all static values that are folded into them."""
         return [self.op.weights, *(step.static for step in self.steps if step.static is not None)]
 
     @property
     def dtype(self) -> Any:
-        """Return the widest dtype on the way, in which the shift is added."""
+        """Return the widest dtype of the product and its chains, in which the shift is added."""
         return jnp.result_type(*(x.aval.dtype for x in (self.op.out, *(step.after for step in self.steps))))
 
     @property
     def shift_shape(self) -> list[int]:
-        """Return the shape of the shift as it is added: that of the result, with 1 for all axes but the channels."""
+        """Return the shape of the shift for broadcasting: that of the result, with 1 for all axes but the channels."""
         return [n if i in self.op.outputs else 1 for i, n in enumerate(self.op.out.aval.shape)]
 
 
@@ -64,10 +64,10 @@ class FoldPlan:
     """The chains of a program that are folded, and the program without them.
 
     Args:
-      flat: the program, whose first arguments are the parameters.
+      flat: the program; its first arguments are the parameters.
       names: the dotted paths of the parameters.
       leaves: the parameters; empty if only their shapes are known.
-      recorded: in that case the `answers` of the plan that knew them.
+      recorded: in that case, the `answers` of the plan that had the values.
 
     Attributes:
       answers: the answers to questions about the values of the parameters, in order.
@@ -85,7 +85,7 @@ class FoldPlan:
         self._claimed: set[Node] = set()
         self._reasons: dict[Node, list[str]] = {}
         ops = [op for op in map(weighted_op, flat.nodes) if op is not None]
-        # Chains after a product first: they are folded without regard to padding. What they claim is left to them.
+        # Chains after a product take precedence, because padding does not affect them. `_claimed` holds their steps.
         for op in ops:
             self._fold_after(op)
         for data in dict.fromkeys(op.data for op in ops):
@@ -95,22 +95,22 @@ class FoldPlan:
     # ---- Which chains are folded
 
     def _fold_after(self, op: WeightedOp) -> None:
-        """Fold the longest chain that follows a product and of which nothing else is used."""
+        """Fold the longest chain after a product whose intermediate values have no other uses."""
         chain = Chain(op.out, ())
         while True:
             value = chain.steps[-1].after if chain.steps else op.out
             if len(value.uses) != 1:
                 for user in value.uses:
-                    self._because(user, f"what goes into it has several uses: {_users(value.uses)}")
+                    self._because(user, f"its input has several uses: {_users(value.uses)}")
                 break
             step = step_of(value.uses[0], value) if value.uses[0] else None
             if step is None:
                 break
             longer = Chain(op.out, (*chain.steps, step))
-            # With ones for all values: only the axes along which factor and shift differ are asked for.
+            # Use ones for all values: only the axes along which factor and shift vary matter here.
             found = longer.affine_at_base(sizes_only)
             if found is None or not axes_of(found) <= set(op.outputs):
-                self._because(step.node, "it differs between places of one channel of the product before it")
+                self._because(step.node, "it varies within a channel of the product before it")
                 break
             chain = longer
         chain = chain.trimmed()
@@ -118,7 +118,7 @@ class FoldPlan:
             self._try(chain, [Fold(op, after=chain)])
 
     def _fold_before(self, data: Value) -> None:
-        """Fold the chain that leads to the data of products, if such products are all that uses it."""
+        """Fold the chain that computes the data of products, if only such products use it."""
         users = [weighted_op(user) if user else None for user in data.uses]
         ops = [op for op in users if op is not None]
         steps: list[ChannelStep] = []
@@ -129,19 +129,19 @@ class FoldPlan:
                 break
             steps.insert(0, step)
             value = step.before
-        # The chain was found from its end; its beginning is cut off until the rest is constant along all other axes.
+        # The chain was built from its end. Drop steps from its beginning until it varies only along input channels.
         while steps:
             axes = axes_of(Chain(steps[0].before, tuple(steps)).affine(sizes_only))
             if all(axes <= set(op.inputs) for op in ops):
                 break
-            self._because(steps.pop(0).node, "it differs along axes over which the product after it does not sum")
+            self._because(steps.pop(0).node, "it varies along axes over which the product after it does not sum")
         chain = Chain(steps[0].before if steps else data, tuple(steps))
         if not chain.learned:
             return
         others = [user for user, op in zip(data.uses, users, strict=True) if op is None]
         if others:
-            self._because(steps[-1].node, f"what comes out of it is also used by {_users(others)}")
-        # Padding comes after the shift, so W(s·x + t) with zeros around it is no W'x + t' unless t is zero.
+            self._because(steps[-1].node, f"its output is also used by {_users(others)}")
+        # Padding is applied after the shift, so W(s·x + t) with zero padding is not of the form W'x + t' unless t = 0.
         elif any(op.dilutes for op in ops) and not self._answer(lambda: self._keeps_zero(chain)):
             self._because(steps[-1].node, "the convolution after it pads with zeros, which its shift would change")
         else:
@@ -155,7 +155,7 @@ class FoldPlan:
             self._chains.append((chain, [fold.op for fold in folds]))
         else:
             dtype = folds[0].op.weights.aval.dtype
-            self._because(chain.steps[-1].node, f"the folded weights would not be finite, or lost in {dtype}")
+            self._because(chain.steps[-1].node, f"the folded weights would not be finite, or underflow in {dtype}")
 
     def _because(self, node: Node | None, reason: str) -> None:
         if node is not None:
@@ -164,8 +164,8 @@ class FoldPlan:
     # ---- Values
 
     def _answer(self, question: Callable[[], bool]) -> bool:
-        """Return the answer to a question about the values of parameters, or the recorded one if they are not known."""
-        # A plan that asks more than the first one is another, which the comparison of fingerprints refuses.
+        """Return the answer to a question about parameter values, or the recorded answer without values."""
+        # A plan that asks more questions than were recorded differs, and the comparison of fingerprints detects that.
         self.answers.append(question() if self._recorded is None else next(self._recorded, False))
         return self.answers[-1]
 
@@ -177,7 +177,7 @@ class FoldPlan:
         return read(value, self._known)
 
     def _read(self, value: Value) -> np.ndarray:
-        # In float64, so that a chain of steps is rounded once, at the end.
+        # Use float64, so that a chain of steps is rounded only once, at the end.
         array = np.asarray(self._value(value), np.float64)
         return array[tuple(slice(0, size) for size in value.sizes)]
 
@@ -187,9 +187,9 @@ class FoldPlan:
 
     @np.errstate(all="ignore")
     def _weights(self, fold: Fold) -> tuple[np.ndarray, np.ndarray]:
-        """Return the folded weights, and the shift of the result in all its axes, in float64.
+        """Return the folded weights, and the shift with all axes of the result, in float64.
 
-        With data s·x + t and a result that becomes u·y + v: u·(W(s·x + t)) + v = (u·W·s)x + (u·(Wt) + v).
+        For data s·x + t before the product and u·y + v after it: u·(W(s·x + t)) + v = (u·W·s)x + (u·(Wt) + v).
         """
         op, original = fold.op, self._value(fold.op.weights)
         weights, shift = np.asarray(original, np.float64), np.zeros(())
@@ -204,14 +204,14 @@ class FoldPlan:
 
     @np.errstate(all="ignore")
     def _sound(self, fold: Fold) -> bool:
-        """Return whether the folded weights are finite, and small ones not lost next to the largest of a feature."""
+        """Return whether the folded weights are finite and do not underflow relative to the largest of a feature."""
         weights, shift = self._weights(fold)
         dtype = fold.op.weights.aval.dtype
         axes = tuple(i for i in range(weights.ndim) if i not in fold.op.outputs.values())
         lost = np.abs(weights.astype(dtype).astype(np.float64) - weights)
         most = np.abs(weights).max(axes, keepdims=True)
-        # Rounding to nearest changes a normal number by at most eps/2 of itself. A weight below the least normal
-        # number loses more, which matters only if it does against the largest weight of its output feature.
+        # Rounding to nearest changes a normal number by at most a relative eps/2. A subnormal weight loses more, which
+        # matters only relative to the largest weight of its output feature.
         fits = np.isfinite(weights) & (lost <= float(jnp.finfo(dtype).eps) * most)
         return bool(fits.all() and np.isfinite(shift.astype(fold.dtype).astype(np.float64)).all())
 
@@ -220,7 +220,7 @@ class FoldPlan:
     def _name(self) -> tuple[list[int], dict[Node, tuple[str, str]]]:
         """Return the parameters that are still needed, and for each fold the names of its weights and its shift.
 
-        Weights keep the name of the parameter they come from, and the shift that of the bias next to it.
+        Weights keep the name of their parameter; a shift takes the name of the bias of the same module.
         """
         _, seen = needed(self._flat.nodes, self._flat.outputs, self._rewrites({}))
         leaves = [i for i in range(len(self._names)) if self._flat.arguments[i] in seen]
@@ -242,7 +242,7 @@ class FoldPlan:
         return leaves, entries
 
     def _only_name(self, value: Value) -> str:
-        # Weights that are computed from several parameters, as by weight norm, have no name of their own.
+        # Weights that are computed from several parameters, as by weight norm, have no single name.
         return self._names[min(value.leaves)] if len(value.leaves) == 1 else ""
 
     def parameters(self) -> dict[str, Any]:
@@ -269,12 +269,12 @@ class FoldPlan:
         return [read(x, known) for x in self._flat.outputs]
 
     def _rewrites(self, parameters: dict[str, Any]) -> dict[Node, Rewrite]:
-        """Return how operations are replaced: products take folded weights, the arithmetic of chains does nothing."""
+        """Return the replacements: products use folded weights, and the arithmetic of chains becomes the identity."""
         rewrites: dict[Node, Rewrite] = {}
         for node, fold in self._folds.items():
             skipped = [step for step in fold.steps if step.pairs is None]
             if fold.after:
-                # The product returns its widest dtype, for the shift; only the end of the chain rounds to its own.
+                # The product returns the widest dtype, for the shift; only the end of the chain rounds to its dtype.
                 skipped += [step for step in fold.after.steps if step.node.name == "convert_element_type"]
             rewrites |= {step.node: Rewrite([step.before], lambda x: [x]) for step in skipped}
             if fold.after:
@@ -298,7 +298,7 @@ class FoldPlan:
     def fingerprint(self) -> tuple[Any, ...]:
         """Return a value that is equal for plans that fold the same parameters in the same way.
 
-        The shapes of the data do not count: the plan for the example and that for another batch size are alike.
+        Shapes of the data are ignored: plans for different batch sizes have equal fingerprints.
         """
         statics = [x for fold in self._folds.values() for x in fold.statics]
         nodes, _ = needed(self._flat.nodes, statics, effects=False)
@@ -310,7 +310,7 @@ class FoldPlan:
             return prints[value] if value in prints else hash(("leaf", value.leaf))
 
         for node in nodes:
-            # The shape that parameters are broadcast to is that of the data.
+            # Ignore `shape`: parameters are broadcast to the shape of the data.
             params = {k: v for k, v in node.eqn.params.items() if not (callable(v) or k == "shape")}
             for i, x in enumerate(node.outputs):
                 prints[x] = hash((i, node.name, str(params), *map(of, node.inputs)))

@@ -1,4 +1,4 @@
-"""The report of `fold_bn`: the batch norms it found, what became of them, and where in the user's code they are."""
+"""The report of `fold_bn`: the batch norms in a program, folded or kept, with their lines in the user's code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .weighted_ops import PRODUCTS
 
 @dataclass(frozen=True)
 class Candidate:
-    """A batch norm, or another factor for each channel.
+    """A batch norm, or another per-channel scale.
 
     Attributes:
       what: "batch norm" (it divides by a root) or "per-channel scale".
       parameters: the path of its parameters, such as "layers.0.bn"; empty if they are constants of the program.
-      where: the named scopes around it, and the line it was written in.
-      kernel: the entries of the new parameters it was folded into; empty if it was kept.
-      reason: why it was kept; empty if it was folded.
+      where: its named scopes and its source line.
+      kernel: the names of the new parameters that it was folded into; empty if it was kept.
+      reason: the reason why it was kept; empty if it was folded.
 
     Examples:
       >>> from plurax.transforms.program import Candidate
@@ -43,10 +43,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FoldReport:
-    """The batch norms that were folded, and those that were kept and why; printed, one in a line.
+    """The batch norms that were folded, and those that were kept and why; `print` shows one per line.
 
     Attributes:
-      folded: the candidates that are part of the weights now.
+      folded: the candidates that were folded into weights.
       kept: the candidates that are computed as before.
 
     Examples:
@@ -70,7 +70,7 @@ def candidate(steps: Sequence[ChannelStep], names: Sequence[str], *, kernel: str
     scales = {step.scale: step.node for step in steps if step.scale}
     what = "batch norm" if any(x.rooted for x in scales) else "per-channel scale"
     paths = [names[leaf] for x in scales for leaf in sorted(x.leaves)]
-    # "bn.scale" and "bn.var" are both of "bn".
+    # "bn.scale" and "bn.var" both belong to "bn".
     owners = dict.fromkeys(path.rpartition(".")[0] or path for path in paths)
     return Candidate(what, ", ".join(owners), where(next(iter(scales.values())).eqn), kernel, reason)
 
@@ -82,14 +82,14 @@ def kept(
     reasons: Mapping[Node, Sequence[str]],
     inside: str = "",
 ) -> Iterator[Candidate]:
-    """Yield the candidates of a program, and of those inside its operations, that are not folded.
+    """Yield the candidates of a program and its inner programs that are not folded.
 
     Args:
       flat: the program.
       names: the names of the parameters.
       claimed: the operations that are folded.
-      reasons: why an operation is not, where that is known.
-      inside: why no operation of the program is.
+      reasons: the known reasons why operations are not folded.
+      inside: the reason why no operation of an inner program is folded; empty for the outermost program.
     """
     chains: dict[Node, list[ChannelStep]] = {}
     for node in flat.nodes:
@@ -97,7 +97,7 @@ def kept(
             yield from kept(inner, names, (), {}, inside or f"it is inside a `{node.name}`")
         step = None if node in claimed else step_of(node)
         if step is not None:
-            # A step continues the chain that ends where it begins, if nothing else uses the value in between.
+            # A step continues the chain that ends at its input, if nothing else uses that value.
             before = step.before.node if len(step.before.uses) == 1 else None
             chains[node] = [*(chains.pop(before, []) if before else []), step]
     for steps in chains.values():
@@ -107,13 +107,13 @@ def kept(
 
 
 def _scales(step: ChannelStep, at_product: bool) -> bool:
-    """Return whether it scales channels; a table of constants, such as that of rotary positions, does not."""
+    """Return whether a step scales channels; a table of constants, such as rotary positions, does not count."""
     scale = step.scale
     return scale is not None and (sum(n > 1 for n in scale.sizes) < 2 or (at_product and bool(scale.leaves)))
 
 
 def _why_alone(step: ChannelStep) -> str:
-    """Return why a chain, whose first step is `step`, is next to no product."""
+    """Return the reason why a chain, whose first step is `step`, is not next to a product."""
     before = step.before.node
     if jnp.issubdtype(step.before.aval.dtype, jnp.complexfloating):
         return "complex numbers are not folded"
@@ -121,10 +121,10 @@ def _why_alone(step: ChannelStep) -> str:
         return f"the weights of the `{before.name}` before it depend on data, or differ between parts of the batch"
     if before is not None and _has_product(before):
         return f"the product before it is inside a `{before.name}`"
-    # Two operands that depend on data, or a root of data, end a gate or a norm: x · sigmoid(y), x · rsqrt(var(x)).
+    # A product of data and data, or a root of data, is the end of a gate or a norm: x · sigmoid(y), x · rsqrt(var(x)).
     if before is not None and before.name in ("mul", "div", "rsqrt") and not any(x.static for x in before.inputs):
         return (
-            "it scales a gate, or a norm by statistics of data; if that is batch norm in training mode, call "
+            "it scales a gate, or a norm that uses statistics of the data; for batch norm in training mode, use "
             "model.eval() in Flax NNX, use_running_average=True in Linen, inference_mode(model) in Equinox"
         )
     return "no convolution or dense product is next to it"

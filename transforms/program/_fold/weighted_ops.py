@@ -1,4 +1,4 @@
-"""Convolutions and dense products of data with static weights, which chains can be folded into."""
+"""Convolutions and dense products of data with static weights, into which chains can be folded."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class WeightedOp:
 
     Attributes:
       node: the operation.
-      kernel: the number of the operand that holds the weights.
-      outputs: for each axis of the result along which the weights differ, the axis of the weights.
-      inputs: for each axis of the data along which the weights differ, the axis of the weights.
+      kernel: the index of the operand that holds the weights.
+      outputs: a map from the axes of the result along which the weights vary to axes of the weights.
+      inputs: a map from the axes of the data along which the weights vary to axes of the weights.
     """
 
     node: Node
@@ -51,7 +51,7 @@ class WeightedOp:
 
     @property
     def dilutes(self) -> bool:
-        """Return whether zeros are put around or between the elements of the data."""
+        """Return whether the operation inserts zeros around or between the elements of the data."""
         params = self.node.eqn.params
         return self._convolves and (
             any(side > 0 for pair in params["padding"] for side in pair) or any(n > 1 for n in params["lhs_dilation"])
@@ -65,8 +65,8 @@ class WeightedOp:
         """Convert a factor of the data to a factor of the weights."""
         if not self._convolves:
             return _along(x, self.inputs, len(self.weights.aval.shape))
-        # Along their input axis the weights have the channels of one group, along the other the features of all
-        # groups. So each group's factors are repeated for each of its features.
+        # The input axis of the weights has the channels of one group, and the output axis the features of all groups.
+        # So repeat each group's factors for each of its features.
         ((channels, inputs),) = self.inputs.items()
         ((_, features),) = self.outputs.items()
         groups = self.node.eqn.params["feature_group_count"]
@@ -79,18 +79,18 @@ class WeightedOp:
         return _along(x, self.outputs, len(self.weights.aval.shape))
 
     def of_shift(self, x: np.ndarray, weights: Any) -> np.ndarray:
-        """Return what a shift t of the data, without zeros around it, adds to the result: the product of t and W."""
+        """Return the shift of the result for a shift t of unpadded data: the product of t and W."""
         shape = [size if i in self.inputs else 1 for i, size in enumerate(self.data.aval.shape)]
         params = dict(self.node.eqn.params)
         if self._convolves:
-            # The shift is constant along spatial axes, so one window of it gives its value at all positions.
+            # The shift is constant along spatial axes, so one window determines it at all positions.
             _, _, *places = params["dimension_numbers"].lhs_spec
             _, _, *window = params["dimension_numbers"].rhs_spec
             for i, axis, dilation in zip(places, window, params["rhs_dilation"], strict=True):
                 shape[i] = (weights.shape[axis] - 1) * dilation + 1
             ones = (1,) * len(places)
             params |= {"padding": ((0, 0),) * len(places), "window_strides": ones, "lhs_dilation": ones}
-        # With float32 or more, and without a faster and coarser algorithm for products.
+        # Compute in float32 or wider, without the faster, less precise algorithms for products.
         params |= {"precision": (lax.Precision.HIGHEST,) * 2, "preferred_element_type": None}
         dtype = jnp.result_type(weights, jnp.float32)
         with jax.ensure_compile_time_eval():
@@ -102,7 +102,7 @@ class WeightedOp:
 def weighted_op(node: Node) -> WeightedOp | None:
     """Return an operation as a product of data with static weights; None if it is not one."""
     params = node.eqn.params
-    # Parts of the batch that meet different weights, as in the gradient of a convolution, are left alone.
+    # Batch groups, as in the gradient of a convolution, use different weights for parts of the batch: not supported.
     if node.name not in PRODUCTS or params.get("batch_group_count", 1) > 1:
         return None
     avals = [x.aval for x in (*node.inputs, *node.outputs)]
@@ -119,7 +119,7 @@ def weighted_op(node: Node) -> WeightedOp | None:
     kernel = static[0]
     summed, batch = params["dimension_numbers"]
     free = [i for i in range(len(avals[kernel].shape)) if i not in (*summed[kernel], *batch[kernel])]
-    # The axes of the result: those that are mapped over, then what is left of the first operand, then of the second.
+    # The axes of the result: batch axes, then free axes of the first operand, then free axes of the second.
     first = len(batch[0]) if kernel == 0 else len(avals[2].shape) - len(free)
     outputs = {i: int(axis) for i, axis in enumerate(batch[kernel])} | {first + i: axis for i, axis in enumerate(free)}
     inputs = {
@@ -131,7 +131,7 @@ def weighted_op(node: Node) -> WeightedOp | None:
 
 
 def _along(x: np.ndarray, axes: Mapping[int, int], ndim: int) -> np.ndarray:
-    """Move the axes of `x` that are keys to their values, in `ndim` axes; `x` is of size 1 along all others."""
+    """Move the axes of `x` in the keys of `axes` to their values, in `ndim` axes; `x` has size 1 along all others."""
     order = sorted(axes, key=lambda i: axes[i])
     shape = [1] * ndim
     for i in order:

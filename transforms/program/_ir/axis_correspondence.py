@@ -1,4 +1,4 @@
-"""The axes of an array and those of the result that they become, for operations that only rearrange elements."""
+"""The correspondence between the axes of operand and result, for operations that only rearrange elements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Pairs = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def correspondence(eqn: JaxprEqn) -> Pairs | None:
-    """Return the axes of a rearrangement's operand paired with those of its result; None for other operations.
+    """Return pairs of corresponding axes of operand and result of a rearrangement; None for other operations.
 
-    The elements along each group of axes of the operand, in order, are those along a group of axes of the result. An
-    axis of size 1 may come from nothing or become nothing; along an axis that comes from nothing all elements are the
-    same. For example, a reshape from (2, 3, 4) to (6, 1, 4) gives ((0, 1), (0,)), ((), (1,)), ((2,), (2,)).
+    Each pair has a group of operand axes and a group of result axes with the same elements in the same order. An empty
+    group pairs with an axis that the operation drops (of size 1) or adds (along which all elements are equal). For
+    example, a reshape from (2, 3, 4) to (6, 1, 4) gives ((0, 1), (0,)), ((), (1,)), ((2,), (2,)).
     """
     name, params = eqn.primitive.name, eqn.params
     if not eqn.invars or len(eqn.invars) > 1:
@@ -30,11 +30,11 @@ def correspondence(eqn: JaxprEqn) -> Pairs | None:
         return [((axis,), (i,)) for i, axis in enumerate(params["permutation"])]
     if name == "broadcast_in_dim":
         places = [int(i) for i in params["broadcast_dimensions"]]
-        # An axis of size 1 that is spread to another size ends, and a new axis, along which all is the same, begins.
+        # Broadcasting an axis of size 1 to another size counts as dropping it and adding a new, constant axis.
         moved = {i: place for i, place in enumerate(places) if source[i] == target[place]}
         new = [i for i in range(len(target)) if i not in moved.values()]
         return [*(((i,), (moved[i],) if i in moved else ()) for i in range(len(places))), *(((), (i,)) for i in new)]
-    # Without elements any two groups of axes match, so there is no correspondence to find.
+    # In an empty array any two groups of axes match, so there is no unique correspondence.
     if name in _RESHAPES and 0 not in source:
         order = (name == "reshape" and params["dimensions"]) or range(len(source))
         found = _reshaped([source[i] for i in order], target)
@@ -54,8 +54,8 @@ def _reshaped(source: Sequence[int], target: Sequence[int]) -> Pairs:
             pairs.append(((), (j,)))
             j += 1
         else:
-            # Both shapes have the same number of elements, so the smaller product can always take one axis more.
-            # The smallest such groups, so that as many axes as possible correspond one to one.
+            # Grow the group with the smaller product until both are equal, which happens because both shapes have the
+            # same number of elements. The smallest groups keep as many axes as possible in one-to-one correspondence.
             a, b = i + 1, j + 1
             while (left := math.prod(source[i:a])) != (right := math.prod(target[j:b])):
                 a, b = (a + 1, b) if left < right else (a, b + 1)
@@ -65,16 +65,15 @@ def _reshaped(source: Sequence[int], target: Sequence[int]) -> Pairs:
 
 
 def carried(x: np.ndarray, pairs: Pairs, source: Sequence[int], target: Sequence[int]) -> np.ndarray | None:
-    """Rearrange `x` as an array of shape `source` that becomes one of shape `target`.
+    """Apply the rearrangement of shape `source` to shape `target` to `x`; None if `x` varies along a dropped axis.
 
-    Each axis of `x` has the size that `source` has there, or size 1, along which it is constant. None if `x` differs
-    along an axis that becomes nothing.
+    Each axis of `x` has the size of that axis in `source`, or size 1 if `x` is constant along it.
     """
     groups = [(any(x.shape[i] > 1 for i in before), before, after) for before, after in pairs]
     if any(differs and not after for differs, _, after in groups):
         return None
-    # Pairs are in any order: bring the axes into theirs, reshape group by group (constant groups stay of size 1, so
-    # that nothing is materialized that need not be), and bring the new axes back into order.
+    # Transpose to the order of the pairs, reshape group by group (constant groups keep size 1, so that they are not
+    # materialized), and transpose the new axes back into order.
     x = x.transpose([i for before, _ in pairs for i in before])
     x = np.broadcast_to(x, [source[i] if differs else 1 for differs, before, _ in groups for i in before])
     x = x.reshape([target[i] if differs else 1 for differs, _, after in groups for i in after])

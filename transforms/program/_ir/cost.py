@@ -1,4 +1,4 @@
-"""Floating point operations and bytes of memory of an instruction of a compiled program, by its shapes."""
+"""Floating point operations and memory traffic of an instruction of a compiled program, from its shapes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _ELEMENTWISE = _TRANSCENDENTAL | frozenset(
     round-nearest-afz round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign subtract xor
     """.split()  # noqa: SIM905 (words read better)
 )
-# A transcendental function takes about as long as so many additions, where its data is in a register or cache.
+# The time of a transcendental function in additions, if its data is in a register or cache.
 _ADDITIONS_PER_TRANSCENDENTAL = 10
 
 
 def flops(program: HloProgram, instruction: Instruction) -> int:
-    """Return the floating point operations of one run: two for each multiplication of a product, else one an element.
+    """Return the floating point operations of one run: two for each multiplication of a product, else one per element.
 
-    Operations on integers and comparisons count too, and each function such as `tanh` counts as one, as in XLA's own
-    cost analysis; unlike there, sorts, Fourier transforms and decompositions count nothing. A loop counts nothing
-    itself: the instructions of its body do.
+    Integer operations and comparisons count too, and each function such as `tanh` counts as one, as in XLA's own cost
+    analysis. In contrast to XLA's, sorts, Fourier transforms and decompositions count as zero. A loop counts as zero:
+    the instructions of its body are counted separately.
     """
     opcode, size = instruction.opcode, sum(x.size for x in instruction.results)
     if opcode == "dot":
-        # Each element of the result is a sum of as many products as there are elements along the contracted axes.
+        # Each element of the result is a sum of one product for each index of the contracted axes.
         left = _operand(program, instruction, 0)
         return 2 * size * math.prod(left.shape[i] for i in instruction.numbers("lhs_contracting_dims"))
     if opcode == "convolution":
@@ -41,7 +41,7 @@ def flops(program: HloProgram, instruction: Instruction) -> int:
     if opcode in _ELEMENTWISE:
         return size
     if opcode == "reduce":
-        # n numbers reduced to m take n - m operations; a reduction of several arrays at once has as many operands.
+        # Reducing n numbers to m takes n - m operations; a reduction of several arrays has one operand for each.
         return sum(_operand(program, instruction, i).size for i in range(len(instruction.results))) - size
     if opcode == "reduce-window":
         return size * (math.prod(_window(instruction, "size")) - 1)
@@ -61,9 +61,9 @@ def weight(program: HloProgram, instruction: Instruction) -> float:
 
 
 def memory(program: HloProgram, instruction: Instruction) -> int:
-    """Return the bytes that one run of an instruction reads and writes, each of its arrays once.
+    """Return the bytes that one run of an instruction reads and writes, counting each of its arrays once.
 
-    An array that is only sliced counts with the slices, one that is updated in place with the update.
+    For an array that is only sliced, the slices count; for one that is updated in place, the update counts.
     """
     opcode = instruction.opcode
     if opcode in NAMES or opcode in CONTAINERS:
@@ -75,7 +75,7 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
         return 2 * _operand(program, instruction, 1).bytes
     if opcode != "fusion":
         return results + sum(x.bytes for name in instruction.operands for x in program.instructions[name].results)
-    # A fusion reads its parameters and writes its root; what is in between stays in registers.
+    # A fusion reads its parameters and writes its root; intermediate values stay in registers.
     inside = {x.name: x for x in program.inside(instruction)}
     users = defaultdict(list)
     for x in inside.values():
@@ -83,7 +83,7 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
             users[name].append(x)
 
     def read(array: Instruction) -> int:
-        """Return the bytes that are read of a parameter, or of another view of it."""
+        """Return the bytes read from a parameter, or from a view of it."""
         size, found = sum(x.bytes for x in array.results), 0
         for user in users[array.name]:
             if user.opcode in {"bitcast", "reshape"}:
@@ -92,11 +92,11 @@ def memory(program: HloProgram, instruction: Instruction) -> int:
                 found += sum(x.bytes for x in user.results)
             elif user.opcode != "dynamic-update-slice" or user.operands[0] != array.name:
                 return size
-            # What remains is the operand that an update overwrites in place: nothing of it is read.
+            # Otherwise the array is updated in place, and none of it is read.
         return min(found, size)
 
     def written(root: Instruction) -> int:
-        """Return the bytes that are written for the root, or for each part of a tuple."""
+        """Return the bytes written for the root, or for all parts of a tuple."""
         if root.opcode == "tuple" or (root.opcode == "bitcast" and root.operands[0] in inside):
             return sum(written(inside[name]) for name in root.operands if name in inside)
         if root.opcode == "dynamic-update-slice":
@@ -113,7 +113,7 @@ def _operand(program: HloProgram, instruction: Instruction, i: int) -> Array:
 
 
 def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
-    """Return two flops for each pair of elements of the input and the kernel that meet; padding does not count."""
+    """Return two flops for each product of an input element and a kernel element; padding does not count."""
     left, kernel = (_operand(program, instruction, i) for i in range(2))
     names, kernel_names, out_names = instruction.attribute("dim_labels").replace("->", "_").split("_")
     (out,) = instruction.results
@@ -127,9 +127,9 @@ def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
             shape[labels.index(str(i))]
             for shape, labels in ((left.shape, names), (kernel.shape, kernel_names), (out.shape, out_names))
         )
-        # Result p meets kernel element k at p·stride + k·dilation - padding of the input, spread out by its own
-        # dilation. That is an element, not padding or a hole, if it is inside and a multiple of the spread. The axes
-        # are independent of each other, so the counts multiply.
+        # Result p multiplies kernel element k by position p·stride + k·dilation - padding of the dilated input. That is
+        # an element, and not padding or a hole, if it is inside and a multiple of the input dilation. The axes are
+        # independent, so the counts multiply.
         total *= sum(
             0 <= (at := place * strides[i] + position * dilation[i] - padding[i]) <= (size - 1) * spread[i]
             and at % spread[i] == 0
@@ -139,17 +139,17 @@ def _of_convolution(program: HloProgram, instruction: Instruction) -> int:
 
 
 def _window(instruction: Instruction, name: str, ndim: int = 0, default: str = "1") -> list[int]:
-    """Return a setting of a window for each axis, such as `3x3` for its size, or `1_0x1_0` for its padding."""
+    """Return a window setting for each axis, such as `3x3` for the size or `1_0x1_0` for the padding."""
     settings = dict(x.split("=") for x in instruction.attribute("window").split())
-    # HLO leaves out what is the default along all axes.
+    # HLO omits a setting that has its default value along all axes.
     return [int(x.split("_")[0]) for x in settings[name].split("x")] if name in settings else [int(default)] * ndim
 
 
 def _of_library(program: HloProgram, instruction: Instruction) -> int:
-    """Return the flops of a product done by a library: `__cublas$gemm`, `__cudnn$convForward`, `__onednn$matmul`."""
+    """Return the flops of a library call: `__cublas$gemm`, `__cudnn$convForward`, `__onednn$matmul`."""
     if instruction.attribute("dim_labels"):
         return _of_convolution(program, instruction)
-    # cuBLAS has the contracted axes in its backend config only, as JSON.
+    # For cuBLAS, only the backend config has the contracted axes, as JSON.
     contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
     if not contracted:
         return 0

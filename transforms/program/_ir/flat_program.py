@@ -1,4 +1,4 @@
-"""A jaxpr as one flat list of operations: calls are inlined, and a value knows what makes it and what uses it."""
+"""A jaxpr as one flat list of operations: calls are inlined, and each value records its producer and its uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..._core.compat import scan_counts
 from ..._core.jaxpr import CALLS, ELEMENTWISE, aval, called, evaluate, interpret
 from .axis_correspondence import correspondence
 
-# Not inlined: the derivative rule would be lost.
+# Calls that are not inlined, because their derivative rule would be lost.
 _CLOSED = frozenset({"custom_jvp_call", "custom_vjp_call"})
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 
@@ -27,15 +27,15 @@ class Value:
 
     Attributes:
       aval: its shape and dtype.
-      node: the operation that makes it; None for a constant or an argument.
-      leaf: its number among the parameters; None if it is not one.
+      node: the operation that computes it; None for a constant or an argument.
+      leaf: its index among the parameters; None if it is not a parameter.
       constant: the array, if it is a constant.
       static: whether it depends on parameters and constants only.
-      leaves: the numbers of the parameters that a static value depends on.
-      learned: whether a static value comes from parameters or a constant array, not only from numbers in the code.
-      rooted: whether a root is taken on the way to a static value, as of the variance in a batch norm.
+      leaves: the indices of the parameters that a static value depends on.
+      learned: whether a static value depends on parameters or a constant array, not only on numbers in the code.
+      rooted: whether the computation of a static value takes a root, such as of the variance in a batch norm.
       sizes: its shape, with 1 for each axis along which a static value is constant by construction.
-      uses: the operations that take it, as often as they do, and None for each time that it is an output.
+      uses: the operation of each use, and None for each occurrence as an output of the program.
     """
 
     aval: Any
@@ -52,7 +52,7 @@ class Value:
 
 @dataclass(eq=False)
 class Node:
-    """An operation of a flat program, with the scopes of the calls around it."""
+    """An operation of a flat program, with the scopes of the enclosing calls."""
 
     eqn: JaxprEqn
     inputs: list[Value]
@@ -65,7 +65,7 @@ class Node:
 
 
 class Rewrite(NamedTuple):
-    """Another way to compute an operation: from these values, by this function, which returns a list."""
+    """A replacement for an operation: a function of `inputs` that returns the list of its results."""
 
     inputs: Sequence[Value]
     function: Callable[..., Sequence[Any]]
@@ -75,7 +75,7 @@ _NONE: Mapping[Node, Rewrite] = MappingProxyType({})
 
 
 class FlatProgram:
-    """A program, flat.
+    """A program as a flat list of operations.
 
     Args:
       jaxpr: the program.
@@ -83,7 +83,7 @@ class FlatProgram:
       arguments: the values of its arguments.
 
     Attributes:
-      nodes: its operations in order; those that nothing needs are left out.
+      nodes: its operations in order, without dead code.
       outputs: its outputs.
     """
 
@@ -91,7 +91,7 @@ class FlatProgram:
         self.arguments = list(arguments)
         nodes: list[Node] = []
         self.outputs: list[Value] = interpret(jaxpr, consts, arguments, partial(_visit, nodes, None), _constant)
-        # Pruned before uses are counted: a chain is folded only if nothing else uses it, and dead code does not.
+        # Prune before counting uses: a chain is folded only if nothing else uses it, and dead code does not count.
         self.nodes, _ = needed(nodes, self.outputs)
         for node in self.nodes:
             for value in node.inputs:
@@ -107,18 +107,18 @@ def parameter(x: Any, leaf: int) -> Value:
 
 def _constant(x: Any) -> Value:
     shape = np.shape(x)
-    # A scalar constant is a number in the code, such as epsilon; an array was closed over, as parameters may be.
+    # A scalar constant is a number in the code, such as epsilon; an array is closed over, and may be a parameter.
     return Value(jax.typeof(x), constant=x, static=True, learned=bool(shape), sizes=shape)
 
 
 def _visit(nodes: list[Node], scope: Any, eqn: JaxprEqn, values: list[Value]) -> Sequence[Value]:
-    """Append an operation to `nodes`, or those of the function it calls, and return its outputs."""
+    """Append an operation to `nodes`, or the operations of the function that it calls; return its outputs."""
     source = eqn.source_info
     if scope is not None:
         source = source.replace(name_stack=scope + source.name_stack)
     name = eqn.primitive.name
     if name in CALLS and name not in _CLOSED:
-        # The operations of a called function have scopes relative to the call.
+        # The scopes of the operations of a called function are relative to the call.
         return interpret(*called(eqn), values, partial(_visit, nodes, source.name_stack), _constant)
     node = Node(eqn.replace(source_info=source), list(values))
     nodes.append(node)
@@ -135,7 +135,7 @@ def _visit(nodes: list[Node], scope: Any, eqn: JaxprEqn, values: list[Value]) ->
 
 
 def _sizes(eqn: JaxprEqn, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the `sizes` of a static result: 1 along axes where all inputs are constant, else its whole length."""
+    """Return the `sizes` of a static result: 1 along axes where all inputs are constant, otherwise the full size."""
     if eqn.primitive.name in ELEMENTWISE:
         return tuple(max([1, *(x.sizes[i] for x in values if x.sizes)]) if n else n for i, n in enumerate(shape))
     pairs = correspondence(eqn)
@@ -150,9 +150,9 @@ def _sizes(eqn: JaxprEqn, values: Sequence[Value], shape: tuple[int, ...]) -> tu
 
 
 def insides(node: Node) -> Iterator[FlatProgram]:
-    """Yield the programs that an operation repeats, chooses from, or brings with a derivative rule.
+    """Yield the inner programs of an operation: loop bodies, branches, and functions with a derivative rule.
 
-    Their arguments are as static as the operands: constants of a loop are, what it carries is not.
+    Their arguments are static if the operands are: constants of a loop may be static, its carry is not.
     """
     for closed in jax.tree.leaves(list(node.eqn.params.values())):
         jaxpr = getattr(closed, "jaxpr", closed)
@@ -163,13 +163,13 @@ def insides(node: Node) -> Iterator[FlatProgram]:
             shared, carried = scan_counts(node.eqn.params)
             operands[shared : shared + carried] = [None] * carried
         elif node.name == "while":
-            # The constants of the condition come first, then those of the body, then what is carried.
+            # The operands are the constants of the condition, then those of the body, then the carry.
             shared = node.eqn.params["body_nconsts"]
             operands = [*operands[node.eqn.params["cond_nconsts"] :][:shared], *[None] * (len(jaxpr.invars) - shared)]
         elif node.name == "cond":
-            # The first operand is the number of the branch.
+            # The first operand is the index of the branch.
             operands = operands[1:]
-        if len(operands) != len(jaxpr.invars):  # an operation whose operands are passed on in a way unknown here
+        if len(operands) != len(jaxpr.invars):  # an operation that passes its operands in an unknown way
             operands = [None] * len(jaxpr.invars)
         arguments = [_inner(aval(x), operand) for x, operand in zip(jaxpr.invars, operands, strict=True)]
         yield FlatProgram(jaxpr, getattr(closed, "consts", ()), arguments)
@@ -178,17 +178,17 @@ def insides(node: Node) -> Iterator[FlatProgram]:
 def _inner(x: Any, operand: Value | None) -> Value:
     if operand is None or not operand.static:
         return Value(x)
-    # Its value, and where it is constant, are not looked up across the boundary: `x` may be a slice of the operand.
+    # Drop its constant and its sizes, because `x` may be a slice of the operand.
     return replace(operand, aval=x, node=None, leaf=None, constant=None, sizes=tuple(x.shape), uses=[])
 
 
 def needed(
     nodes: Sequence[Node], wanted: Iterable[Value], rewrites: Mapping[Node, Rewrite] = _NONE, *, effects: bool = True
 ) -> tuple[list[Node], set[Value]]:
-    """Return the operations that lead to some values, or have effects, and all values that these need."""
+    """Return the operations that the wanted values depend on, or that have effects, and all values that they need."""
     seen = set(wanted)
     kept = []
-    # Backwards, so that all users of a value are met before the operation that makes it.
+    # Go backwards, so that all users of a value are visited before the operation that computes it.
     for node in reversed(nodes):
         if (effects and node.eqn.effects) or not seen.isdisjoint(node.outputs):
             kept.append(node)
@@ -197,14 +197,14 @@ def needed(
 
 
 def run(nodes: Sequence[Node], known: dict[Value, Any], rewrites: Mapping[Node, Rewrite] = _NONE) -> None:
-    """Evaluate operations in order, and add what they return to the `known` values."""
+    """Evaluate operations in order, and add their results to the `known` values."""
     for node in nodes:
-        # Values may be known before: those of parameters, and what another run has computed.
+        # Some results may already be known: parameters, and the results of an earlier run.
         if not node.outputs or any(x not in known for x in node.outputs):
             inputs, function = rewrites.get(node) or (node.inputs, partial(evaluate, node.eqn))
             known |= zip(node.outputs, function(*[read(x, known) for x in inputs]), strict=True)
 
 
 def read(value: Value, known: Mapping[Value, Any]) -> Any:
-    """Return the array of a value that is a constant or known."""
+    """Return the array of a constant or known value."""
     return known[value] if value.constant is None else value.constant

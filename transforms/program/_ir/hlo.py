@@ -1,4 +1,4 @@
-"""A parser for the text of a compiled program: its computations, their instructions, and the line each is from."""
+"""A parser for the text of a compiled program: its computations, their instructions, and their source lines."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _CALLED = re.compile(
     rf"\b(?:calls|body|condition|to_apply|true_computation|false_computation)={_NAME}|branch_computations=\{{([^}}]*)\}}"
 )
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_PARENTHESES = re.compile(rf"{_QUOTED.pattern}|[()]")  # a quoted string is one match, so those inside do not count
+_PARENTHESES = re.compile(rf"{_QUOTED.pattern}|[()]")  # a quoted string is one match, with all its parentheses
 _METADATA = re.compile(rf", metadata=\{{(?:[^{{}}\"]|{_QUOTED.pattern})*\}}")
 
-# XLA writes the number of iterations where it can prove it, as for `scan`.
+# XLA writes the number of iterations if it can prove it, as for `scan`.
 _ITERATIONS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
-# Operations that do nothing: other names for arrays that are there already.
+# Operations without cost, which only name arrays that already exist.
 NAMES = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
-# Operations that run another computation rather than do something themselves.
+# Operations that only run other computations.
 CONTAINERS = frozenset({"while", "conditional", "call", "async-start", "async-done"})
 
 
@@ -38,9 +38,9 @@ class Array:
     """The type of an array.
 
     Attributes:
-      dtype: as HLO writes it, such as `f32`.
-      shape: the lengths of its axes.
-      order: the axes as they are in memory, the one along which neighbours lie (`minor`) first.
+      dtype: the dtype in HLO's notation, such as `f32`.
+      shape: the sizes of its axes.
+      order: the axes from minor (contiguous in memory) to major.
     """
 
     dtype: str
@@ -54,7 +54,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of memory it takes; a dtype has its number of bits in its name, such as `f32` or `s4`."""
+        """Return its size in bytes; the name of a dtype, such as `f32` or `s4`, contains its number of bits."""
         if self.dtype in {"token", "opaque"}:
             return 0
         bits = re.search(r"\d+", self.dtype)
@@ -63,15 +63,15 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction.
+    """An instruction of a compiled program.
 
     Attributes:
-      name: unique in its program; the trace of a run calls it `hlo_op`.
+      name: its name, unique in the program; `hlo_op` in the trace of a run.
       opcode: the operation, such as `dot` or `fusion`.
-      results: the arrays it returns, one unless it returns a tuple.
-      operands: the names of the instructions whose results it takes.
-      root: whether its result is that of its computation.
-      rest: the text after the operands: attributes, metadata and settings of the backend.
+      results: the arrays that it returns, one unless it returns a tuple.
+      operands: the names of the instructions whose results are its operands.
+      root: whether its result is the result of its computation.
+      rest: the text after the operands: attributes, metadata and backend configuration.
     """
 
     name: str
@@ -89,43 +89,43 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """Return the scopes and operation of JAX it comes from, such as `jit(f)/layer/dot_general`; may be empty."""
+        """Return its scopes and its JAX operation, such as `jit(f)/layer/dot_general`; empty if it has no name."""
         found = re.search(rf"op_name={_QUOTED.pattern}", self.rest)
-        # Of an instruction that XLA has made of several it is the names of all, joined by semicolons.
+        # For an instruction that XLA has merged from several, the names are joined by semicolons: take the first.
         return _unescaped(found[1]).partition(";jit(")[0] if found else ""
 
     def attribute(self, name: str) -> str:
-        """Return a setting such as `window={size=3x3}`, without its braces; empty where it is not given."""
+        """Return an attribute such as `window={size=3x3}`, without its braces; empty if it is not present."""
         found = re.search(rf"\b{name}=(?:\{{([^}}]*)\}}|([\w.\->]+))", self._settings)
         return (found[1] if found[1] is not None else found[2]) if found else ""
 
     @cached_property
     def _settings(self) -> str:
-        # Without quoted strings: a scope that a user named `window=...` is no setting.
+        # Remove quoted strings: a user may have named a scope `window=...`.
         return _QUOTED.sub('""', self.rest)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return a setting that is a list of whole numbers."""
+        """Return an attribute that is a list of integers."""
         return tuple(int(x) for x in self.attribute(name).split(",") if x)
 
 
 class HloProgram:
-    """A compiled program.
+    """A parsed compiled program.
 
     Args:
-      text: what `compiled.as_text()` gives.
+      text: the result of `compiled.as_text()`.
 
     Attributes:
-      computations: the instructions of each computation, by the computation's name.
-      entry: the name of the computation that a call runs.
+      computations: the instructions of each computation, by the name of the computation.
+      entry: the name of the entry computation, which a call runs.
     """
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         self._lines: list[str] = []
-        # XLA writes stacks of calls once, as numbered rows of four tables before the computations, and for each
-        # instruction the number of its frame.
+        # XLA writes call stacks once, as numbered rows of four tables before the computations. Each instruction has the
+        # number of its frame.
         self._tables: dict[str, dict[int, str]] = {}
         rows: dict[int, str] = {}
         current: list[Instruction] = []
@@ -148,17 +148,17 @@ class HloProgram:
         return {x.name: x for computation in self.computations.values() for x in computation}
 
     def anonymous(self) -> str:
-        """Return the text with names numbered and without metadata: equal for programs that do the same."""
-        numbers: dict[str, int] = {}  # of each name, in the order in which names appear
+        """Return the text with numbered names and without metadata: equal for programs with the same instructions."""
+        numbers: dict[str, int] = {}  # by name, in order of appearance
         plain = _METADATA.sub("", "\n".join(self._lines))
         return re.sub(r"%[\w.\-]+", lambda x: f"%{numbers.setdefault(x[0], len(numbers))}", plain)
 
     def runs(self, computation: str = "") -> Iterator[tuple[Instruction, int]]:
-        """Yield the instructions that a call runs and how often; fusions as one, the bodies of unbounded loops once."""
+        """Yield the instructions that a call runs with their counts; a fusion is one, unbounded loops count once."""
         for x in self.computations[computation or self.entry]:
             if x.opcode not in NAMES:
                 yield x, 1
-            # Not those that a fusion or a reduction calls: they are a part of its own kernel.
+            # Skip the computations that a fusion or a reduction calls: they are part of its kernel.
             for name in x.called if x.opcode in CONTAINERS else ():
                 found = _ITERATIONS.search(x.rest) if x.opcode == "while" else None
                 yield from ((inner, times * int(found[1] if found else 1)) for inner, times in self.runs(name))
@@ -172,9 +172,9 @@ class HloProgram:
         return users
 
     def waiting(self, name: str) -> Iterator[str]:
-        """Yield the names of the instructions that cannot begin before the one of this name has ended."""
+        """Yield the names of the instructions that depend directly on the instruction `name`."""
         for user in self._users.get(name, ()):
-            if user.opcode in NAMES:  # it takes no time itself, but its users wait as well
+            if user.opcode in NAMES:  # it takes no time, but its users depend on `name` too
                 yield from self.waiting(user.name)
             else:
                 yield user.name
@@ -185,34 +185,34 @@ class HloProgram:
         return {inner.name: x for x in fusions for name in x.called for inner in self.computations.get(name, ())}
 
     def fusion_of(self, instruction: Instruction) -> Instruction | None:
-        """Return the fusion that an instruction is in, or None."""
+        """Return the fusion that contains an instruction, or None."""
         return self._fusions.get(instruction.name)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yield the instructions of a fusion, those of nested fusions included."""
+        """Yield the instructions of a fusion, including those of nested fusions."""
         for name in instruction.called:
             for x in self.computations.get(name, ()):
                 yield from self.inside(x) if x.opcode == "fusion" else (x,)
 
     def source(self, instruction: Instruction) -> str:
-        """Return the line of the user's code it comes from, as `file:line`; empty where it is not known."""
+        """Return the line of user code that an instruction comes from, as `file:line`; empty if unknown."""
         return self._sources.get(int(instruction.attribute("stack_frame_id") or 0), "")
 
     @cached_property
     def _sources(self) -> dict[int, str]:
-        """Return the user's line for each frame of a stack of calls."""
+        """Return the line of user code for each frame of the call stacks."""
         frames, locations = (
             {i: dict(re.findall(r"(\w+)=(\d+)", row)) for i, row in self._tables.get(name, {}).items()}
             for name in ("StackFrames", "FileLocations")
         )
 
         def lines(frame: int) -> Iterator[str]:
-            """Yield the lines of a stack of calls, from the innermost outwards."""
+            """Yield the lines of a call stack, innermost first."""
             while frame:
                 place = locations[int(frames[frame]["file_location_id"])]
                 file = self._tables["FileNames"][int(place["file_name_id"])]
                 yield f"{_unescaped(file[1:-1])}:{place['line']}"
-                # The first frame has no caller. Some versions write the number of each caller one too high.
+                # The first frame has no caller. Some versions of XLA number every caller one too high.
                 frame = int(frames[frame]["parent_frame_id"]) - int(frames[1]["parent_frame_id"])
 
         return {frame: users_line(lines(frame)) for frame in frames}
@@ -225,7 +225,7 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
     kind, text = text[:end], text[end:].lstrip()
     opcode = _OPCODE.match(text)
     if not opcode:
-        raise ValueError(f"an instruction of a compiled program that is not understood: {name} = {kind} {text[:80]}")
+        raise ValueError(f"cannot parse an instruction of a compiled program: {name} = {kind} {text[:80]}")
     end = _closing(text, opcode.end() - 1)
     # Operands may have comments such as `/*index=5*/`; those of a constant or parameter are values.
     inside = re.sub(r"/\*.*?\*/", "", text[opcode.end() : end])
@@ -235,22 +235,22 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
 
 
 def _unescaped(text: str) -> str:
-    """Undo the escapes of a quoted string, which are those of bytes in Python: UTF-8 in octal, and backslashes."""
+    """Undo the escapes of a quoted string, which are those of Python bytes: UTF-8 in octal, and backslashes."""
     plain: bytes = ast.literal_eval(f'b"{text.encode("ascii", "backslashreplace").decode()}"')
     return plain.decode("utf-8", "replace")
 
 
 def _array(dtype: str, lengths: str, order: str) -> Array:
-    # A dynamic axis is written with its bound, as `<=5`. Without an order axes are in memory as in C.
+    # A dynamic axis is written with its bound, as `<=5`. Without a layout, the memory order is that of C.
     shape = tuple(int(x.lstrip("<=")) for x in lengths.split(",") if x)
     return Array(dtype, shape, tuple(map(int, order.split(","))) if order else tuple(reversed(range(len(shape)))))
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the position where the parenthesis that opens at `start` is closed."""
+    """Return the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in _PARENTHESES.finditer(text, start):
         depth += (found[0] == "(") - (found[0] == ")")
         if not depth:
             return found.start()
-    raise ValueError(f"an instruction of a compiled program that is not understood: {text[:80]}")
+    raise ValueError(f"cannot parse an instruction of a compiled program: {text[:80]}")

@@ -1,4 +1,4 @@
-"""Named scopes for the parts of NNX modules, which bring none of their own: their paths of attributes."""
+"""Named scopes for the parts of NNX modules, which have none by default: their attribute paths."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PATH = "_plurax_path"
 
 
 def with_paths(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the owner and the arguments of a call with copies of their NNX modules, in which each part has its path.
+    """Return copies of the owner and the arguments of a call in which each part of an NNX module records its path.
 
-    If there are several modules, the names of the arguments come first.
+    If there are several modules, the paths begin with the names of the arguments.
     """
-    # An attribute is part of the graph definition, so copies that transforms of NNX make have it as well.
+    # An attribute is part of the graph definition, so the copies that NNX transforms make have it too.
     owner, args = copies = merge_tree(split_tree((owner, args)))
     modules = [
         (leaf_name(name, path), leaf)
@@ -38,10 +38,10 @@ def with_paths(fun: Callable[..., Any], owner: Any, args: tuple[Any, ...]) -> tu
 
 @contextmanager
 def module_scopes() -> Iterator[dict[int, tuple[str, Any]]]:
-    """Name a scope around each call, in this thread, of an NNX module: its path, relative to that of the caller.
+    """Open a named scope around each call of an NNX module in this thread: its path relative to that of the caller.
 
-    A module that `with_paths` has not seen, such as one that a function refers to, is the root of its own parts. Yields
-    the paths that were found in this way, by the `id` of the part, with the part itself, lest another gets that `id`.
+    A module without a path from `with_paths`, such as one that a function closes over, is the root of its parts. Yields
+    the paths of such modules, keyed by the `id` of the part, with the part itself, so that its `id` is not reused.
     """
     nnx, found = sys.modules.get("flax.nnx"), dict[int, tuple[str, Any]]()
     if nnx is None or sys.getprofile() is not None:
@@ -50,7 +50,7 @@ def module_scopes() -> Iterator[dict[int, tuple[str, Any]]]:
     active: list[tuple[FrameType, str, Any]] = []
 
     def path_of(module: Any, outer: str) -> str:
-        """Return the path of a module; one that is not known becomes a root below `outer`."""
+        """Return the path of a module; an unknown module becomes a root below `outer`."""
         if hasattr(module, _PATH):
             return str(getattr(module, _PATH))
         if id(module) not in found:
@@ -59,20 +59,20 @@ def module_scopes() -> Iterator[dict[int, tuple[str, Any]]]:
         return found[id(module)][0]
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
-        """Enter a scope where a module is called, and leave it where the call returns."""
+        """Enter a scope when a module is called, and leave it when the call returns."""
         code = frame.f_code
         if event == "call" and code.co_name == "__call__" and code.co_argcount:
             module, outer = frame.f_locals[code.co_varnames[0]], active[-1][1] if active else ""
-            # With the same path a class calls the `__call__` of its parent class.
+            # If the path is unchanged, a class calls the `__call__` of its parent class.
             if isinstance(module, nnx.Module) and (path := path_of(module, outer)) not in ("", outer):
                 scope = jax.named_scope(path.removeprefix(f"{outer}/"))
                 scope.__enter__()
                 active.append((frame, path, scope))
-        elif event == "return" and active and active[-1][0] is frame:  # also where an error ends the call
+        elif event == "return" and active and active[-1][0] is frame:  # also if the call raises
             active.pop()[-1].__exit__(None, None, None)
 
-    # Python's hook for profilers sees calls without a change to the user's modules or classes. It makes a trace take
-    # twice as long. Another profiler that is running keeps it; there are no scopes then.
+    # Python's profiling hook reports calls without changes to the user's modules or classes. It doubles the time of a
+    # trace. If another profiler uses the hook, it is left in place, and there are no scopes.
     sys.setprofile(watch)
     try:
         yield found

@@ -1,4 +1,4 @@
-"""The origin of an instruction of a compiled program: operations of JAX, their scopes and lines, and their shares."""
+"""The provenance of an instruction of a compiled program: JAX operations, their scopes, source lines and shares."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .hlo import HloProgram, Instruction
 
 # The names of a matrix product and a convolution in XLA, and in JAX.
 PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
-# Operations that only rearrange an operand. XLA names a product that it has merged with another view after the view.
+# Operations that only rearrange an operand. XLA names a product that it has merged with such a view after the view.
 VIEWS = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
 )
-# How many operands and users away to look for a neighbour with a name.
+# The maximum distance, in operands and users, to search for a neighbour with a name.
 _STEPS = 6
-# The structure of a program adds names of its own to the scopes: calls, the bodies of loops, branches.
+# Names that JAX adds to the scopes for the structure of a program: calls, loop bodies, branches.
 _CALLS = frozenset(
     """
     checkpoint closed_call core_call custom_jvp_call custom_vjp_call eval_jaxpr jit pjit remat rematted_computation
@@ -30,12 +30,12 @@ _BRANCH = re.compile(r"branch_\d+_fun")
 
 @dataclass(frozen=True)
 class Provenance:
-    """An operation of JAX.
+    """A JAX operation with its scope and source line.
 
     Attributes:
-      op: its name, such as `dot_general`; for what XLA has added of itself, that of the instruction, such as `copy`.
-      scope: its scopes, such as `layers/0/attention`; empty where there are none.
-      source: the line of the user's code, `file:line`; empty where it is not known.
+      op: its name, such as `dot_general`; for an instruction that XLA has added, the opcode, such as `copy`.
+      scope: its scopes, such as `layers/0/attention`; empty if there are none.
+      source: the line of user code, `file:line`; empty if unknown.
     """
 
     op: str
@@ -46,15 +46,15 @@ class Provenance:
 def scope_of(op_name: str) -> tuple[str, str]:
     """Split a name such as `jit(f)/layer/while/body/mix/dot_general` into `dot_general` and `layer/mix`.
 
-    The operation is empty where the name is that of a call alone.
+    The operation is empty if the name is that of a call only.
     """
     *scopes, operation = _parts(op_name)
     return "" if operation.partition("(")[0] in _CALLS else operation, _without_structure(scopes)
 
 
 def _parts(name: str) -> list[str]:
-    """Split a name at the slashes that are not in parentheses, since `transpose(jvp(a/b))` is one part."""
-    # By hand, since regular expressions do not count parentheses.
+    """Split a name at the slashes outside parentheses, since `transpose(jvp(a/b))` is one part."""
+    # A loop, since regular expressions cannot match nested parentheses.
     parts, depth = [""], 0
     for character in name:
         depth += (character == "(") - (character == ")")
@@ -66,7 +66,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _without_structure(parts: list[str]) -> str:
-    """Join the parts that are scopes, without calls, loops and branches."""
+    """Join the parts of a name that are scopes, dropping calls, loops and branches."""
     kept = []
     for i, part in enumerate(parts):
         before, after = parts[i - 1] if i else "", parts[i + 1] if i + 1 < len(parts) else ""
@@ -77,7 +77,7 @@ def _without_structure(parts: list[str]) -> str:
         if opens or inside or outer in _CALLS:
             continue
         if bracket and part.endswith(")"):
-            # A transform of scopes, such as `transpose(jvp(layer))`.
+            # Scopes under a transform, such as `transpose(jvp(layer))`.
             inner = _without_structure(_parts(inner))
             part = f"{outer}({inner})" if inner else ""
         kept.append(part)
@@ -85,9 +85,9 @@ def _without_structure(parts: list[str]) -> str:
 
 
 def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None:
-    """Return the place that an instruction is named after; None where it has no name."""
+    """Return the provenance that the name of an instruction gives; None if it has no name."""
     op, scope = scope_of(instruction.op_name)
-    # Parameters are named after variables, as in `params['w']`, and some instructions after a call alone.
+    # Parameters are named after variables, such as `params['w']`, and some instructions only after a call.
     if not op or not instruction.op_name.startswith(("jit(", "pjit(")):
         return None
     if op in VIEWS and instruction.opcode in PRODUCTS:
@@ -98,19 +98,19 @@ def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None
 def around(
     program: HloProgram, instruction: Instruction, known: Mapping[str, Provenance], *, users: bool = True
 ) -> Iterator[Provenance]:
-    """Yield the places nearest to an instruction, breadth first, along users and operands or operands alone.
+    """Yield the provenance of the nearest neighbours of an instruction, breadth first.
 
     Args:
       program: the program.
-      instruction: where to begin.
-      known: the places of instructions that have no name of their own.
-      users: whether to look at what waits for the instruction too.
+      instruction: the instruction to start from.
+      known: the provenance of instructions without a name, by instruction name.
+      users: whether to follow users as well as operands.
     """
     seen, queue = {instruction.name}, deque([(instruction, 1)])
     while queue:
         x, steps = queue.popleft()
         fusion = program.fusion_of(x)
-        # Users first: what XLA adds, such as a copy, is there for the sake of what needs its result.
+        # Users first: XLA adds an instruction such as a copy for the users of its result.
         names = [*(program.waiting(x.name) if users else ()), *x.operands, *([fusion.name] if fusion else ())]
         for name in names:
             if name not in seen:
@@ -125,7 +125,7 @@ def around(
 
 @dataclass(frozen=True)
 class Attribution:
-    """The part of one run of an instruction that belongs to an operation.
+    """The share of a JAX operation in one run of an instruction.
 
     Attributes:
       place: the operation.
@@ -139,15 +139,15 @@ class Attribution:
 
 
 def shares(program: HloProgram, instruction: Instruction, found: Mapping[str, Provenance]) -> list[Attribution]:
-    """Divide an instruction among the operations that it represents.
+    """Divide an instruction among the JAX operations that it represents.
 
-    The time of a fusion, which can only be measured for all its operations together, is divided in proportion to their
-    flops: an estimate. What XLA has added by itself belongs where its result is needed.
+    The time of a fusion can only be measured as a whole. It is divided in proportion to the flops of its operations,
+    which is an estimate. An instruction that XLA has added is attributed to the users of its result.
 
     Args:
       program: the program.
-      instruction: one that is run.
-      found: the places of instructions that have no name of their own, such as products.
+      instruction: an instruction that is run.
+      found: the provenance of instructions without a name, such as products, by instruction name.
     """
 
     def place_for(x: Instruction) -> Provenance:
@@ -156,7 +156,7 @@ def shares(program: HloProgram, instruction: Instruction, found: Mapping[str, Pr
     weights: dict[Provenance, float] = defaultdict(float)
     counts: dict[Provenance, int] = defaultdict(int)
     for x in program.inside(instruction) if instruction.opcode == "fusion" else ():
-        # Only what computes is weighed: a broadcast or a slice inside of a fused loop takes no time of its own.
+        # Only arithmetic has weight: a broadcast or a slice inside a fused loop takes no separate time.
         if needed := weight(program, x):
             place = place_for(x)
             weights[place] += needed
@@ -168,7 +168,7 @@ def shares(program: HloProgram, instruction: Instruction, found: Mapping[str, Pr
 
 
 def is_mixed(program: HloProgram, instruction: Instruction) -> bool:
-    """Return whether an instruction fuses a matrix product or a convolution with operations of other places."""
+    """Return whether an instruction fuses a matrix product or a convolution with other JAX operations."""
     if instruction.opcode != "fusion":
         return False
     working = [x for x in program.inside(instruction) if weight(program, x)]
@@ -176,12 +176,12 @@ def is_mixed(program: HloProgram, instruction: Instruction) -> bool:
 
 
 def _nearest(program: HloProgram, instruction: Instruction, found: Mapping[str, Provenance]) -> Provenance:
-    """Return what an instruction without a name does, at the place of its nearest neighbour."""
+    """Return the operation of an instruction without a name, with the scope and line of its nearest neighbour."""
     near = next(around(program, instruction, found), Provenance("", "", ""))
     parts = program.inside(instruction) if instruction.opcode == "fusion" else ()
-    # A fusion is called after its heaviest operation, or after the last one if none computes anything.
+    # Name a fusion after its most expensive operation, or after its root if it has no arithmetic.
     heaviest = max(parts, key=lambda x: (weight(program, x), x.root), default=instruction)
     fusion = program.fusion_of(instruction)
-    # An instruction inside a fusion that has a name was made of the named operation, as when XLA expands a function.
+    # An instruction inside a named fusion comes from the named operation, as when XLA expands a function.
     op = near.op if fusion is not None and fusion.op_name else PRODUCTS.get(heaviest.opcode, heaviest.opcode)
     return Provenance(op, near.scope, near.source)

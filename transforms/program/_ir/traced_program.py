@@ -1,4 +1,4 @@
-"""A call as a program of its own, in which the parts of NNX modules are scopes: traced, compiled, and repeated."""
+"""A call as a traced and compiled program that can run repeatedly, with scopes for the parts of NNX modules."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from .module_scopes import module_scopes, with_paths
 from .provenance import Attribution, Provenance, is_mixed, shares
 from .unnamed_dots import unnamed_dots
 
-# XLA's CPU backend passes parts of a program, or all of it, to a library as one instruction. Its parts cannot be timed.
-# With these options each matrix product and convolution is handed over alone.
+# XLA's CPU backend may pass a part of a program, or all of it, to a library as one instruction, whose parts cannot be
+# timed. With these options, each matrix product and convolution is a separate library call.
 _ALONE = "LIBRARY_FUSION_TYPE_INDIVIDUAL"
 _SEPARATE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": f"{_ALONE}_DOT,{_ALONE}_CONVOLUTION"}
-# And it compiles small loops into one function that the trace does not look into.
+# It also compiles a small loop into one function, whose instructions do not appear in the trace.
 _SEPARATE_LOOPS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"}
 _SMALL_LOOP = "xla_cpu_small_call"
 _LOCK = threading.RLock()
 
 
 class TracedProgram:
-    """`fun(*args)` as a program.
+    """The call `fun(*args)` as a program.
 
-    Modules are not changed by it: the state that `fun` changes is a result of the program, so that it is computed.
+    It does not modify modules: the state that `fun` changes is a result of the program, so that it is still computed.
 
     Args:
       api: the name of the tool, for errors.
-      fun: a function, a bound method or a module; one that is jitted keeps its settings.
-      args: its arguments. Those that are neither arrays, numbers nor modules stay as they are.
+      fun: a function, a bound method or a module; a jitted function keeps its settings.
+      args: its arguments. Those that are not arrays, numbers or modules are passed unchanged.
 
     Attributes:
       name: the name of the function.
       args: the arguments of the program: pytrees of arrays and numbers.
-      traced: the trace, `jax.stages.Traced`: the program before XLA has changed it.
+      traced: the trace, `jax.stages.Traced`: the program before XLA's optimizations.
     """
 
     def __init__(self, api: str, fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -65,12 +65,12 @@ class TracedProgram:
                 dynamic = _dynamic(fun, args, self.traced)
                 self.args = tuple(args[i] for i in dynamic)
                 static = tuple(i for i in range(len(args)) if i not in dynamic)
-                # JAX may have cached that trace, without the scopes. A new function has them, but not the settings.
+                # JAX may have cached that trace without the scopes. A new function has them, but not the jit options.
                 renewed = jax.jit(lambda *args: cast(Any, fun).__wrapped__(*args), static_argnums=static)
                 again: Any = call_users(renewed.trace, *args)
                 self.traced = again if found else self.traced
             else:
-                # Ints and bools of a jitted function may be static, so they stay as they are.
+                # Ints and bools of a jitted function may be static, so they are not converted.
                 kinds = (np.ndarray, np.generic, *((float, complex) if jitted else (bool, int, float, complex)))
                 parts = split_tree((*with_paths(fun, owner, args), {}))
                 parts = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, kinds) else x, parts)
@@ -79,18 +79,18 @@ class TracedProgram:
         self._lowered: Any = self.traced.lower()
 
     def compile(self, options: dict[str, str] | None = None) -> Compiled:
-        """Return the program, compiled."""
+        """Return the compiled program."""
         with names_in_cache_key():
             return Compiled(self._lowered.compile(compiler_options=options), self.args, self.traced.jaxpr)
 
     @cached_property
     def compiled(self) -> Compiled:
-        """Return the program as it would be run."""
+        """Return the program compiled with its own settings."""
         return self.compile()
 
     @cached_property
     def separated(self) -> Compiled:
-        """Return the program with products and small loops as instructions of their own, where XLA can do so."""
+        """Return the program with products and small loops as separate instructions, if XLA supports the options."""
         program = self.compiled.program
         options: dict[str, str] = {}
         if any(is_mixed(program, x) for x in program.instructions.values()):
@@ -107,8 +107,8 @@ class Compiled:
     """A compiled program and its arguments.
 
     Attributes:
-      text: the program, as XLA writes it.
-      program: the text, parsed.
+      text: the program as text, written by XLA.
+      program: the parsed text.
       module: the name of the program in the trace of a run.
     """
 
@@ -124,12 +124,12 @@ class Compiled:
         return unnamed_dots(self.program, self._closed)
 
     def shares(self, instruction: Instruction) -> list[Attribution]:
-        """Divide an instruction among the operations that it represents."""
+        """Divide an instruction among the JAX operations that it represents."""
         return shares(self.program, instruction, self._unnamed)
 
     def calls(self, number: int) -> list[Callable[[], Any]]:
-        """Return so many calls of the program, each of which can be made once."""
-        # A donated buffer is gone after a call, so each call needs copies, made before anything is timed.
+        """Return `number` calls of the program; each can be made once."""
+        # A call consumes donated buffers, so make copies for each call before anything is timed.
         each = [jax.tree.map(jnp.copy, self._args) if self._donates else self._args for _ in range(number)]
         jax.block_until_ready(each)
         return [partial(self._executable, *args) for args in each]
@@ -138,25 +138,25 @@ class Compiled:
 def _dynamic(fun: Callable[..., Any], args: Sequence[Any], traced: Any) -> list[int]:
     """Return the positions of the arguments of a jitted function that are not static.
 
-    JAX does not tell which are static, but gives the names and structures of the arguments of the program, in order.
+    JAX does not report static arguments, but it gives the names and structures of the program's arguments, in order.
     """
     names = iter(traced.jaxpr.jaxpr.debug_info.arg_names)
     left: list[Any] = [(jax.tree.structure(x), [next(names) for _ in jax.tree.leaves(x)]) for x in traced.args_info[0]]
     found = []
     for i, argument in enumerate(args):
-        # An argument without leaves has no names, but those of one structure are alike: whichever is passed will do.
+        # An argument without leaves has no names, but arguments of equal empty structure are interchangeable.
         name = argument_name(fun, args, i)
         begins = left and all(x.removeprefix(name)[:1] in ("", ".", "[") for x in left[0][1])
         if begins and left[0][0] == jax.tree.structure(argument):
             found.append(i)
             left.pop(0)
-    # Where some do not match, as without a signature, all are taken for dynamic, and JAX raises an error when it runs.
+    # If some do not match, such as without a signature, treat all as dynamic; a wrong guess raises an error in JAX.
     return list(range(len(args))) if left else found
 
 
 @contextmanager
 def names_in_cache_key() -> Iterator[None]:
-    """Keep JAX's persistent cache from returning the same program with the scopes and lines of another function."""
+    """Prevent JAX's persistent cache from returning the same program with another function's scopes and lines."""
     setting = "jax_compilation_cache_include_metadata_in_key"
     with _LOCK:  # all threads see the setting
         before = getattr(jax.config, setting)
@@ -168,7 +168,7 @@ def names_in_cache_key() -> Iterator[None]:
 
 
 def _of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as one of arrays alone, to its arrays and those that it changes of modules."""
+    """Wrap `function` to take arrays only, and to return its arrays and the module arrays that it changes."""
 
     def call(arguments: Opaque) -> list[jax.Array]:
         parts = arguments.value

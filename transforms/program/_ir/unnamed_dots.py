@@ -1,8 +1,8 @@
-"""Matrix products and convolutions of a compiled program that have lost their names.
+"""Attribute matrix products and convolutions of a compiled program that have lost their names.
 
-XLA's rewrites of a convolution, above all of the gradient of its weights, leave no name on what they make. But the
-jaxpr has the product, with a result of the same lengths, and computed from the same neighbours. So the products of both
-are matched: first those that have their names, then the others by lengths and neighbours.
+XLA's rewrites of a convolution, above all of the gradient of its weights, create instructions without names. The jaxpr
+still has the product, with a result of the same axis sizes and the same neighbours. The products of both programs are
+therefore matched: first those with names, then the others by sizes and neighbours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .provenance import PRODUCTS, VIEWS, Provenance, around, place_of, scope_of
 
 
 class _Written(NamedTuple):
-    """A product of the jaxpr: its place, the lengths of its result, and the places it is computed from."""
+    """A product of the jaxpr: its provenance, the sizes of its result, and the provenance of its operands."""
 
     place: Provenance
     lengths: tuple[int, ...]
@@ -25,11 +25,11 @@ class _Written(NamedTuple):
 
 
 def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
-    """Return the places of products without a name, by the names of their instructions.
+    """Return the provenance of products without a name, by the names of their instructions.
 
     Args:
       program: the compiled program.
-      closed: its jaxpr, closed.
+      closed: its closed jaxpr.
     """
     products = [(x, place_of(program, x)) for x in program.instructions.values() if x.opcode in PRODUCTS]
     if all(place for _, place in products):
@@ -37,7 +37,7 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
     flat = FlatProgram(closed.jaxpr, closed.consts, [Value(x.aval) for x in closed.jaxpr.invars])
     written = list(_products(flat, ""))
     for x, place in products:
-        # Each product of the jaxpr is one of the compiled program, so those with a name are no candidates.
+        # Each product of the jaxpr matches one of the compiled program, so remove those that have a name.
         key = place and (place.op, place.scope, _lengths(x.results[0].shape))
         if same := [y for y in written if (y.place.op, y.place.scope, y.lengths) == key]:
             written.remove(max(same, key=lambda y: y.place == place))
@@ -45,7 +45,7 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
     for x, place in products:
         near = set(around(program, x, {}, users=False))
         if place is None and (candidates := [y for y in written if y.lengths == _lengths(x.results[0].shape)]):
-            # Of several with these lengths, the one with most neighbours in common, else the first that is left.
+            # Among several of these sizes, take the one with most neighbours in common, otherwise the first.
             best = max(candidates, key=lambda y: len(near & y.sources))
             written.remove(best)
             found[x.name] = best.place
@@ -53,7 +53,7 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
 
 
 def _products(flat: FlatProgram, scope: str) -> Iterator[_Written]:
-    """Yield the products of a program, those inside its loops and branches included, in order."""
+    """Yield the products of a program in order, including those inside its loops and branches."""
     for node in flat.nodes:
         place = _place(node, scope)
         if node.name in PRODUCTS.values():
@@ -69,12 +69,12 @@ def _place(node: Node, scope: str) -> Provenance:
 
 
 def _maker(value: Value) -> Node | None:
-    """Return the operation that a value comes from, past those that only rearrange it; None for an argument."""
+    """Return the operation that computes a value, skipping views of it; None for an argument."""
     while value.node is not None and value.node.name in VIEWS:
         value = value.node.inputs[0]
     return value.node
 
 
 def _lengths(shape: tuple[int, ...]) -> tuple[int, ...]:
-    # XLA orders axes as it likes, and drops those of size 1.
+    # XLA may reorder axes, and drops those of size 1.
     return tuple(sorted(length for length in shape if length > 1))

@@ -1,4 +1,4 @@
-"""The operations of a program, counted in its jaxpr and timed, and written to a file to be compared: `capture`."""
+"""`capture`: count and time the operations of a program, and write them to a file for `trace_diff`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _FORMAT = "plurax capture 1"
 
 @dataclass(frozen=True)
 class Capture:
-    """The operations that a program runs, and how long they took in some runs.
+    """The operations that a program runs, with their counts and times.
 
     Attributes:
       name: the name of the function.
-      counts: how often each operation of each scope runs in a call, by `(op, scope)`.
-      seconds: how long these took in each run, for those that have a time of their own.
-      program: a digest of the compiled program, apart from names and lines of source.
-      machine: the devices (on a CPU the model of the processor), the cores and the versions of JAX, for which alone
-        times can be compared.
+      counts: the number of runs of each operation in a call, by `(op, scope)`.
+      seconds: the time of these operations in each timed call, for those that have a separate time.
+      program: a digest of the compiled program, without names and source lines.
+      machine: the devices (on a CPU, the model of the processor), the number of cores, and the versions of JAX. Times
+        are comparable only if these are equal.
 
     Examples:
       >>> from plurax.transforms.program import Capture
@@ -54,10 +54,10 @@ class Capture:
 
 
 def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, repeats: int = 20) -> Capture:
-    """Run `fun(*args)` some times and write its operations and their times to a file, for `trace_diff`.
+    """Run `fun(*args)` repeatedly, and write its operations and their times to a file for `trace_diff`.
 
     Args:
-      path: the file, JSON; an existing one is replaced when the new one is complete. Missing folders are made.
+      path: the path of the JSON file; an existing file is replaced atomically. Missing directories are created.
       fun: as for `profile`.
       *args: as for `profile`.
       repeats: the number of calls that are timed, as for `profile`; at least two.
@@ -66,12 +66,12 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
       The capture that was written.
 
     Raises:
-      TypeError: `fun` cannot be called, `repeats` is not a whole number.
+      TypeError: `fun` is not callable; the arguments have no values, as inside `jax.jit`; `repeats` is not an int.
       ValueError: `repeats` is less than two.
       OSError: the file cannot be written.
 
     Cost:
-      Compiling `fun`, at most twice, and one call more than `repeats`.
+      Compiling `fun`, at most twice, and `repeats` + 1 calls.
 
     Examples:
       >>> import tempfile, jax.numpy as jnp
@@ -94,7 +94,7 @@ def capture(path: str | os.PathLike[str], fun: Callable[..., Any], *args: Any, r
 
 
 def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
-    """Return the capture in a file; raise if it is not one."""
+    """Read a capture from a file; raise if the file is not a capture."""
     try:
         content = json.loads(Path(path).read_text())
         if content["format"] != _FORMAT:
@@ -103,28 +103,28 @@ def read_capture(api: str, path: str | os.PathLike[str]) -> Capture:
         name, program, machine = names = [content[key] for key in ("name", "program", "machine")]
         for row in rows:
             times = row["seconds"]
-            # By `type`, as True is an instance of int as well.
+            # Compare `type`, since True is an instance of int.
             fits = type(row["count"]) is int and row["count"] >= 0 and isinstance(times, list)
             if not fits or not all(type(x) in (int, float) and 0 <= x < math.inf for x in times):
-                raise ValueError(f"{row} has no whole number as its count, or no times in seconds")
+                raise ValueError(f"{row} needs an int count and a list of seconds, all finite and at least 0")
         if not all(isinstance(x, str) for x in [*names, *(row[key] for row in rows for key in ("op", "scope"))]):
-            raise ValueError("one of its names is not a string")
+            raise ValueError("a name is not a string")
         counts = {(row["op"], row["scope"]): row["count"] for row in rows}
         times_of = {(row["op"], row["scope"]): list(map(float, row["seconds"])) for row in rows if row["seconds"]}
         if len(counts) < len(rows) or len(set(map(len, times_of.values()))) > 1:
-            raise ValueError("an operation is there twice, or has more runs than another")
+            raise ValueError("an operation is repeated, or operations have different numbers of runs")
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise ValueError(f"{api}: {os.fspath(path)!r} is not a capture ({error}); write one with `capture`.") from error
     return Capture(name, counts, times_of, program, machine)
 
 
 def captures(prepared: Sequence[TracedProgram], repeats: int) -> list[Capture]:
-    """Run some programs alternately, and return a capture of each."""
+    """Run several programs alternately, and return a capture of each."""
     return list(map(_captured, prepared, timelines([one.separated for one in prepared], repeats)))
 
 
 def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
-    """Return the capture of a program that was run."""
+    """Return the capture of a program and its timed runs."""
     program = prepared.separated.program
     counts = count_operations(prepared.traced.jaxpr.jaxpr)
     written = set(counts)
@@ -134,8 +134,8 @@ def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
             key = share.place.op, share.place.scope
             for i, run in enumerate(runs):
                 seconds[key][i] += share.part * run.seconds.get(name, 0.0)
-            # Operations of the jaxpr are counted there, where a count does not depend on fusion; only those that XLA
-            # has added, such as copies, are counted by instructions.
+            # Operations of the jaxpr are counted there, so that counts do not depend on fusion. Operations that XLA has
+            # added, such as copies, are counted by instructions.
             if key not in written:
                 counts[key] += times
     digest = hashlib.sha256(program.anonymous().encode()).hexdigest()
@@ -143,15 +143,15 @@ def _captured(prepared: TracedProgram, runs: list[Timeline]) -> Capture:
 
 
 def count_operations(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
-    """Count how often each operation of each scope is run, of those that a result depends on.
+    """Count the runs of each operation of each scope, for the operations that a result depends on.
 
-    The body of a scan counts once for each iteration; the body of a `while`, and each branch of a `cond`, once.
+    The body of a scan counts once for each iteration; the body of a `while`, and each branch of a `cond`, counts once.
     """
     counts = Counter[tuple[str, str]]()
 
     def count(jaxpr: Jaxpr, wanted: Sequence[bool], scope: str, times: int) -> list[bool]:
-        """Count what leads to the outputs that are wanted; return for each argument whether that needs it."""
-        # As `jaxpr` is in order, one pass backwards finds all that is needed. XLA drops the rest, so it is not counted.
+        """Count the operations that the wanted outputs depend on; return whether each argument is needed."""
+        # Operations are in order, so one backward pass finds all that are needed. XLA drops the others.
         needed = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}
         for eqn in reversed(jaxpr.eqns):
             outputs = [id(x) in needed for x in eqn.outvars]
@@ -161,7 +161,7 @@ def count_operations(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
         return [id(x) in needed for x in jaxpr.invars]
 
     def count_one(eqn: JaxprEqn, wanted: list[bool], scope: str, times: int) -> list[bool]:
-        """Do the same for one operation, or for the programs that it runs; of a derivative rule the function alone."""
+        """Do the same for one operation or its inner programs; derivative rules are not counted."""
         name = eqn.primitive.name
         if name in CALLS:
             return count(called(eqn)[0], wanted, scope, times)
@@ -171,13 +171,13 @@ def count_operations(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
         if name == "scan":
             (body,), (shared, carried) = bodies(eqn), scan_counts(eqn.params)
             before: list[bool] = []
-            # A part of the carry is needed if the next iteration needs it, and so on until there is no change.
+            # A part of the carry is needed if the next iteration needs it: repeat until there is no change.
             while wanted != before:
                 before, inputs = wanted, count(body, wanted, scope, 0)
                 more = map(any, zip(wanted[:carried], inputs[shared : shared + carried], strict=True))
                 wanted = [*more, *wanted[carried:]]
             return count(body, wanted, scope, times * eqn.params["length"])
-        if name in ("while", "shard_map"):  # all is wanted and needed
+        if name in ("while", "shard_map"):  # all outputs and arguments count as needed
             for body in bodies(eqn):
                 count(body, [True] * len(body.outvars), scope, times)
         else:
@@ -185,11 +185,11 @@ def count_operations(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
         return [True] * len(eqn.invars)
 
     count(jaxpr, [True] * len(jaxpr.outvars), "", 1)
-    return +counts  # without zeros, such as those of the body of a scan of length 0
+    return +counts  # unary plus drops zeros, such as for the body of a scan of length 0
 
 
 def _machine() -> str:
-    """Return the devices, cores and versions of JAX, with which alone times can be compared."""
+    """Return the devices, cores and versions of JAX; times are comparable only if they are equal."""
     device = jax.devices()[0]
     kind = processor() if device.platform == "cpu" else device.device_kind
     devices = f"{jax.device_count()} x {device.platform} {kind}, {cores()} cores"

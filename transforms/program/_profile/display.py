@@ -1,4 +1,4 @@
-"""Rows as a table for a terminal, and as horizontal bars, which need the extra `plot`."""
+"""Format rows as a table for a terminal, or as horizontal bars, which need the extra `plot`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..._core.arguments import describe
 
 Name = TypeVar("Name", bound=str)
 
-# Two colours of Paul Tol's bright scheme, which colour-blind readers can tell apart.
+# Two colours of Paul Tol's bright scheme, which colour-blind readers can distinguish.
 _COLORS = "#4477aa", "#ee6677"
-_LONGEST = 48  # letters of a name; the end of a longer one is shown, which is its operation
+_LONGEST = 48  # characters of a name; for longer names the end is shown, which is the operation
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Align the columns of a table, the first `left` of them flush left, the others flush right."""
+    """Align the columns of a table: the first `left` columns flush left, the others flush right."""
     columns = []
     for i, column in enumerate(zip(head, *rows, strict=True)):
         width = max(map(len, column))
@@ -25,23 +25,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
 
 
 def seconds(time: float) -> str:
-    """Format a time in s, ms or us with three digits."""
+    """Format a time in s, ms or us with three significant digits."""
     return _scaled(time, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
 
 
 def count(number: float) -> str:
-    """Format a number in T, G, M or k with three digits."""
+    """Format a number with the suffix T, G, M, k or none, and three significant digits."""
     return _scaled(number, (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)))
 
 
 def _scaled(number: float, units: Sequence[tuple[str, float]]) -> str:
-    # From 0.9995 on three digits round to 1.
+    # With three digits, numbers from 0.9995 round to 1.
     unit, size = next((x for x in units if number >= 0.9995 * x[1]), units[-1])
     return f"{number / size:.3g} {unit}".rstrip()
 
 
 def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], label: str, ax: Any) -> Any:
-    """Draw a bar for each name and each of one or two series, the first name on top, and return the axes."""
+    """Draw horizontal bars for each name in one or two series, the first name on top; return the axes."""
     if ax is None:
         try:
             from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], la
             message = "plots need matplotlib; install it with: pip install 'plurax[plot]'"
             raise ModuleNotFoundError(message) from error
         size = 8, 1.2 + (0.19 + 0.13 * len(series)) * max(len(names), 2)
-        # Not by pyplot, which would keep the figure, and choose a backend for the process.
+        # Do not use pyplot, which would keep the figure and choose a backend for the process.
         ax = Figure(figsize=size, layout="constrained").add_subplot()
     height = 0.8 / len(series)
     for i, (kind, values) in enumerate(series):
@@ -69,8 +69,8 @@ def bars(names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], la
 
 
 def check_groups(api: str, by: Any, names: Sequence[Name]) -> tuple[Name, ...]:
-    """Return the names that the rows of a table are added up by, given one or several; raise if they are not known."""
+    """Return the names to group rows by as a tuple, given one or several; raise if one is unknown."""
     groups = (by,) if isinstance(by, str) else tuple(by) if isinstance(by, (tuple, list)) else ()
     if not groups or set(groups) - set(names):
-        raise ValueError(f"{api}: by must be one or some of {', '.join(names)}, but got {describe(by)}.")
+        raise ValueError(f"{api}: by must be one or more of {', '.join(names)}, but got {describe(by)}.")
     return groups

@@ -1,4 +1,4 @@
-"""A program evaluated operation by operation, as it is written, each timed: scans and loops iteration by iteration."""
+"""Evaluate a program operation by operation, and time each; scans and loops run iteration by iteration."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .._ir.cost import flops
 from .._ir.hlo import HloProgram
 from .._ir.provenance import Provenance, scope_of
 
-# Instructions whose cost is known only once XLA has compiled them: see `_cost`.
+# Instructions whose cost is known only after XLA has compiled them: see `_cost`.
 _REWRITTEN = frozenset({"while", "reduce-window"})
 
 
-# The seconds, number, flops and bytes of the operations of each place, together.
+# The total seconds, number of runs, flops and bytes of the operations of each provenance.
 Costs = dict[Provenance, np.ndarray]
 
 
@@ -34,7 +34,7 @@ def evaluate_timed(closed: Any, args: Sequence[Any], known: dict[int, tuple[int,
     Args:
       closed: the program.
       args: its arguments.
-      known: flops and bytes by the `id` of an operation; filled here, and shared by evaluations of one program.
+      known: a cache of flops and bytes by the `id` of an operation, shared by the evaluations of one program.
     """
     costs: Costs = defaultdict(lambda: np.zeros(4))
 
@@ -42,12 +42,12 @@ def evaluate_timed(closed: Any, args: Sequence[Any], known: dict[int, tuple[int,
         return interpret(closed.jaxpr, closed.consts, args, partial(visit, scope, source))
 
     def visit(scope: str, source: str, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Evaluate and time one operation in `scope` that the line `source` calls, or those of its program."""
+        """Evaluate and time one operation, or those of its inner program, in `scope` and called at line `source`."""
         name = eqn.primitive.name
         scope, source = f"{scope}/{eqn.source_info.name_stack}", source_of(eqn) or source
         if name in CALLS:
             return run(scope, source, ClosedJaxpr(*called(eqn)), values)
-        if name in _LOOPS and eqn.params.get("length") != 0:  # without iterations there is nothing to stack
+        if name in _LOOPS and eqn.params.get("length") != 0:  # a scan without iterations has no ys to stack
             return _LOOPS[name](eqn.params, values, partial(run, scope, source))
         begin = time.perf_counter()
         out = jax.block_until_ready(evaluate(eqn, *values))
@@ -61,17 +61,17 @@ def evaluate_timed(closed: Any, args: Sequence[Any], known: dict[int, tuple[int,
 
 
 def _cost(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
-    """Return the flops and bytes of one operation, by the HLO that it is lowered to."""
-    if eqn.effects:  # lowered alone it might run its effect, or need a token
+    """Return the flops and bytes of one operation, from the HLO that it is lowered to."""
+    if eqn.effects:  # lowered separately, it might run its effect or need a token
         return 0, 0
     lowered: Any = jax.jit(partial(evaluate, eqn)).lower(*values)
     program = HloProgram(lowered.as_text("hlo"))
     if any(x.opcode in _REWRITTEN for x in program.instructions.values()):
-        # Only the compiled text has the number of a loop's iterations. And a cumulative sum is lowered as a window over
-        # all elements before, of quadratic cost, which XLA rewrites.
+        # Only the compiled text has the number of iterations of a loop. And a cumulative sum is lowered to a window
+        # over all earlier elements, of quadratic cost, which XLA rewrites.
         program = HloProgram(lowered.compile().as_text())
     work = sum(times * flops(program, x) for x, times in program.runs())
-    # Tokens have no size, and keys no bytes.
+    # Tokens have no size, and key dtypes no itemsize.
     avals = [x for x in map(aval, [*eqn.invars, *eqn.outvars]) if hasattr(x, "size") and hasattr(x.dtype, "itemsize")]
     return work, sum(x.size * x.dtype.itemsize for x in avals)
 
@@ -80,7 +80,7 @@ Run = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 def _scan(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
-    """Evaluate a scan as a loop of Python over the slices of `xs`."""
+    """Evaluate a scan as a Python loop over the slices of `xs`."""
     shared, carried = scan_counts(params)
     constants, carry, xs = values[:shared], values[shared : shared + carried], values[shared + carried :]
     ys: dict[int, list[Any]] = {}
@@ -100,7 +100,7 @@ def _while(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
 
 def _cond(params: dict[str, Any], values: list[Any], run: Run) -> list[Any]:
     which, *rest = values
-    # An index out of range is clamped, as by `lax.switch`.
+    # Clamp an index out of range, as `lax.switch` does.
     return run(params["branches"][min(max(int(which), 0), len(params["branches"]) - 1)], rest)
 
 

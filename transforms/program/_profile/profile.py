@@ -1,4 +1,4 @@
-"""The time of a call by operation, scope and line: `profile`."""
+"""`profile`: measure the time of a call by operation, scope and source line."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Mode = Literal["compiled", "eager"]
 Sort = Literal["time", "mean", "count", "flops", "bytes", "op", "scope", "source"]
 Group = Literal["op", "scope", "source"]
 _GROUPS: tuple[Group, ...] = get_args(Group)
-# A run under the profiler that takes this many times as long as without it is mentioned.
+# The heading mentions if a run under the profiler takes more than this many times as long as without it.
 _TOO_LONG = 1.5
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of a profile.
+    """A row of a profile: an operation at one scope and source line.
 
     Attributes:
-      op: the operation of JAX, such as `dot_general`; for an instruction that XLA has added its own name, such as
-        `copy`. An operation that JAX writes out as others, such as random numbers, is named after these.
-      scope: the scopes it is in, such as `layers/0/attention`; empty where there are none.
-      source: the line of the user's code, as `file:line`; empty where it is not known.
-      count: the number of instructions that do it in a call, each as often as it runs; XLA may merge several operations
-        of one name and line into one instruction. In eager mode: how often it runs.
-      mean: seconds of one of these, the mean over the quicker half of the calls that were watched.
-      share: its part of the time of a call, from 0 to 1.
-      flops: floating point operations in a call, two for each multiplication of a product and one for each number of
-        other arithmetic, integers and functions such as `tanh` included; none for sorting, Fourier transforms and
-        decompositions. Over several devices, those of one.
-      bytes: bytes read and written in a call, likewise; of a fusion in proportion to the time.
+      op: the JAX operation, such as `dot_general`; for an instruction that XLA has added, its opcode, such as `copy`.
+        An operation that JAX lowers to others, such as random numbers, appears under the names of these.
+      scope: its named scopes, such as `layers/0/attention`; empty if there are none.
+      source: the line of user code, as `file:line`; empty if unknown.
+      count: the number of instruction runs in a call; XLA may merge several operations of one name and line into one
+        instruction. In eager mode, the number of runs of the operation.
+      mean: seconds of one run, the mean over the faster half of the profiled calls.
+      share: its fraction of the time of a call, from 0 to 1.
+      flops: floating point operations in a call: two for each multiplication of a product, and one per element of
+        other arithmetic, including integers and functions such as `tanh`; zero for sorting, Fourier transforms and
+        decompositions. On several devices, those of one device.
+      bytes: bytes read and written in a call, on one device; for a fusion, divided in proportion to the time.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -67,21 +67,21 @@ class Operation:
 
 @dataclass(frozen=True)
 class Profile:
-    """The time of a call, by operation, scope and line.
+    """The time of a call, by operation, scope and source line.
 
     Attributes:
-      operations: one row for each operation, scope and line; most time first.
+      operations: one row for each operation, scope and source line, in order of decreasing time.
       mode: `compiled` or `eager`.
       name: the name of the function.
-      jitted: seconds of a call of the compiled function, the median of calls that were not watched.
-      watched: seconds of a call as it was watched, of which `share` is a part: of the compiled program from the first
-        operation to the last, over several devices on the slowest; in eager mode of all operations together. The mean
-        over the quicker half of the calls.
-      attributed: the part of it, from 0 to 1, that operations with a scope or a line account for.
-      estimated: the part of it that several operations share, which XLA has fused; it is divided by their flops.
-      apart: whether XLA's CPU backend would pass several operations at once to a library, or compile a small loop into
-        one function, and was kept from it. The calls that were watched are then of a program of other instructions than
-        those of `jitted`.
+      jitted: seconds of a call of the compiled function without the profiler, the median over calls.
+      watched: seconds of a profiled call, the total to which `share` refers: from the first operation of the compiled
+        program to the last, on the slowest of several devices; in eager mode, the sum over all operations. The mean
+        over the faster half of the calls.
+      attributed: the fraction of `watched`, from 0 to 1, of operations with a scope or a source line.
+      estimated: the fraction of `watched` in fusions of several operations, which is divided by their flops.
+      apart: whether the profiled program was compiled with other options, because XLA's CPU backend would pass several
+        operations to a library at once, or compile a small loop into one function. `watched` and `jitted` are then
+        times of different programs.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -104,16 +104,17 @@ class Profile:
         """Return the profile as a table for a terminal.
 
         Args:
-          sort: `time`, `mean`, `count`, `flops` or `bytes`, largest first; `op`, `scope` or `source` by the alphabet.
-          top: how many rows to show; None shows all.
-          by: what the rows are added up by: `op`, `scope`, `source` or several of these.
+          sort: the column to sort by: `time`, `mean`, `count`, `flops` or `bytes`, largest first; or `op`, `scope` or
+            `source`, alphabetically.
+          top: the number of rows to show; None shows all.
+          by: the columns to group rows by: `op`, `scope`, `source`, or several of these.
 
         Returns:
-          The table, with a heading that describes what was measured.
+          The table, below a heading that describes the measurement.
 
         Raises:
-          ValueError: `sort` or `by` is none of these; `top` is less than one.
-          TypeError: `top` is not a whole number.
+          ValueError: an unknown `sort` or `by`; `top` is less than one.
+          TypeError: `top` is not an int.
         """
         check_count("Profile.table", "top", top, optional=True)
         check_choice("Profile.table", "sort", sort, get_args(Sort))
@@ -132,7 +133,7 @@ class Profile:
         return "\n".join(lines)
 
     def heading(self) -> str:
-        """Return a description of what was measured."""
+        """Return a description of the measurement."""
         if self.mode == "eager":
             return (
                 f"{self.name}, operation by operation: {seconds(self.watched)} in all. This sum is not the time of the "
@@ -151,30 +152,30 @@ class Profile:
             )
         if self.watched > _TOO_LONG * self.jitted:
             text += (
-                ".\nWatching takes much of the time here, some tenths of a microsecond for each instruction that is "
-                "run: trust the shares of longer ones only"
+                ".\nThe profiler takes much of the time here, some tenths of a microsecond for each instruction that "
+                "is run: trust only the shares of longer ones"
             )
         return text + "."
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the profile as plain numbers, strings, lists and dicts, for `json` and pandas."""
+        """Return the profile as a dict of plain numbers, strings and lists, for `json` and pandas."""
         return {**asdict(self), "operations": [asdict(row) for row in self.operations]}
 
     def plot(self, *, by: Group = "scope", top: int = 15, ax: Any = None) -> Any:
-        """Draw the largest shares of the time as bars; needs the extra `plot`.
+        """Plot the largest shares of the time as a bar chart; needs the extra `plot`.
 
         Args:
-          by: `op`, `scope` or `source`.
-          top: how many bars.
+          by: the column to group rows by: `op`, `scope` or `source`.
+          top: the number of bars.
           ax: matplotlib axes, or None for new ones.
 
         Returns:
-          The axes.
+          The matplotlib axes.
 
         Raises:
           ModuleNotFoundError: matplotlib is missing.
-          ValueError: `by` is none of these; `top` is less than one.
-          TypeError: `top` is not a whole number.
+          ValueError: an unknown `by`; `top` is less than one.
+          TypeError: `top` is not an int.
         """
         check_count("Profile.plot", "top", top)
         check_choice("Profile.plot", "by", by, _GROUPS)
@@ -189,33 +190,32 @@ class Profile:
 
 
 def profile(fun: Callable[..., Any], *args: Any, mode: Mode = "compiled", repeats: int = 10) -> Profile:
-    """Measure where the time of `fun(*args)` goes.
+    """Measure the time of `fun(*args)` by operation, scope and source line.
 
-    Compiled, the program runs under JAX's profiler, and the times of instructions in the trace are joined with the
-    names and lines that the compiled program carries: time lands on `jax.named_scope`s, on the parts of NNX modules by
-    their attributes (`layers/0/conv`), on Linen's modules, and on lines of source. Eager, each operation is run by
-    itself as it is written, like the interpreter of the FX tutorial: its cost alone, not its cost in the compiled
-    program.
+    In compiled mode, the program runs under JAX's profiler, and the times of its instructions are attributed by the
+    names and source lines in the compiled program: to each `jax.named_scope`, to the parts of NNX modules by their
+    attribute paths (`layers/0/conv`), to Linen modules, and to lines of user code. In eager mode, each operation runs
+    separately, like the interpreter of the FX tutorial: this measures its cost in isolation, not its cost in the
+    compiled program.
 
     Args:
-      fun: a function, a bound method or a module. NNX modules among its arguments, and those that it refers to, are not
+      fun: a function, a bound method or a module. NNX modules in its arguments, and those that it closes over, are not
         changed.
-      *args: its arguments, of which numbers become arrays as under `jax.jit`.
+      *args: its arguments; numbers become arrays as under `jax.jit`.
       mode: `compiled` or `eager`.
-      repeats: the number of calls that are watched, at least one; fewer, but three or more, of a program that runs very
-        many instructions.
+      repeats: the number of profiled calls, at least one. A program that runs very many instructions is profiled fewer
+        times, but at least three.
 
     Returns:
-      A `Profile`: `print` it, or see `table`, `to_dict` and `plot`.
+      A `Profile`: `print` it, or use `table`, `to_dict` and `plot`.
 
     Raises:
-      TypeError: `fun` cannot be called, `repeats` is not a whole number, or the arguments have no values, as under
-        `jax.jit`.
-      ValueError: `mode` is neither, `repeats` is less than one.
-      RuntimeError: the program runs nothing, so there is nothing to measure; JAX's profiler is running already.
+      TypeError: `fun` is not callable, `repeats` is not an int, or the arguments have no values, as inside `jax.jit`.
+      ValueError: `mode` is neither `compiled` nor `eager`, or `repeats` is less than one.
+      RuntimeError: the program runs no operation; JAX's profiler is already running.
 
     Cost:
-      Compiling `fun` (twice where XLA's CPU backend keeps several operations in one instruction), and about twice
+      Compiling `fun` (twice if XLA's CPU backend combines several operations into one instruction), and about twice
       `repeats` calls. A trace takes memory for each instruction that is run.
 
     Source:
@@ -238,12 +238,12 @@ def profile(fun: Callable[..., Any], *args: Any, mode: Mode = "compiled", repeat
     check_choice("profile", "mode", mode, get_args(Mode))
     check_count("profile", "repeats", repeats)
     prepared = TracedProgram("profile", fun, args)
-    # The program as it is, without the profiler: what the watched times are compared with.
+    # Time the program with its own settings and without the profiler, for comparison.
     jitted = _clock(prepared.compiled, repeats)
     measure = _compiled if mode == "compiled" else _eager
     watched, costs, fused = measure(prepared, repeats)
     if not costs:
-        raise RuntimeError(f"profile: `{prepared.name}` has nothing to measure; does it compute anything?")
+        raise RuntimeError(f"profile: `{prepared.name}` runs no operation, so there is nothing to measure.")
     rows = [
         Operation(x.op, x.scope, x.source, int(number), time / number, time / watched, int(flops), round(moved))
         for x, (time, number, flops, moved) in ((place, cost.tolist()) for place, cost in costs.items())
@@ -255,7 +255,7 @@ def profile(fun: Callable[..., Any], *args: Any, mode: Mode = "compiled", repeat
 
 
 def _clock(compiled: Compiled, repeats: int) -> float:
-    """Return the median time of a call, after one that does not count."""
+    """Return the median time of a call, after one warm-up call."""
     times = []
     for call in compiled.calls(repeats + 1):
         begin = time.perf_counter()
@@ -265,7 +265,7 @@ def _clock(compiled: Compiled, repeats: int) -> float:
 
 
 def _compiled(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, float]:
-    """Return the seconds of the compiled program, its costs, and the seconds in instructions that places share."""
+    """Return the seconds of the compiled program, its costs, and the seconds in fusions of several operations."""
     compiled = prepared.separated
     runs = _quickest(timelines([compiled], repeats)[0], lambda run: run.span)
     costs: Costs = defaultdict(lambda: np.zeros(4))
@@ -273,40 +273,40 @@ def _compiled(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, floa
     for name, times in runs[0].counts.items() if runs else ():
         instruction = compiled.program.instructions[name]
         took = sum(run.seconds.get(name, 0.0) for run in runs) / len(runs)
-        moved = memory(compiled.program, instruction)  # of a fusion as one: it keeps intermediate results in registers
+        moved = memory(compiled.program, instruction)  # of a whole fusion: its intermediate values stay in registers
         parts = compiled.shares(instruction)
         for share in parts:
             costs[share.place] += (took * share.part, times, times * share.flops, times * moved * share.part)
-        # Nothing is estimated where all parts are one operation in one scope, however the time is divided.
+        # If all parts are one operation in one scope, the division of the time is not an estimate.
         fused += took if len({(share.place.op, share.place.scope) for share in parts}) > 1 else 0.0
     return sum(run.span for run in runs) / max(len(runs), 1), costs, fused
 
 
 def _eager(prepared: TracedProgram, repeats: int) -> tuple[float, Costs, float]:
-    """Return the same of the program evaluated operation by operation, where no places share anything."""
-    # Flops and bytes need a lowering of each operation, so they are shared by all runs.
+    """Return the same for the program evaluated operation by operation, which has no fusions."""
+    # Flops and bytes need a lowering of each operation, so compute them once for all runs.
     known: dict[int, tuple[int, int]] = {}
     closed, arrays = prepared.traced.jaxpr, jax.tree.leaves(prepared.args)
     runs = [evaluate_timed(closed, arrays, known)[1] for _ in range(repeats + 1)]
-    # The first has compiled every operation.
+    # Drop the first run, which compiles every operation.
     quick = _quickest(runs[1:], _total)
     costs = {place: np.mean([run[place] for run in quick], axis=0) for place in quick[0]}
     return _total(costs), costs, 0.0
 
 
 def _total(costs: Costs) -> float:
-    """Return the seconds of all places together."""
+    """Return the total seconds of all operations."""
     return float(sum(cost[0] for cost in costs.values()))
 
 
 def _quickest(runs: Sequence[Any], time: Callable[[Any], float]) -> list[Any]:
-    """Return the half of the runs that was disturbed least."""
-    # Whole runs: a minimum or median for each operation would not add up to the time of a call.
+    """Return the faster half of the runs, which were disturbed least."""
+    # Select whole runs: minima or medians of single operations would not add up to the time of a call.
     return sorted(runs, key=time)[: (len(runs) + 1) // 2]
 
 
 def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation]:
-    """Add up the rows by some of their names."""
+    """Add up the rows with equal names in the columns `groups`."""
     together = defaultdict(list)
     for row in rows:
         together[tuple(getattr(row, name) if name in groups else "" for name in _GROUPS)].append(row)
@@ -315,7 +315,7 @@ def _grouped(rows: Iterable[Operation], groups: Sequence[str]) -> list[Operation
         number, share, flops, moved = (
             sum(getattr(row, name) for row in members) for name in ("count", "share", "flops", "bytes")
         )
-        # The mean is that of one instruction, so it is weighted by counts.
+        # The mean is per run of an instruction, so weight it by counts.
         mean = sum(row.mean * row.count for row in members) / number
         found.append(Operation(op, scope, source, number, mean, share, flops, moved))
     return found

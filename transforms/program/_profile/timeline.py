@@ -1,4 +1,4 @@
-"""The time that each instruction of a compiled program takes, from a trace of its runs by JAX's profiler."""
+"""The time of each instruction of a compiled program, from a trace of its runs by JAX's profiler."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import jax
 from .._ir.hlo import CONTAINERS, HloProgram
 from .._ir.traced_program import Compiled
 
-# An annotation around each call in the trace, followed by the number of the program.
+# The annotation of each call in the trace, followed by the index of the program.
 _MARK = "plurax program "
-# Reading a trace takes a second for about 20,000 instructions that were run. So a program of more than this many in all
-# runs less often, but three times at least.
+# Reading a trace takes one second for about 20,000 executed instructions. If all runs would execute more than this many
+# in total, programs run less often, but at least three times.
 _EVENTS, _LEAST_RUNS = 100_000, 3
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One run.
+    """The times of one run of a program.
 
     Attributes:
-      seconds: the time of each instruction. Instructions that run at once share it; the time of a loop's body does not
-        count for the loop.
-      counts: how often each was run.
-      span: the time from the first beginning to the last end.
+      seconds: the time of each instruction. Concurrent instructions share their time equally; the time of a loop
+        excludes its body.
+      counts: the number of runs of each instruction.
+      span: the time from the first start to the last end, in seconds.
     """
 
     seconds: dict[str, float]
@@ -40,20 +40,20 @@ class Timeline:
 
 
 def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
-    """Run some programs alternately under the profiler, each so many times, or fewer if they have many instructions.
+    """Run several programs alternately under the profiler, `runs` times each, or fewer if they have many instructions.
 
-    Each runs once before that, since a first call is slower.
+    Each program runs once before that, since a first call is slower.
 
     Returns:
-      For each program its runs; over several devices, those on the device that took longest.
+      For each program, its runs; on several devices, each on the device that took longest.
     """
-    # Alternately, so that a change in the load of the machine meets all of them.
+    # Alternate, so that a change in the load of the machine affects all programs.
     events = sum(times for compiled in programs for _, times in compiled.program.runs())
     runs = min(runs, max(_EVENTS // max(events, 1), _LEAST_RUNS))
     calls = [compiled.calls(runs + 1) for compiled in programs]
     jax.block_until_ready([calls_of_program.pop()() for calls_of_program in calls])
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # no calls of Python, whose recording takes time
+    options.python_tracer_level = 0  # do not record Python calls, which takes time
     options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
@@ -63,7 +63,7 @@ def timelines(programs: Sequence[Compiled], runs: int) -> list[list[Timeline]]:
                         jax.block_until_ready(calls_of_program[i]())
         (path,) = Path(directory).rglob("*.xplane.pb")
         with warnings.catch_warnings():
-            # From Python 3.12 on, its types warn when they are first used; as an error that would end the process.
+            # Since Python 3.12, its types warn on first use; turned into an error, this would end the process.
             warnings.filterwarnings("ignore", ".*has no __module__ attribute", DeprecationWarning)
             found = _events(jax.profiler.ProfileData.from_file(str(path)), {compiled.module for compiled in programs})
     runs_of: list[list[Timeline]] = [[] for _ in programs]
@@ -80,8 +80,8 @@ class _Event:
 
 
 def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event]]]]:
-    """Return for each run the number of its program, and its instructions on each device."""
-    # A trace has planes, of the host and of each device; a plane has lines, such as threads; a line has events.
+    """Return, for each run, the index of its program and its instructions on each device."""
+    # A trace has planes for the host and each device; a plane has lines, such as threads; a line has events.
     planes = [(plane.name, [event for line in plane.lines for event in line.events]) for plane in profile.planes]
     marks = sorted(
         (event.start_ns, int(event.name.removeprefix(_MARK)))
@@ -89,15 +89,15 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
         for event in events
         if event.name.startswith(_MARK)
     )
-    # An instruction that is divided among threads returns at once; when it is done there is an event "end: ...", whose
-    # consumer id (`_c`) is the producer id (`_p`) of the first.
+    # An instruction that is divided among threads returns at once. An event "end: ..." marks its actual end; the
+    # consumer id (`_c`) of that event is the producer id (`_p`) of the instruction.
     ends = {
         dict(event.stats).get("_c"): (event.start_ns + event.duration_ns) * 1e-9
         for _, events in planes
         for event in events
         if event.name.startswith("end: ")
     }
-    # On a GPU both the host, which enqueues, and the device, which computes, have events of instructions.
+    # On a GPU, both the host, which enqueues, and the device, which computes, record events of instructions.
     on_device = any(name.startswith("/device:") for name, _ in planes)
     runs: dict[Any, list[_Event]] = defaultdict(list)
     for name, events in planes:
@@ -106,7 +106,7 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
             if stats.get("hlo_module") in modules and "hlo_op" in stats:
                 end = (event.start_ns + event.duration_ns) * 1e-9
                 end = max(end, ends.get(stats.get("_p", ""), end))
-                # A call has ended before the next one begins, so the last mark before an event is that of its call.
+                # A call ends before the next one starts, so the last mark before an event belongs to its call.
                 call = max(bisect.bisect(marks, (event.start_ns, len(marks))) - 1, 0)
                 found = _Event(stats["hlo_op"], event.start_ns * 1e-9, end)
                 runs[call, name, stats.get("device_ordinal")].append(found)
@@ -119,7 +119,7 @@ def _events(profile: Any, modules: set[str]) -> list[tuple[int, list[list[_Event
 def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
     """Compute the time of each instruction from the events of one run on one device."""
     events.sort(key=lambda event: event.start)
-    # No event ends later than those that need its result begin: its own end may be recorded after they have run.
+    # An event ends no later than its dependents start, but its end may be recorded after they have run: correct it.
     starts: dict[str, float] = {}
     for event in reversed(events):
         later = [starts[name] for name in (event.name, *program.waiting(event.name)) if name in starts]
@@ -128,8 +128,8 @@ def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
     seconds: dict[str, float] = defaultdict(float)
     changes = [(time, i) for i, x in enumerate(events) if x.end > x.start for time in (x.start, x.end)]
     changes.sort()
-    # A sweep over beginnings and ends: the time between two of them belongs to the instructions that are running, in
-    # equal parts, and to loops only while nothing in them is.
+    # Sweep over starts and ends: the time between two of them is divided equally among the running instructions. A loop
+    # receives time only while no instruction in it is running.
     active: set[int] = set()
     loops: set[int] = set()
     before = 0.0
@@ -139,7 +139,7 @@ def _timeline(program: HloProgram, events: list[_Event]) -> Timeline:
             seconds[events[j].name] += (time - before) / len(running)
         before = time
         instruction = program.instructions.get(events[i].name)
-        # Each event comes twice, and is added when it begins and removed when it ends.
+        # Each event occurs twice: it is added at its start and removed at its end.
         (loops if instruction and instruction.opcode in CONTAINERS else active).symmetric_difference_update([i])
     span = max(x.end for x in events) - events[0].start
     return Timeline(dict(seconds), dict(Counter(x.name for x in events)), span)

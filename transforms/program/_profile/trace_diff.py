@@ -1,4 +1,4 @@
-"""The differences between two programs when they run: `trace_diff`."""
+"""`trace_diff`: compare the operations and times of two programs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Group = Literal["op", "scope"]
 Groups = Group | Sequence[Group]
 _GROUPS: tuple[Group, ...] = get_args(Group)
 _MICRO = 1e6
-# A smaller change, relative to the larger of two durations and to the time of a call, does not count as one.
+# Thresholds for a change of duration, relative to the larger of both durations and to the time of a call.
 _LEAST, _LEAST_OF_ALL = 0.1, 0.01
-# The part of the runs at each end that the spread of durations leaves out.
+# The fraction of runs at each end that the spread of durations excludes.
 _TAIL = 0.1
 
 _SORTS: dict[Sort, Callable[[Difference], Any]] = {
@@ -37,19 +37,19 @@ Category = Literal["added", "deleted", "increased", "decreased", "unchanged"]
 
 @dataclass(frozen=True)
 class Difference:
-    """An operation of two programs; durations are in microseconds a call, the medians over the runs.
+    """An operation in two programs. Durations are medians over the runs, in microseconds per call.
 
     Attributes:
-      op: the operation, such as `dot_general`; empty in rows that are added up by scope.
-      scope: the scopes it is in; empty in rows that are added up by operation.
-      control_counts, test_counts: how often it runs in a call: see `trace_diff`.
-      control_total_duration, test_total_duration: how long that takes.
-      diff_counts: how much more often it runs in the test.
-      diff_duration: how much longer it takes in the test.
-      counts_change_categories: `+` where it runs more often, `-` less often, `=` as often.
-      noise: how far the durations of both vary from run to run.
-      category: `added` and `deleted` where it runs in one of the two alone; `increased` and `decreased` where it runs
-        more or less often, or as often but longer or shorter by more than the noise; else `unchanged`.
+      op: the operation, such as `dot_general`; empty in rows that are grouped by scope.
+      scope: its named scopes; empty in rows that are grouped by operation.
+      control_counts, test_counts: the number of runs in a call, see `trace_diff`.
+      control_total_duration, test_total_duration: the total duration of these runs.
+      diff_counts: `test_counts - control_counts`.
+      diff_duration: `test_total_duration - control_total_duration`.
+      counts_change_categories: `+` if it runs more often in the test, `-` if less often, `=` if equally often.
+      noise: the variation of both durations from run to run, added up.
+      category: `added` and `deleted` if it runs in only one of the two; `increased` and `decreased` if it runs more or
+        less often, or equally often but longer or shorter by more than the noise; otherwise `unchanged`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -77,7 +77,7 @@ class TraceDiff:
     """The differences between two programs.
 
     Attributes:
-      control, test: the operations of each, with their times.
+      control, test: the `Capture` of each, with its operations and times.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -92,57 +92,60 @@ class TraceDiff:
 
     @property
     def same_program(self) -> bool:
-        """Return whether both are the same instructions on the same kind of machine: then no duration is a change."""
+        """Return whether instructions and machine are the same for both; then no duration counts as changed."""
         return (self.control.program, self.control.machine) == (self.test.program, self.test.machine)
 
     @property
     def added(self) -> tuple[Difference, ...]:
-        """Return the operations that the test alone runs."""
+        """Return the operations that only the test runs."""
         return self._of("added")
 
     @property
     def deleted(self) -> tuple[Difference, ...]:
-        """Return the operations that the control alone runs."""
+        """Return the operations that only the control runs."""
         return self._of("deleted")
 
     @property
     def increased(self) -> tuple[Difference, ...]:
-        """Return the operations that the test runs more often, or longer by more than the noise."""
+        """Return the operations that run more often in the test, or longer by more than the noise."""
         return self._of("increased")
 
     @property
     def decreased(self) -> tuple[Difference, ...]:
-        """Return the operations that the test runs less often, or shorter by more than the noise."""
+        """Return the operations that run less often in the test, or shorter by more than the noise."""
         return self._of("decreased")
 
     @property
     def unchanged(self) -> tuple[Difference, ...]:
-        """Return the other operations."""
+        """Return all other operations."""
         return self._of("unchanged")
 
     def _of(self, category: Category) -> tuple[Difference, ...]:
         return tuple(row for row in self.differences() if row.category == category)
 
     def differences(self, by: Groups = _GROUPS) -> tuple[Difference, ...]:
-        """Return all operations of the two.
+        """Return a row for each operation of either program.
 
         Args:
-          by: what they are added up by: `op`, `scope`, or both.
+          by: the columns to group rows by: `op`, `scope`, or both.
+
+        Returns:
+          The rows, sorted by operation and scope.
 
         Raises:
-          ValueError: `by` is none of these.
+          ValueError: an unknown `by`.
         """
         groups = check_groups("TraceDiff", by, _GROUPS)
         runs = [_added_up(x, groups) for x in (self.control, self.test)]
         least = _LEAST_OF_ALL * max(map(_call, (self.control, self.test)))
-        # Only another program on the same kind of machine can take longer; what else differs is noise.
+        # Durations are comparable only for different programs on equal machines; for the same program they are noise.
         comparable = self.control.machine == self.test.machine and not self.same_program
         rows = []
         for op, scope in sorted(runs[0].keys() | runs[1].keys()):
-            # What one of the two does not run, it runs no times, in no time.
+            # An operation that a program does not run has count 0 and duration 0.
             control, test = (x.get((op, scope), (0, [0.0])) for x in runs)
             before, after = statistics.median(control[1]), statistics.median(test[1])
-            # A difference varies by as much as both together.
+            # The noise of a difference is the sum of both spreads.
             more, longer, noise = test[0] - control[0], after - before, _spread(control[1]) + _spread(test[1])
             category: Category = "unchanged"
             if not control[0] or not test[0]:
@@ -159,18 +162,18 @@ class TraceDiff:
         """Return the differences as a table for a terminal.
 
         Args:
-          sort: `change` (in duration), `duration` (the longer of the two) or `count` (the change in it), largest first;
-            `op` or `scope` by the alphabet.
-          top: how many rows to show of each category; None shows all.
-          by: what is added up: `op`, `scope`, or both.
-          unchanged: whether to show operations that do not differ as well.
+          sort: the order of rows: `change` (of duration), `duration` (the longer of both) or `count` (its change),
+            largest first; or `op` or `scope`, alphabetically.
+          top: the number of rows to show of each category; None shows all.
+          by: the columns to group rows by: `op`, `scope`, or both.
+          unchanged: whether to show unchanged operations too.
 
         Returns:
-          A heading, and a row for each operation that differs, category by category.
+          A heading, and a row for each operation that differs, grouped by category.
 
         Raises:
-          ValueError: `sort` or `by` is none of these; `top` is less than one.
-          TypeError: `top` is not a whole number.
+          ValueError: an unknown `sort` or `by`; `top` is less than one.
+          TypeError: `top` is not an int.
         """
         check_count("TraceDiff.table", "top", top, optional=True)
         check_choice("TraceDiff.table", "sort", sort, get_args(Sort))
@@ -186,7 +189,7 @@ class TraceDiff:
         return "\n".join([self.heading(), ", ".join(counts), *([table(head, cells, 1 + len(groups))] if cells else [])])
 
     def heading(self) -> str:
-        """Return a description of what was compared."""
+        """Return a description of the comparison."""
         names = [f"{x.name} ({seconds(_call(x) / _MICRO)})" for x in (self.control, self.test)]
         calls = [max(map(len, x.seconds.values()), default=0) for x in (self.control, self.test)]
         text = f"control {names[0]}, test {names[1]}: medians of {calls[0]} and {calls[1]} calls"
@@ -197,31 +200,31 @@ class TraceDiff:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the differences as plain numbers and strings, with the columns of Holistic Trace Analysis."""
+        """Return the differences as a dict of plain values, with the column names of Holistic Trace Analysis."""
         rows = [{"name": _name(row), **asdict(row)} for row in self.differences()]
         names = {"control": self.control.name, "test": self.test.name}
         return {**names, "same_program": self.same_program, "operations": rows}
 
     def plot_counts(self, *, top: int = 15, by: Groups = _GROUPS, ax: Any = None) -> Any:
-        """Draw how often the operations run whose counts differ most; needs the extra `plot`.
+        """Plot the counts of the operations whose counts differ most; needs the extra `plot`.
 
         Args:
-          top: how many operations.
-          by: what is added up: `op`, `scope`, or both.
+          top: the number of operations to show.
+          by: the columns to group rows by: `op`, `scope`, or both.
           ax: matplotlib axes, or None for new ones.
 
         Returns:
-          The axes.
+          The matplotlib axes.
 
         Raises:
           ModuleNotFoundError: matplotlib is missing.
-          ValueError: `by` is none of these; `top` is less than one.
-          TypeError: `top` is not a whole number.
+          ValueError: an unknown `by`; `top` is less than one.
+          TypeError: `top` is not an int.
         """
-        return self._plot("counts", "count", top, by, "times a call", 1, ax)
+        return self._plot("counts", "count", top, by, "runs per call", 1, ax)
 
     def plot_durations(self, *, top: int = 15, by: Groups = _GROUPS, ax: Any = None) -> Any:
-        """Draw how long the operations take whose durations differ most; needs the extra `plot`.
+        """Plot the durations of the operations whose durations differ most; needs the extra `plot`.
 
         Args:
           top: as for `plot_counts`.
@@ -229,15 +232,15 @@ class TraceDiff:
           ax: as for `plot_counts`.
 
         Returns:
-          The axes.
+          The matplotlib axes.
 
         Raises:
           ModuleNotFoundError, TypeError, ValueError: as for `plot_counts`.
         """
-        return self._plot("total_duration", "change", top, by, "ms a call", 1e3, ax)
+        return self._plot("total_duration", "change", top, by, "ms per call", 1e3, ax)
 
     def _plot(self, column: str, sort: Sort, top: int, by: Groups, label: str, unit: float, ax: Any) -> Any:
-        """Draw one column of the control and of the test, divided by the `unit`."""
+        """Plot one column of control and test, divided by `unit`."""
         check_count("TraceDiff", "top", top)
         rows = sorted(self.differences(by), key=_SORTS[sort])[:top]
         series = [
@@ -257,33 +260,33 @@ def trace_diff(
     *args: Any,
     repeats: int = 20,
 ) -> TraceDiff:
-    """Compare the operations that two functions run for the same arguments, and how long they take.
+    """Compare the operations that two functions run for the same arguments, and their durations.
 
-    Operations are those of the program as JAX wrote it (and those that XLA has added, such as copies), by scope, each
-    with how often it runs and how long it takes. How often follows from the program: the body of a scan counts once for
-    each iteration, the body of a `while` and each branch of a `cond` once, since these depend on data. How long is
-    measured, the two alternately. A duration counts as changed only if the change is larger than the variation from run
-    to run in both together, than a tenth of the duration and than a hundredth of the call. Programs that are the same
-    instructions, and captures of different machines, have no change of duration. An operation that JAX writes out as
-    others, such as random numbers, has its time there.
+    Operations are those of the jaxpr (and those that XLA has added, such as copies), by scope, each with its count and
+    its duration. Counts follow from the program: the body of a scan counts once for each iteration; the body of a
+    `while` and each branch of a `cond` count once, since their number of runs depends on data. Durations are measured,
+    alternating between both functions. A duration counts as changed only if the change exceeds the run-to-run variation
+    of both, a tenth of the duration, and a hundredth of the call. If both programs have the same instructions, or
+    captures come from different machines, no duration counts as changed. If JAX lowers an operation to others, such as
+    random numbers, its time is attributed to these.
 
     Args:
       control: a function, a bound method or a module, or the path of a capture: see `capture`.
-      test: the other one to compare; both are functions or both are captures.
-      *args: the arguments for both functions; none for captures.
-      repeats: the number of calls of each that are watched, as for `profile`; at least two.
+      test: the same, to compare with `control`; both must be functions, or both paths of captures.
+      *args: the arguments of both functions; none for captures.
+      repeats: the number of profiled calls of each function, as for `profile`; at least two.
 
     Returns:
       A `TraceDiff`: `print` it; its categories are `added`, `deleted`, `increased`, `decreased` and `unchanged`.
 
     Raises:
-      TypeError: `control` or `test` is neither a function nor a path, or they are one of each; arguments for captures;
-        `repeats` is not a whole number.
+      TypeError: `control` or `test` is neither a function nor a path, or one is a function and the other a path;
+        arguments are passed with captures, or have no values, as inside `jax.jit`; `repeats` is not an int.
       ValueError: a file is not a capture; `repeats` is less than two.
       OSError: a file cannot be read.
 
     Cost:
-      For functions, compiling both, at most twice, and one call more than `repeats` of each.
+      For functions, compiling both, at most twice, and `repeats` + 1 calls of each.
 
     Source:
       PyTorch's tutorial "Trace Diff using Holistic Trace Analysis".
@@ -306,7 +309,7 @@ def trace_diff(
         raise TypeError("trace_diff: control and test must both be functions, or both be paths of captures.")
     if paths[0]:
         if args:
-            raise TypeError("trace_diff: captures take no arguments; they were made with some.")
+            raise TypeError("trace_diff: captures take no arguments; pass only the two paths.")
         return TraceDiff(*(read_capture("trace_diff", cast(Any, x)) for x in (control, test)))
     for name, fun in (("control", control), ("test", test)):
         check_callable("trace_diff", fun, name)
@@ -315,29 +318,29 @@ def trace_diff(
 
 
 def _spread(durations: list[float]) -> float:
-    """Return how far durations vary, without a few at each end."""
-    # A run that the system interrupts may take many times as long, so the extremes tell nothing.
+    """Return the range of durations, excluding a few at each end."""
+    # A run that the system interrupts may take many times as long, so ignore the extremes.
     ordered = sorted(durations)
     tail = int(_TAIL * len(ordered))
     return ordered[-1 - tail] - ordered[tail]
 
 
 def _added_up(capture: Capture, groups: Sequence[str]) -> dict[tuple[str, str], tuple[int, list[float]]]:
-    """Return how often operations run in a call, and their microseconds in each, added up by `op`, `scope` or both."""
+    """Return the counts of operations in a call and their microseconds in each run, grouped by `groups`."""
     together = defaultdict(list)
     for op, scope in capture.counts:
         together[op if "op" in groups else "", scope if "scope" in groups else ""].append((op, scope))
     totals = {}
     for group, keys in together.items():
         runs = [capture.seconds[key] for key in keys if key in capture.seconds]
-        # The sums of each run, and not of medians, which do not add up.
+        # Add up within each run, since medians do not add up.
         durations = [sum(run) * _MICRO for run in zip(*runs, strict=True)] or [0.0]
         totals[group] = sum(capture.counts[key] for key in keys), durations
     return totals
 
 
 def _call(capture: Capture) -> float:
-    """Return the microseconds of a call, the median."""
+    """Return the median microseconds of a call."""
     times = [sum(run) for run in zip(*capture.seconds.values(), strict=True)]
     return statistics.median(times or [0.0]) * _MICRO
 

@@ -384,7 +384,7 @@ def test_half_precision_is_summed_in_float32(method: str) -> None:
 
 def test_complex_parameters_are_refused() -> None:
     """Noise of a complex normal distribution has half the variance in each part."""
-    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['b'\]` is an array .* complex64, but parameters are"):
+    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['b'\]` is an array .* complex64, but parameters mu"):
         make().init({**PARAMS, "b": PARAMS["b"] + 0j}, key=jax.random.key(0))
 
 
@@ -526,8 +526,8 @@ def test_group_norm_trains_where_batch_norm_is_refused(wrap: Any) -> None:
     dp = make(lambda model, x, y: wrap(model_loss)(model, x, y))
     run(dp, Network(nnx.Rngs(0), norm=group_norm), steps=1)
     message = (
-        r"DPSGD: the loss changes `norm.(mean|var)` of Network, which the noise does not cover; "
-        r"assign nothing, use nnx.GroupNorm, or nnx.view\(model, use_running_average=True\)."
+        r"DPSGD: the loss changes `norm.(mean|var)` of Network, which the noise does not protect; "
+        r"do not assign it; for BatchNorm use nnx.GroupNorm or nnx.view\(model, use_running_average=True\)."
     )
     training = Network(nnx.Rngs(0), norm=nnx.BatchNorm)
     with pytest.raises(ValueError, match=message):
@@ -675,11 +675,11 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"target_epsilon": 1.0}, ValueError, "give noise_multiplier or target_epsilon, one of the two, but got both."),
+        ({"target_epsilon": 1.0}, ValueError, "pass either noise_multiplier or target_epsilon, but got both."),
         (
             {"noise_multiplier": None},
             ValueError,
-            "give noise_multiplier or target_epsilon, one of the two, but got none",
+            "pass either noise_multiplier or target_epsilon, but got neither",
         ),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and at least 0, but got -1.0."),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite and at least 0, but got nan."),
@@ -714,25 +714,29 @@ def test_correlated_noise_takes_the_place_of_independent_noise(bands: int) -> No
         (
             {"noise_multiplier": None, "target_epsilon": 1.0, "target_delta": 1e-18, "accountant": "pld"},
             ValueError,
-            "by pld ε is infinite for target_delta=1e-18; take a larger one, or rdp.",
+            '"pld" finds an infinite ε for target_delta=1e-18; pass a larger δ, or "rdp".',
         ),
         ({"optimizer": optax.adam}, TypeError, "optimizer must be an optax GradientTransformation, such as"),
         ({"loss": None}, TypeError, "loss must be a function, a bound method or a module, but got None."),
         (
             {"noise_strategy": [[1.0]]},
             ValueError,
-            "noise_strategy must be finite, shape (bands,), the first positive, but got [[1.0]]",
+            "noise_strategy must be an array of finite numbers, shape (bands,), the first positive, but got [[1.0]]",
         ),
-        ({"noise_strategy": "banded"}, ValueError, "noise_strategy must be finite, shape (bands,), the first positive"),
+        (
+            {"noise_strategy": "banded"},
+            ValueError,
+            "noise_strategy must be an array of finite numbers, shape (bands,), the first positive",
+        ),
         (
             {"noise_strategy": [-1.0, 0.5]},
             ValueError,
-            "noise_strategy must be finite, shape (bands,), the first positive",
+            "noise_strategy must be an array of finite numbers, shape (bands,), the first positive",
         ),
         (
             {"noise_strategy": np.ones(6)},
             ValueError,
-            "6 bands allow batches of 6.66667 examples, but expected_batch_size=8.0; take fewer bands",
+            "6 bands allow batches of 6.66667 examples, but expected_batch_size=8.0; use fewer bands",
         ),
     ],
 )
@@ -743,7 +747,7 @@ def test_settings_that_say_nothing_are_refused(settings: Any, error: Any, messag
 
 
 def test_a_delta_that_allows_to_publish_someone_warns() -> None:
-    with pytest.warns(UserWarning, match=r"target_delta=0.1 is more than 1 / num_examples = 2.5e-02, with which publ"):
+    with pytest.warns(UserWarning, match=r"target_delta=0.1 is more than 1 / num_examples = 2.5e-02, a δ that"):
         make(target_delta=0.1)
 
 
@@ -774,11 +778,11 @@ def test_parameters_that_cannot_train_are_refused() -> None:
         TypeError, match=r"^DPSGD.init: `params\['n'\]` is an array of shape \(3,\) and dtype int32, but"
     ):
         make().init({"n": jnp.arange(3)}, key=key)
-    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['act'\]` is .* of type \w+, but parameters are arrays"):
+    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['act'\]` is .* of type \w+, but parameters must be"):
         make().init({**PARAMS, "act": jnp.tanh}, key=key)
-    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\[0\]` is 1.0 of type float, but parameters are arrays"):
+    with pytest.raises(TypeError, match=r"^DPSGD.init: `params\[0\]` is 1.0 of type float, but parameters must be"):
         make().init([1.0], key=key)
-    with pytest.raises(ValueError, match=r"^DPSGD.init: there are no parameters, so there is nothing to train."):
+    with pytest.raises(ValueError, match=r"^DPSGD.init: there are no parameters to train; pass a model"):
         make().init({}, key=key)
     one = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     other = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
@@ -798,7 +802,7 @@ def test_batches_are_taken_one_after_another_each_once() -> None:
     state = dp.init(PARAMS, key=jax.random.key(0))
     first, second = (next(batches) for batches in [dp.batches((X, Y), state, sizes=SIZES)] for _ in range(2))
     after, _ = dp.step(state, first)
-    message = r"^DPSGD.step: the batch was drawn for a state after {} steps, but this one has taken {}; take those"
+    message = r"^DPSGD.step: the batch was drawn for a state after {} steps, but this state has taken {}; use each"
     for wrong, given, numbers in [(first, after, (0, 1)), (second, state, (1, 0))]:
         with pytest.raises(ValueError, match=message.format(*numbers)):
             dp.step(given, wrong)
@@ -811,7 +815,7 @@ def test_batches_of_another_probability_are_refused() -> None:
     dp, everyone = make(), make(expected_batch_size=N)
     batch = next(everyone.batches((X, Y)))
     message = (
-        r"^DPSGD.step: the batch was drawn with \(probability, bands\) = \(1.0, 1\), but ε is counted for \(0.2, 1\)"
+        r"^DPSGD.step: the batch was drawn with \(probability, bands\) = \(1.0, 1\), but ε is computed for \(0.2, 1\)"
     )
     with pytest.raises(ValueError, match=message):
         dp.step(dp.init(PARAMS, key=jax.random.key(0)), batch)
@@ -820,9 +824,7 @@ def test_batches_of_another_probability_are_refused() -> None:
 @pytest.mark.parametrize("padding", [None, np.zeros(2), np.zeros((2, 1), bool), np.zeros(0, bool)])
 def test_padding_that_says_nothing_is_refused(padding: Any) -> None:
     dp = make()
-    message = (
-        r"^DPSGD.step: is_padding_example must be booleans, shape \(size,\), but got .*; a batch without examples is"
-    )
+    message = r"^DPSGD.step: is_padding_example must be booleans, shape \(size,\), but got .*; an empty batch consists"
     with pytest.raises(ValueError, match=message):
         dp.step(dp.init(PARAMS, key=jax.random.key(0)), Batch((X[:2], Y[:2]), padding))
 
@@ -830,7 +832,7 @@ def test_padding_that_says_nothing_is_refused(padding: Any) -> None:
 @pytest.mark.parametrize("batch", [(X, Y), X, None])
 def test_batches_of_another_sampling_are_refused(batch: Any) -> None:
     dp = make()
-    message = r"^DPSGD.step: a batch must be a Batch, such as from DPSGD.batches, but got "
+    message = r"^DPSGD.step: batch must be a Batch, such as from DPSGD.batches, but got "
     with pytest.raises(TypeError, match=message):
         dp.step(dp.init(PARAMS, key=jax.random.key(0)), batch)
 
@@ -846,7 +848,7 @@ def test_batches_of_another_sampling_are_refused(batch: Any) -> None:
 def test_a_state_of_other_settings_is_refused(other: Any, message: str) -> None:
     dp = make(**other)
     state = make().init(PARAMS, key=jax.random.key(0))
-    message += "; take the same settings, or init(state.model, key=another) and add up what both spend: DPSGD.event"
+    message += "; use the same settings, or call init(state.model, key=...) and compose both runs with DPSGD.event"
     for api, call in [
         ("step", lambda: dp.step(state, a_batch([1], 2))),
         ("batches", lambda: dp.batches((X, Y), state)),

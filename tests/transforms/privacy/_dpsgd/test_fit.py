@@ -112,7 +112,7 @@ def test_a_state_beyond_the_run_stays_as_it_is(dp: DPSGD, state: Any) -> None:
     shorter = make(num_steps=4)
     after, _ = fit(dp, state, steps=6)
     assert_same(fit(shorter, after)[0], after)
-    with pytest.raises(ValueError, match=r"^DPSGD.fit: step 7 is beyond num_steps=4; ask for fewer steps"):
+    with pytest.raises(ValueError, match=r"^DPSGD.fit: step 7 is beyond num_steps=4; pass fewer steps"):
         fit(shorter, after, steps=1)
 
 
@@ -129,7 +129,7 @@ def test_a_budget_is_never_passed(together: bool, dp: DPSGD) -> None:
         assert np.max(dp.epsilon(after, together=together)) <= budget
         assert_same(fit(dp, after, epsilon_budget=budget, together=together)[0], after)
     assert int(fit(dp, state, epsilon_budget=99.0, together=together)[0].step) == 12
-    with pytest.raises(ValueError, match=r"^DPSGD.fit: 7 steps have spent more than epsilon_budget=0.1 already; give"):
+    with pytest.raises(ValueError, match=r"^DPSGD.fit: 7 steps already spent more than epsilon_budget=0.1; pass"):
         fit(dp, after, epsilon_budget=0.1, together=together)
 
 
@@ -143,7 +143,7 @@ def test_progress_shows_what_is_spent(dp: DPSGD, state: Any, capsys: Any) -> Non
     shown = [float(found) for found in re.findall(r"ε ≤ (\d+\.\d+)", printed.err)]
     assert shown
     assert dp.epsilon(7) <= max(shown) <= dp.epsilon(7) + 1e-3
-    assert f"Stopped after step 7: one more would pass ε = {dp.epsilon(7)}." in printed.out + printed.err
+    assert f"Stopped after step 7: one more would exceed ε = {dp.epsilon(7)}." in printed.out + printed.err
 
 
 @pytest.mark.parametrize("members", [None, 2])
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, sta
     fit(dp, state, steps=2, checkpoint_dir=tmp_path)
     other = make(noise_multiplier=2.0)
     like = other.init(network(nnx.Rngs(0)), key=jax.random.key(1))
-    message = r"the checkpoint at .* was made with noise_multiplier=1.3, but this DPSGD has 2.0; take the same set"
+    message = r"the checkpoint at .* was made with noise_multiplier=1.3, but this DPSGD has 2.0; use the same set"
     with pytest.raises(ValueError, match=f"^DPSGD.fit: {message}"):
         fit(other, like, checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match=f"^DPSGD.load: {message}"):
@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: An
         (
             {"steps": 13},
             ValueError,
-            "step 13 is beyond num_steps=12; ask for fewer steps.",
+            "step 13 is beyond num_steps=12; pass fewer steps.",
         ),
         ({"steps": 1.5}, TypeError, "steps must be an int or None, but got 1.5 of type float."),
         ({"steps": -1}, ValueError, "steps must be at least 0, but got -1."),
@@ -274,6 +274,6 @@ def test_options_that_say_nothing_are_refused(dp: DPSGD, state: Any, options: An
 def test_a_checkpoint_beyond_what_was_asked_for_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     fit(dp, state, steps=4, checkpoint_dir=tmp_path)
     with pytest.raises(
-        ValueError, match=r"^DPSGD.fit: the newest checkpoint in .* is at step 4, after step 2; ask for"
+        ValueError, match=r"^DPSGD.fit: the newest checkpoint in .* is at step 4, after step 2; pass more"
     ):
         fit(dp, state, steps=2, checkpoint_dir=tmp_path)

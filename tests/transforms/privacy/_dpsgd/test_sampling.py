@@ -125,7 +125,7 @@ def test_a_batch_without_examples_is_all_padding():
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ((), ValueError, "data holds no arrays, so there are no examples"),
+        ((), ValueError, "data has no arrays, so there are no examples"),
         ((jax.random.split(jax.random.key(0), N),), TypeError, r"`data\[0\]` is an array of .* key<fry>, not a NumPy"),
         (([1, 2, 3],), TypeError, r"`data\[0\]\[0\]` is 1 of type int, not a NumPy or JAX array of examples"),
         ((np.float32(1.0),), TypeError, r"`data\[0\]` is an array of shape \(\) and dtype float32, not a NumPy"),
@@ -133,7 +133,7 @@ def test_a_batch_without_examples_is_all_padding():
         (
             {"x": np.ones((29, 2))},
             ValueError,
-            r"`data\[0\]\['x'\]` has 29 examples, but num_examples=30; make both equal",
+            r"`data\[0\]\['x'\]` has 29 examples, but num_examples=30; make them equal",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_sizes_can_be_computed_in_microbatches():
         assert all(size % microbatch == 0 for size in found.sizes)
         assert all(len(batch.is_padding_example) % microbatch == 0 for batch in found)
     with pytest.raises(
-        ValueError, match=r"^DPSGD.batches: sizes must be ints .* that microbatch_size=7 divides, but got \(7"
+        ValueError, match=r"^DPSGD.batches: sizes must be ints .*, divisible by microbatch_size=7, but got \(7"
     ):
         SampledBatches(np.arange(N), of, N, 50, (1, 2), 0, (7, 15), 7)
 

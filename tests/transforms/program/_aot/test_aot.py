@@ -636,7 +636,7 @@ def test_damage_is_noticed_before_anything_is_loaded(tmp_path, monkeypatch):
         aot(fun, tmp_path, key="1")(X)
     for bad in damaged(content):
         path.write_bytes(bad)
-        match = r"aot: .*-\w{32}\.aot is damaged.*compiled anew, and the file replaced"
+        match = r"aot: .*-\w{32}\.aot is damaged.*compiled again, and the file replaced"
         with pytest.warns(UserWarning, match=match), pytest.raises(ZeroDivisionError, match="it is compiled anew"):
             aot(fun, tmp_path, key="1")(X)
 
@@ -708,7 +708,7 @@ def tells_them_apart(fun: Counted, directory: Path, ours: Path) -> None:
     assert fun.traces == traces
     (theirs,) = (path for path in directory.iterdir() if path != ours)
     theirs.replace(ours)
-    with pytest.warns(UserWarning, match="was made for another program, and renamed; the program is compiled anew"):
+    with pytest.warns(UserWarning, match="was written for another program, and renamed; the program is compiled again"):
         np.testing.assert_array_equal(aot(fun, directory, key="1")(X), 2 * X)
     assert fun.traces == traces + 1
 
@@ -766,7 +766,7 @@ def test_the_file_of_another_program_is_a_warning(tmp_path):
     aot(double, tmp_path / "a", key="1")(X)
     aot(double, tmp_path / "b", key="1")(X[:2])
     only_file(tmp_path / "b").replace(only_file(tmp_path / "a"))
-    with pytest.warns(UserWarning, match="was made for another program, and renamed"):
+    with pytest.warns(UserWarning, match="was written for another program, and renamed"):
         np.testing.assert_array_equal(aot(double, tmp_path / "a", key="1")(X), 2 * X)
 
 
@@ -776,7 +776,7 @@ def test_what_jax_cannot_load_is_a_warning(tmp_path):
     line, _, _ = path.read_bytes()[32:].partition(b"\n")  # behind the checksum
     rest = line + b"\nno program"
     path.write_bytes(hashlib.sha256(rest).digest() + rest)
-    with pytest.warns(UserWarning, match=r"cannot be loaded \(UnpicklingError: .*\); the program is compiled anew"):
+    with pytest.warns(UserWarning, match=r"cannot be loaded \(UnpicklingError: .*\); the program is compiled again"):
         np.testing.assert_array_equal(aot(double, tmp_path, key="1")(X), 2 * X)
     assert path.stat().st_size > 1000
 
@@ -852,7 +852,7 @@ def test_a_result_that_no_other_process_can_make_is_not_written_with_a_key(tmp_p
     def make(x: Any) -> Any:
         return nnx.Linear(4, 2, rngs=nnx.Rngs(0)), x
 
-    with pytest.warns(UserWarning, match=r"a SplitModel with \(Linear,\) cannot be made again by another process"):
+    with pytest.warns(UserWarning, match=r"another process cannot rebuild a SplitModel with \(Linear,\)"):
         model, _ = aot(make, tmp_path, key="1")(X)
     assert isinstance(model, nnx.Linear)
     for _ in range(2):
@@ -891,7 +891,7 @@ def test_the_path_is_that_of_the_directory_then(tmp_path, monkeypatch):
 
 def test_what_cannot_be_a_path_or_key_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ValueError, match="aot: path must be a directory, but '.*file' is a file; give the"):
+    with pytest.raises(ValueError, match="aot: path must be a directory, but '.*file' is a file; pass its"):
         aot(double, tmp_path / "file")
     with pytest.raises(TypeError, match="aot: path must be the path of a directory, but got 3 of type int"):
         aot(double, 3)
@@ -933,7 +933,7 @@ def test_static_arguments_are_refused(key, tmp_path):
 
 
 def test_a_module_for_a_jitted_function_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="aot: fun is under jax.jit and is given a module; pass the function without"):
+    with pytest.raises(ValueError, match="aot: fun is under jax.jit and receives a module; pass the function without"):
         aot(jax.jit(loss), tmp_path, key="1")(Net(), X)
 
 

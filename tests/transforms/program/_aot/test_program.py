@@ -33,8 +33,8 @@ from plurax.transforms.program import aot
 
 X = np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32)
 STALE = (
-    "aot: the program of `.*` for key '1' was stale: .* that it closes over. It is removed. Discard what it has "
-    "returned and changed of modules so far, call it again, and give new code a new key. "
+    "aot: the program of `.*` for key '1' was stale: .* that it closes over. It is removed. Discard its earlier "
+    "results and changes of modules, call it again, and use a new key for new code. "
 )
 
 
@@ -654,7 +654,7 @@ def test_at_the_end_a_directory_that_is_gone_stays_so(waiting):
 def test_at_the_end_what_cannot_be_traced_is_warned_of_and_removed(waiting):
     directory, _, warnings_about = waiting
     (warning,) = warnings_about("untraceable")
-    assert re.search(r"aot: whether .* is stale is not known, since fun .*IndexError.*is removed", warning)
+    assert re.search(r"aot: .* could not be verified, because tracing fun .*IndexError.*is removed", warning)
     assert list((directory / "untraceable").iterdir()) == []
 
 
@@ -699,7 +699,7 @@ def test_a_file_that_everybody_may_write_is_refused(key, tmp_path):
     np.testing.assert_array_equal(aot(lambda x: 2.0 * x, tmp_path, key=key)(X), 2 * X)
     path.chmod(0o646)
     match = (
-        r"aot: .*\.aot may be written by everybody \(its mode is 646\), and its code would run; delete it, or give your"
+        r"aot: .*\.aot may be written by everybody \(its mode is 646\), and its code would run; delete it, or pass your"
     )
     with pytest.raises(PermissionError, match=match):
         aot(lambda x: 2.0 * x, tmp_path, key=key)(X)

@@ -249,7 +249,7 @@ def test_training_mode_is_not_folded_and_the_cure_is_named(library: Callable[...
     assert {row.what for row in report.folded + report.kept} == {"per-channel scale"}
     assert report.kept
     for row in report.kept:
-        assert "batch norm in training mode, call model.eval() in Flax NNX, use_running_average=True" in row.reason
+        assert "batch norm in training mode, use model.eval() in Flax NNX, use_running_average=True" in row.reason
 
 
 def test_new_parameters_keep_the_names_of_the_old() -> None:
@@ -478,11 +478,11 @@ PARAMS = {"w": normal(1, 3, 2, 4, 4), "b": normal(2, 4), "bn": norm(3, 4), "v": 
     [
         (
             lambda p, x: (lambda y: jnp.sin(bn(p["bn"], y)) + y)(conv(x, p["w"])),
-            "goes into it has several uses: `add` and `sub`",
+            "its input has several uses: `add` and `sub`",
         ),
         (
             lambda p, x: (lambda y: (bn(p["bn"], y), y))(conv(x, p["w"])),
-            "goes into it has several uses: `sub` and the output",
+            "its input has several uses: `sub` and the output",
         ),
         (lambda p, x: bn(p["bn"], jax.nn.relu(conv(x, p["w"]))), "no convolution or dense product is next to it"),
         (lambda p, x: conv(bn(p["bn"], jnp.sin(x)), p["w"]), "after it pads with zeros, which its shift would change"),
@@ -490,7 +490,7 @@ PARAMS = {"w": normal(1, 3, 2, 4, 4), "b": normal(2, 4), "bn": norm(3, 4), "v": 
             lambda p, x: lax.conv_transpose(bn(p["bn"], jnp.sin(x)), p["w"], (2, 2), "VALID"),
             "after it pads with zeros, which its shift would change",
         ),
-        (lambda p, x: (lambda y: y @ p["v"] + y)(bn(p["bn"], jnp.sin(x))), "comes out of it is also used by `add`"),
+        (lambda p, x: (lambda y: y @ p["v"] + y)(bn(p["bn"], jnp.sin(x))), "its output is also used by `add`"),
         (
             lambda p, x: jnp.einsum("bhwc,bhwd->bcd", x, x) * p["b"],
             "the `dot_general` before it depend on data",
@@ -505,13 +505,13 @@ PARAMS = {"w": normal(1, 3, 2, 4, 4), "b": normal(2, 4), "bn": norm(3, 4), "v": 
         (lambda p, x: lax.cond(x[0, 0, 0, 0] > 0, lambda x: x @ p["v"] * p["b"], jnp.sin, x), "inside a `cond`"),
         (
             lambda p, x: bn(jax.tree.map(lambda x: jnp.tile(x, 30), p["bn"]), conv(x, p["w"]).reshape(-1, 120)),
-            "differs between places of one channel of the product before it",
+            "varies within a channel of the product before it",
         ),
         (
             lambda p, x: (jnp.sin(x) * jnp.tile(p["b"], 2)[:6, None]) @ p["v"],
-            "differs along axes over which the product after it does not sum",
+            "varies along axes over which the product after it does not sum",
         ),
-        (lambda p, x: (x @ p["v"] - p["b"]) / (p["b"] - p["b"]), "would not be finite, or lost in float32"),
+        (lambda p, x: (x @ p["v"] - p["b"]) / (p["b"] - p["b"]), "would not be finite, or underflow in float32"),
         (lambda p, x: conv((jnp.sin(x) - p["b"]) / (p["b"] - p["b"]), p["w"]), "pads with zeros"),
         (lambda p, x: (x @ p["v"].astype(complex) * p["b"]).real, "complex numbers are not folded"),
     ],
@@ -538,7 +538,7 @@ def test_weights_that_their_dtype_cannot_hold_are_kept() -> None:
     half = lambda x: x.astype(jnp.float16)
     fun = lambda p, x: (half(x) @ half(p["w"])).astype(jnp.float32) * p["s"]
     params = {"w": normal(1, 4, 3), "s": jnp.array([1e-7, 1.0, 2.0])}
-    assert "lost in float16" in kept_because(fun, params, normal(2, 2, 4))
+    assert "underflow in float16" in kept_because(fun, params, normal(2, 2, 4))
 
 
 def test_a_product_with_a_derivative_rule_of_its_own_stays_as_it_is() -> None:
@@ -682,7 +682,7 @@ def test_a_batch_norm_of_what_was_gated_or_scaled_is_a_candidate() -> None:
 def test_norms_of_modules_are_kept_as_norms_by_statistics_of_data(batch: int) -> None:
     model = Norms(nnx.Rngs(0))
     _, params, report = folds(lambda model, x: model(x), model, IMAGE[:batch], folded=0, kept=2)
-    assert all("norm by statistics of data" in row.reason for row in report.kept)
+    assert all("norm that uses statistics of the data" in row.reason for row in report.kept)
     assert len(params) == len(jax.tree.leaves(nnx.state(model, nnx.Param)))
     image = jnp.moveaxis(IMAGE, -1, 1)
     modules = [eqx.nn.GroupNorm(2, 4), eqx.nn.LayerNorm((4, 5, 6)), eqx.nn.GroupNorm(4, 4)]
@@ -799,7 +799,7 @@ def test_wrong_arguments_are_refused() -> None:
         fold_bn(3, PARAMS, IMAGE)
     with pytest.raises(TypeError, match="fold_bn: fun must take the parameters first, but got .*Linear.*; pass"):
         fold_bn(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), IMAGE)
-    with pytest.raises(TypeError, match=r"`params\.b` has no value here; call fold_bn outside of jax\.jit"):
+    with pytest.raises(TypeError, match=r"`params\.b` has no value here; call fold_bn outside jax\.jit"):
         jax.jit(lambda p: fold_bn(fun, p, IMAGE)[1])(PARAMS)
     with pytest.raises(TypeError, match=r"`params\.b` has no value here"):
         fold_bn(fun, jax.eval_shape(lambda: PARAMS), IMAGE)
@@ -817,7 +817,7 @@ def test_other_parameters_are_refused() -> None:
         new([1], IMAGE)
     with pytest.raises(ValueError, match=r"`shift` of params is nothing, but fold_bn returned \(\(4,\), .*float32"):
         new({"v": params["v"]}, IMAGE)
-    with pytest.raises(ValueError, match="`bn` of params is .*, but fold_bn returned nothing; pass such"):
+    with pytest.raises(ValueError, match="`bn` of params is .*, but fold_bn returned nothing; pass its"):
         new({**params, "bn": 1}, IMAGE)
     with pytest.raises(ValueError, match=r"`v` of params is \(\(4, 3\), .*, but fold_bn returned \(\(4, 4\), "):
         new({**params, "v": params["v"][:, :3]}, IMAGE)
@@ -840,7 +840,7 @@ def test_a_program_that_is_another_for_another_shape_is_refused(fun: Callable[..
     new, params, report = fold_bn(fun, PARAMS, IMAGE)
     assert len(report.folded) == 1
     assert_close(new(params, IMAGE), fun(PARAMS, IMAGE))
-    with pytest.raises(ValueError, match="for these shapes, fun combines other parameters; fold with such an example"):
+    with pytest.raises(ValueError, match="for these shapes, fun combines other parameters; call fold_bn with such"):
         new(params, IMAGE[:1])
 
 

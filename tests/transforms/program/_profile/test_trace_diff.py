@@ -285,20 +285,20 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     row = {"op": "sin", "scope": "", "count": 1, "seconds": [1.0]}
     content = {"format": "plurax capture 1", "name": "f", "program": "p", "machine": "m"}
     for rows, said in (
-        ([row | {"count": 2.7}], ".'op': 'sin'.* has no whole number as its count"),
-        ([row | {"count": -1}], ".'op': 'sin'.* has no whole number as its count"),
-        ([row | {"seconds": "12"}], ".'op': 'sin'.* or no times in seconds"),
-        ([row | {"seconds": [float("nan")]}], ".'op': 'sin'.* or no times in seconds"),
-        ([row | {"seconds": [-1.0]}], ".'op': 'sin'.* or no times in seconds"),
-        ([row, row], "an operation is there twice"),
-        ([row | {"op": 3}], "one of its names is not a string"),
-        ([row, row | {"op": "cos", "seconds": [1.0, 2.0]}], ".* or has more runs than another"),
+        ([row | {"count": 2.7}], ".'op': 'sin'.* needs an int count"),
+        ([row | {"count": -1}], ".'op': 'sin'.* needs an int count"),
+        ([row | {"seconds": "12"}], ".'op': 'sin'.* and a list of seconds, all finite"),
+        ([row | {"seconds": [float("nan")]}], ".'op': 'sin'.* and a list of seconds, all finite"),
+        ([row | {"seconds": [-1.0]}], ".'op': 'sin'.* and a list of seconds, all finite"),
+        ([row, row], "an operation is repeated"),
+        ([row | {"op": 3}], "a name is not a string"),
+        ([row, row | {"op": "cos", "seconds": [1.0, 2.0]}], ".* or operations have different numbers of runs"),
     ):
         path.write_text(json.dumps({**content, "operations": rows}))
         with pytest.raises(ValueError, match=f"is not a capture .{said}"):
             trace_diff(path, path)
     path.write_text(json.dumps({**content, "machine": None, "operations": [row]}))
-    with pytest.raises(ValueError, match="one of its names is not a string"):
+    with pytest.raises(ValueError, match="a name is not a string"):
         trace_diff(path, path)
     with pytest.raises(TypeError, match="trace_diff: control and test must both be functions, or both be paths"):
         trace_diff(path, jnp.sin, X)
@@ -309,16 +309,16 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trace_diff: repeats must be at least 2, but got 1"):
         trace_diff(jnp.sin, jnp.sin, X, repeats=1)
     found = by_duration([1.0], [1.0])
-    with pytest.raises(ValueError, match="by must be one or some of op, scope, but got None"):
+    with pytest.raises(ValueError, match="by must be one or more of op, scope, but got None"):
         found.table(by=None)
     with pytest.raises(
         ValueError, match="sort must be one of 'change', 'duration', 'count', 'op', 'scope', but got 'size'"
     ):
         found.table(sort="size")
-    with pytest.raises(ValueError, match="by must be one or some of op, scope, but got 'line'"):
+    with pytest.raises(ValueError, match="by must be one or more of op, scope, but got 'line'"):
         found.table(by="line")
     for draw in (found.plot_counts, found.plot_durations):
         with pytest.raises(ValueError, match="TraceDiff: top must be at least 1"):
             draw(top=0)
-        with pytest.raises(ValueError, match="by must be one or some of op, scope, but got 'line'"):
+        with pytest.raises(ValueError, match="by must be one or more of op, scope, but got 'line'"):
             draw(by="line")
