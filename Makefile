@@ -40,6 +40,7 @@ demo: $(READY)
 
 examples: $(READY)
 	@$(BIN)/python examples/_capture.py $(ARGS)
+	@$(BIN)/python docs/_gallery.py $(ARGS)
 
 guides: $(READY)
 	@$(BIN)/python docs/_render.py $(ARGS)
