@@ -40,6 +40,7 @@ demo: $(READY)
 
 examples: $(READY)
 	@$(BIN)/python examples/_capture.py $(ARGS)
+	@$(BIN)/python docs/_gallery.py $(ARGS)
 
 guides: $(READY)
 	@$(BIN)/python docs/_render.py $(ARGS)
@@ -64,6 +65,7 @@ docs: $(READY)
 	@$(BIN)/pytest --quiet tests/test_links.py
 	@rm -rf build/docs build/types build/site && mkdir -p build/docs
 	@cp -r README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md docs examples benchmarks tests build/docs
+	@rm -r build/docs/docs/_theme  # a template, no page
 	@$(INSTALL) --no-deps --no-build-isolation --target build/types .
 	@$(BIN)/zensical build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@echo "build/site/index.html"

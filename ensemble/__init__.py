@@ -16,7 +16,8 @@ Examples:
   >>> import jax.numpy as jnp, optax
   >>> from flax import nnx
   >>> from plurax.ensemble import Ensemble, Trainer
-  >>> trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam, hyperparams={"learning_rate": [0.1, 0.2]})
+  >>> rates = {"learning_rate": [0.1, 0.2]}
+  >>> trainer = Trainer(lambda model, x: jnp.mean(model(x) ** 2), optax.adam, hyperparams=rates)
   >>> state = trainer.init(Ensemble.create(lambda rngs: nnx.Linear(3, 1, rngs=rngs), 2, seed=0))
   >>> state, history = trainer.fit(state, [jnp.ones((4, 3))] * 10, progress=False)
   >>> len(history), state.ensemble

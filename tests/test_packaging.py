@@ -195,3 +195,15 @@ def test_the_version_is_that_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert plurax.transforms.__version__ == plurax.ensemble.__version__ == project["version"]
     assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_site_and_the_metadata_link_to_one_repository() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    address, name = (re.search(rf"^{key}: (\S+)$", site, flags=re.MULTILINE)[1] for key in ("repo_url", "repo_name"))
+    assert address == f"https://github.com/{name}"
+    urls = PROJECT["project"]["urls"]
+    assert set(urls) == {"Homepage", "Source", "Documentation", "Changelog", "Issues"}
+    assert {key for key, url in urls.items() if url == address} == {"Homepage", "Source"}
+    assert urls["Issues"] == f"{address}/issues"
+    for key in ("Documentation", "Changelog"):
+        assert (ROOT / urls[key].removeprefix(f"{address}/blob/main/")).is_file()

@@ -178,7 +178,8 @@ def clipped_grad(
     Examples:
       >>> import jax.numpy as jnp
       >>> from plurax.transforms import clipped_grad
-      >>> clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0)(jnp.ones(2), jnp.array([[3.0, 4.0], [0.0, 0.5]]))
+      >>> x = jnp.array([[3.0, 4.0], [0.0, 0.5]])
+      >>> clipped_grad(lambda w, x: jnp.sum(x @ w), l2_clip_norm=1.0)(jnp.ones(2), x)
       Array([0.6, 1.3], dtype=float32)
     """
     of_call = per_example("clipped_grad", fun, argnums, batch_argnums)
