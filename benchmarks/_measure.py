@@ -130,7 +130,7 @@ def another_process(*command: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def instructions(compiled: Any) -> int:
-    """How many instructions an optimised program has, all its computations counted."""
+    """How many instructions an optimized program has, all its computations counted."""
     return sum(" = " in line for line in compiled.as_text().splitlines())
 
 

@@ -63,7 +63,7 @@ class Transformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and a perceptron, normalised before each."""
+    """Attention and a perceptron, normalized before each."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = nnx.LayerNorm(64, rngs=rngs), nnx.LayerNorm(64, rngs=rngs)

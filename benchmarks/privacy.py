@@ -292,7 +292,7 @@ def ways_of_torch(job: Job, ordinary: Any, total: Any) -> dict[str, Way]:
         name = "Opacus, ghost" + note.get(job.twin, "")
         found[name] = way(_opacus.ghost(module(job.params), *data, CLIP), total)
         return found
-    # Opacus refuses ghost norms of tied parameters. Two matrices are in its favour: no products of their gradients.
+    # Opacus refuses ghost norms of tied parameters. Two matrices are in its favor: no products of their gradients.
     untied = job.params | {"head": job.params["embedding"]}
     call = _opacus.ghost(module(job.params), *data, CLIP, use_ghost_clipping=False)
     found["Opacus, fast gradient clipping (ghost without ghost norms)"] = way(call, total)

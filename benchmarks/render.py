@@ -18,7 +18,7 @@ from typing import Any
 HERE = Path(__file__).parent
 SCRIPTS = ("ensemble", "jacobian", "sparse", "program", "compile", "privacy", "dpsgd", "long_runs")
 PAGES = ("README.md", "comparisons.md", *(f"{name}.md" for name in SCRIPTS))
-# From the palette of Okabe and Ito, which colour-blind readers can distinguish.
+# From the palette of Okabe and Ito, which color-blind readers can distinguish.
 BLACK, ORANGE, SKY, GREEN, BLUE, RED = "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
 GRAY, PALE = "#777777", "#bbbbbb"
 
@@ -165,15 +165,15 @@ def rows_of(tables: dict[str, Any], start: str) -> list[dict[str, Any]]:
 
 
 def bars(axis: Any, cells: dict[str, tuple[dict[str, Any], str, str]], title: str) -> None:
-    """Horizontal bars with their quartiles, each with its words: a cell, a colour and the words for each name."""
+    """Horizontal bars with their quartiles, each with its words: a cell, a color and the words for each name."""
     medians = [cell["median"] for cell, *_ in cells.values()]
     ends = [cell.get("quartiles") or [cell["median"]] * 2 for cell, *_ in cells.values()]
     errors = [
         [median - low for median, (low, _) in zip(medians, ends, strict=True)],
         [high - median for median, (_, high) in zip(medians, ends, strict=True)],
     ]
-    colours = [colour for _, colour, _ in cells.values()]
-    axis.barh(list(cells), medians, color=colours, xerr=errors, error_kw={"elinewidth": 1, "ecolor": GRAY})
+    colors = [color for _, color, _ in cells.values()]
+    axis.barh(list(cells), medians, color=colors, xerr=errors, error_kw={"elinewidth": 1, "ecolor": GRAY})
     for place, ((_, _, words), (_, high)) in enumerate(zip(cells.values(), ends, strict=True)):
         axis.annotate(words, (high, place), xytext=(4, 0), textcoords="offset points", va="center")
     axis.set_xlim(0, 1.85 * max(high for _, high in ends))
@@ -192,7 +192,7 @@ def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
         title = next(title for title in tables if title.startswith(f"Private steps: {network}"))
         rows = rows_of(tables, title)
         cells = {}
-        for name, start, colour in (
+        for name, start, color in (
             ("JAX, ordinary", "ordinary step", PALE),
             ("Plurax", "DPSGD.step", BLUE),
             ("jax-privacy", "jax-privacy", ORANGE),
@@ -202,8 +202,8 @@ def draw_dpsgd(tables: dict[str, Any], plt: Any) -> Any:
             found = [row for row in rows if row[""].startswith(start)]
             if found:
                 best = min(found, key=lambda row: row["ms"]["median"])
-                times = "" if colour == PALE else f", ×{number(best['time / ordinary step']['median'])}"
-                cells[name] = (best["ms"], colour, f"{number(best['ms']['median'])} ms{times}")
+                times = "" if color == PALE else f", ×{number(best['time / ordinary step']['median'])}"
+                cells[name] = (best["ms"], color, f"{number(best['ms']['median'])} ms{times}")
         bars(axis, cells, f"{network.split()[0]}, batch {title.partition('batch ')[2].partition(',')[0]}")
     figure.suptitle("Time of a DP-SGD step, noise included; × the time of an ordinary step of the same library")
     return figure
@@ -216,15 +216,15 @@ def draw_ensemble(tables: dict[str, Any], plt: Any) -> Any:
     for kind in ("MLP", "LeNet5"):
         rows = rows_of(tables, f"{kind}: a training step for each")
         sizes = [row["members"] for row in rows]
-        for key, (style, colour) in styles.items():
+        for key, (style, color) in styles.items():
             cells = [row[key] for row in rows]
             ends = [cell.get("quartiles") or [cell["median"]] * 2 for cell in cells]
-            axes[0].plot(sizes, [cell["median"] for cell in cells], style, color=colour)
-            axes[0].fill_between(sizes, *zip(*ends, strict=True), color=colour, alpha=0.2, linewidth=0)
-            words = f"{kind}, {'a loop in raw JAX' if colour == GRAY else 'Plurax'}"
+            axes[0].plot(sizes, [cell["median"] for cell in cells], style, color=color)
+            axes[0].fill_between(sizes, *zip(*ends, strict=True), color=color, alpha=0.2, linewidth=0)
+            words = f"{kind}, {'a loop in raw JAX' if color == GRAY else 'Plurax'}"
             place = (sizes[len(sizes) // 2], cells[len(sizes) // 2]["median"])
-            lift = 8 if colour == GRAY else -16
-            axes[0].annotate(words, place, xytext=(0, lift), textcoords="offset points", ha="center", color=colour)
+            lift = 8 if color == GRAY else -16
+            axes[0].annotate(words, place, xytext=(0, lift), textcoords="offset points", ha="center", color=color)
     axes[0].set(xscale="log", yscale="log", xlabel="members")
     low, high = axes[0].get_ylim()
     axes[0].set_ylim(low / 1.6, high * 1.6)  # room for the words
@@ -255,11 +255,11 @@ def draw_jacobian(tables: dict[str, Any], plt: Any) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
     memory, times = {}, {}
     for (name, row), budget in zip(rows.items(), budgets, strict=True):
-        colour = BLUE if re.match("memory_budget|chunk_size", name) else PALE
+        color = BLUE if re.match("memory_budget|chunk_size", name) else PALE
         held = row["temporaries (MiB)"]
         words = "not known" if held is None else number(held) + f", of {budget}" * bool(budget)
-        memory[name] = {"median": held or 0, "quartiles": [held or 0, max(held or 0, budget)]}, colour, words
-        times[name] = row["ms"], colour, f"{number(row['ms']['median'] / 1e3)} s"
+        memory[name] = {"median": held or 0, "quartiles": [held or 0, max(held or 0, budget)]}, color, words
+        times[name] = row["ms"], color, f"{number(row['ms']['median'] / 1e3)} s"
     bars(axes[0], memory, "Temporaries (MiB), without the 64 MiB result")
     bars(axes[1], times, "Time")
     axes[1].tick_params(labelleft=False)
@@ -271,17 +271,17 @@ def draw_sparse(tables: dict[str, Any], plt: Any) -> Any:
     rows = rows_of(tables, "Sparse Jacobians")
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
     marks = {"dense": (GRAY, "s", -0.22), "sparsejac": (ORANGE, "^", 0.0), "asdex": (RED, "o", 0.22)}
-    for name, (colour, mark, lift) in marks.items():
+    for name, (color, mark, lift) in marks.items():
         for place, row in enumerate(rows):
             cell = row.get(f"{name} / ours")
             if cell:
                 ends = cell.get("quartiles") or [cell["median"]] * 2
-                axis.plot(ends, [place + lift] * 2, color=colour, linewidth=1.5)
+                axis.plot(ends, [place + lift] * 2, color=color, linewidth=1.5)
                 label = name if name == "dense" else f"{name}, sparse too"
-                axis.plot(cell["median"], place + lift, mark, color=colour, label=label if place == 0 else None)
+                axis.plot(cell["median"], place + lift, mark, color=color, label=label if place == 0 else None)
                 words = number(cell["median"]) if cell["median"] > 1.5 else ""  # near ours there is no place for them
                 offset = {"xytext": (6, 0), "textcoords": "offset points"}
-                axis.annotate(words, (ends[1], place + lift), **offset, va="center", color=colour)
+                axis.annotate(words, (ends[1], place + lift), **offset, va="center", color=color)
     axis.axvline(1, color=BLUE, linewidth=1.5)
     axis.annotate("ours", (1, -0.75), xytext=(-4, 0), textcoords="offset points", color=BLUE, ha="right", va="center")
     axis.set_yticks(range(len(rows)), [row["problem"] for row in rows])
@@ -299,16 +299,16 @@ def draw_compile(tables: dict[str, Any], plt: Any) -> Any:
     figure, axes = plt.subplots(1, 3, figsize=(12, 2.9), layout="constrained")
     rows = rows_of(tables, "Layers, value")
     head = next(iter(rows[0]))
-    colours = {"loop": PALE, "nnx.scan": ORANGE, "scan_layers": BLUE, "remat=True": BLUE, "remat=dots_saveable": BLUE}
-    names = {name: name.replace("remat=", "scan_layers,\nremat=") for name in colours}
+    colors = {"loop": PALE, "nnx.scan": ORANGE, "scan_layers": BLUE, "remat=True": BLUE, "remat=dots_saveable": BLUE}
+    names = {name: name.replace("remat=", "scan_layers,\nremat=") for name in colors}
     by_name = {row[head]: row for row in rows}
     for axis, key, unit, title in (
         (axes[0], "compile (s)", "s", f"{head} of a transformer: compiling"),
         (axes[1], "step (ms)", "ms", "A step: value and gradient"),
     ):
         cells = {
-            names[name]: (by_name[name][key], colour, f"{number(by_name[name][key]['median'])} {unit}")
-            for name, colour in colours.items()
+            names[name]: (by_name[name][key], color, f"{number(by_name[name][key]['median'])} {unit}")
+            for name, color in colors.items()
         }
         bars(axis, cells, title)
     axes[1].set_yticks([])

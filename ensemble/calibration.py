@@ -34,7 +34,7 @@ _WIDEST = 10.0
 def fit_temperature(logits: ArrayLike, labels: ArrayLike, *, pooled: bool = False) -> jax.Array:
     """Fit the temperature by which to divide logits, so that their probabilities are calibrated.
 
-    The temperature minimises the mean negative log-likelihood on the given data, which should be held out from
+    The temperature minimizes the mean negative log-likelihood on the given data, which should be held out from
     training.
 
     Args:
@@ -231,7 +231,7 @@ def _temperature(logits: jax.Array, labels: jax.Array, pooled: bool) -> jax.Arra
                 log_p = jax.nn.logsumexp(log_p, axis=0) - math.log(logits.shape[0])
             return -at_labels(log_p, labels).mean(axis=-1)
 
-        # Minimised over the logarithm, since a temperature is positive and its scale is unknown.
+        # Minimized over the logarithm, since a temperature is positive and its scale is unknown.
         return unit * jnp.exp(_minimum(loss, jnp.zeros((), logits.dtype)))
 
     for _ in range(0 if pooled else logits.ndim - 2):

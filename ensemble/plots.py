@@ -151,9 +151,9 @@ def disagreement(probabilities: ArrayLike, *, ax: Any = None) -> Any:
     size = len(votes)
     if size <= 12:
         for (i, j), share in np.ndenumerate(shares):
-            # White text on dark colours, black text on light ones.
-            colour = "white" if share < 0.6 * max(shares.max(), 1e-9) else "black"
-            ax.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=colour)
+            # White text on dark colors, black text on light ones.
+            color = "white" if share < 0.6 * max(shares.max(), 1e-9) else "black"
+            ax.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=color)
     ticks = range(0, size, max(1, size // 10))
     ax.set_xticks(ticks)
     ax.set_yticks(ticks)
@@ -198,11 +198,11 @@ def learning_curves(
     groups = list(dict.fromkeys(row[by] for row in rows)) if by is not None else [None]
     import matplotlib as mpl
 
-    colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(groups))) if len(groups) > 1 else ["C0"]
+    colors = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(groups))) if len(groups) > 1 else ["C0"]
     # Three digits if they distinguish the groups, else all digits.
     short = [f"{group:.3g}" if isinstance(group, float) else str(group) for group in groups]
     labels = short if len(set(short)) == len(groups) else list(map(str, groups))
-    for group, colour, label in zip(groups, colours, labels, strict=True):
+    for group, color, label in zip(groups, colors, labels, strict=True):
         per_step: dict[int, list[float]] = {}
         for row in rows:
             if by is None or row[by] == group:
@@ -210,8 +210,8 @@ def learning_curves(
         steps = sorted(per_step)
         # A non-finite value of one member must not hide the others.
         values = [[x for x in per_step[step] if np.isfinite(x)] or [np.nan] for step in steps]
-        ax.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.2, linewidth=0)
-        ax.plot(steps, list(map(np.median, values)), color=colour, linewidth=1.4, label=None if by is None else label)
+        ax.fill_between(steps, list(map(min, values)), list(map(max, values)), color=color, alpha=0.2, linewidth=0)
+        ax.plot(steps, list(map(np.median, values)), color=color, linewidth=1.4, label=None if by is None else label)
     ax.set(xlabel="step", ylabel=metric)
     if by is not None:
         ax.legend(fontsize=8, title=by.replace("_", " "), title_fontsize=8)

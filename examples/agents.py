@@ -147,9 +147,9 @@ def improve_one(graph: Any, params: Any, *args: Any) -> Any:
 def draw(path: Path, lengths: np.ndarray, rates: np.ndarray) -> None:
     """Plot how long the pole stays up while each agent learns."""
     figure, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    colours = mpl.colormaps["viridis"](np.linspace(0, 0.95, len(rates)))
-    for curve, colour in zip(lengths.T, colours, strict=True):
-        ax.plot(curve, color=colour, linewidth=1)
+    colors = mpl.colormaps["viridis"](np.linspace(0, 0.95, len(rates)))
+    for curve, color in zip(lengths.T, colors, strict=True):
+        ax.plot(curve, color=color, linewidth=1)
     ax.plot(np.median(lengths, axis=1), color="black", linewidth=2.5, label="median of the agents")
     ax.axhline(STEPS, color="0.5", linestyle=":", linewidth=1)
     scale = mpl.cm.ScalarMappable(mpl.colors.LogNorm(rates.min(), max(rates.max(), 1.01 * rates.min())), "viridis")

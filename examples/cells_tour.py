@@ -2,7 +2,7 @@
 
     python examples/cells_tour.py
 
-The sections follow the guide "Network construction", with its sizes and numbers: parameters by name, initialisation,
+The sections follow the guide "Network construction", with its sizes and numbers: parameters by name, initialization,
 freezing, mixed precision and files; a cell compared with the same cell in another framework; compiled and eager
 execution; code that cannot be compiled; the number of forward passes; a custom backward pass; and dynamic shapes. All
 results are checked before they are printed.
@@ -115,7 +115,7 @@ def first_values_by_type() -> dict[str, Any]:
     assert all((named[f"norm{i}.scale"] == 1).all() for i in (1, 2))
     assert not any(named[f"{layer}.bias"].any() for layer in ("conv1", "norm1", "hidden", "out"))
     show(
-        "Initialiser by type of layer: he_normal for convolutions, he_uniform for dense ones, ones and zeros for norms",
+        "Initializer by type of layer: he_normal for convolutions, he_uniform for dense ones, ones and zeros for norms",
         ("kernel", "deviation wanted", "drawn", "largest, in deviations"),
         ((name, *(f"{x:.3f}" for x in row)) for name, row in rows.items()),
     )
@@ -459,14 +459,14 @@ def a_backward_pass_of_ones_own() -> dict[str, Any]:
 # The forward pass runs once
 
 
-class Normalised(nnx.Module):
+class Normalized(nnx.Module):
     """A dense layer and a batch norm; a callback counts the forward passes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return normalised features (batch, 4)."""
+        """Return normalized features (batch, 4)."""
         jax.debug.callback(lambda: RUNS.update(forward=1))
         return self.norm(self.dense(x))
 
@@ -476,7 +476,7 @@ def the_forward_pass_runs_once() -> dict[str, Any]:
     found = {}
     for name, wrap in (("step by step", lambda fun: fun), ("compiled", nnx.jit)):
         RUNS.clear()
-        model = Normalised(nnx.Rngs(0))
+        model = Normalized(nnx.Rngs(0))
         step = wrap(lambda model, x: value_and_grad(lambda model, x: jnp.mean(model(x) ** 3))(model, x))
         jax.block_until_ready(step(model, x))
         jax.effects_barrier()

@@ -37,7 +37,7 @@ RATE = 1e-2
 
 
 class Network(nnx.Module):
-    """Two dense layers, without batch normalisation, whose statistics would mix the examples."""
+    """Two dense layers, without batch normalization, whose statistics would mix the examples."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense1 = nnx.Linear(64, 64, rngs=rngs)

@@ -188,7 +188,7 @@ def main() -> None:
     inside = test.members[i].argmax(axis=-1)
     same = int((logits.argmax(axis=-1) == inside).sum())
     console.print(
-        f"Member {i}, loaded alone: {same} of {len(inside)} predictions as inside the ensemble, logits "
+        f"Member {i}, loaded alone: {same} of {len(inside)} predictions match the ensemble's, logits "
         f"{'equal to the bit to those of' if exact else 'DIFFERENT from those of'} ensemble[{i}]."
     )
 

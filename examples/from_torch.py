@@ -131,7 +131,7 @@ def main() -> None:
             print(f"The network was made and run by PyTorch before: {file.name}.")
         split = Path(folder) / "split.safetensors"
         split_projections(file, split)
-        # Only shapes and dtypes: the parameters are not initialised, since they are replaced.
+        # Only shapes and dtypes: the parameters are not initialized, since they are replaced.
         empty = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
         print("\nWithout rules:")
         try:

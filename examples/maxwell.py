@@ -329,8 +329,8 @@ def draw(path: Path, scene: Scene, waves: dict[Any, Any], times: Any, change: np
 
     best = max(cells for _, cells in waves)
     one = waves["vacuum", best]
-    for k, colour in ((0, "tab:blue"), (1, "tab:orange"), (3, "tab:green")):
-        signal.plot(one["times"], one["signals"][:, k], color=colour, linewidth=4, alpha=0.5, label=f"{k + 1} away")
+    for k, color in ((0, "tab:blue"), (1, "tab:orange"), (3, "tab:green")):
+        signal.plot(one["times"], one["signals"][:, k], color=color, linewidth=4, alpha=0.5, label=f"{k + 1} away")
         signal.plot(
             one["times"], one["exact"][:, k], color="black", linewidth=0.9, label="analytic" if k == 3 else None
         )

@@ -3,8 +3,8 @@
     python examples/stiff_brusselator.py --cells 64 256 1024 --until 10 --out demo
 
 Two substances react and diffuse along a line (the Brusselator). An explicit method must resolve the diffusion between
-neighbouring cells, so its time step shrinks as the square of the cell width. An implicit method solves a linear system
-with the Jacobian instead. Each cell depends only on itself and its two neighbours, so six products give the whole
+neighboring cells, so its time step shrinks as the square of the cell width. An implicit method solves a linear system
+with the Jacobian instead. Each cell depends only on itself and its two neighbors, so six products give the whole
 matrix for any number of cells. The script times dense and sparse Jacobians and steps, runs the reaction, and draws
 `stiff_brusselator.png`.
 """

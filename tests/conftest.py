@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Most of the suite's time is the compiler's, for programs that run once. So LLVM optimises nothing, and loops are
+# Most of the suite's time is the compiler's, for programs that run once. So LLVM optimizes nothing, and loops are
 # emitted as LLVM directly: through MLIR, the default, takes a small program twice as long. (As an extra option it is
 # ignored by a jaxlib that does not know it.) `XLA_FLAGS= make test` tests the default.
 os.environ.setdefault(

@@ -177,7 +177,7 @@ class _Search:
         if self.spent > self.seconds and self.times:
             return self.skip(execution, "no time was left")
         if self.aloud:
-            tqdm.write(f"Measuring, for once: {execution}", file=sys.stderr)
+            tqdm.write(f"Measuring once: {execution}", file=sys.stderr)
         start = time.perf_counter()
         try:
             temporaries = self.temporaries(execution)
@@ -227,7 +227,7 @@ class _Search:
                 raise self.error
             least = min(over, key=lambda one: one.temporaries or 0)
             budget, need = in_words(self.budget), f"{in_words(least.temporaries or 0)}, for {least.execution}"
-            found = f"no execution fits into memory_budget={budget}: the least found is {need}"
+            found = f"no execution fits into memory_budget={budget}: the smallest found is {need}"
             raise ValueError(f"Trainer: {found}; raise it, or make the batch smaller.")
         limit = _EQUAL * min(map(self.time, self.times))
         # Among equally fast executions, the one with the least memory is least affected by other work on the machine.

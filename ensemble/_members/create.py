@@ -73,7 +73,7 @@ def create_members(make: Callable[..., Any], size: int, seed: Any, mesh: Any) ->
 
 def _run_once(fun: Callable[[], Any], key: jax.Array) -> Any:
     """Return `fun()`, compiled for a single run."""
-    # LLVM optimisation level 2 compiles in 1.3 s where level 3 takes 5 to 8 s, with the same results. Compilation ahead
+    # LLVM optimization level 2 compiles in 1.3 s where level 3 takes 5 to 8 s, with the same results. Compilation ahead
     # of time needs values: no traced key, and no trace around the call, in which even a constant is traced.
     if isinstance(key, Tracer) or isinstance(jnp.zeros(()), Tracer):
         return fun()

@@ -59,7 +59,7 @@ class Ensemble(Generic[M]):
     Attributes:
       structure: the static part that all members share.
       trainable: the trainable arrays, stacked: for NNX modules the `nnx.Param`s, as nested dicts. Gradients and
-        optimiser states have the same structure.
+        optimizer states have the same structure.
       rest: all other arrays, stacked, such as BatchNorm statistics and dropout keys.
 
     Examples:
@@ -121,7 +121,7 @@ class Ensemble(Generic[M]):
 
     @classmethod
     def create(cls, make: Callable[[nnx.Rngs], Model], size: int, *, seed: Any, mesh: Any = None) -> Ensemble[Model]:
-        """Create members with different random initialisations, in one compiled program.
+        """Create members with different random initializations, in one compiled program.
 
         Args:
           make: a function from `nnx.Rngs` to a model. It is traced once, for all members.
@@ -309,7 +309,7 @@ class Ensemble(Generic[M]):
         if not self._is_intact() or min(self._ndims.of, default=0) < 1:
             return f"Ensemble({self.trainable!r}, {self.rest!r})"
         count = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(self.trainable))
-        return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameters each"
+        return f"Ensemble of {len(self)} × {self.structure!r}, {count:,} parameter{'s' * (count != 1)} each"
 
     def _current_ndims(self) -> _Ndims:
         return _Ndims(tuple(getattr(x, "ndim", -1) for x in jax.tree.leaves((self.trainable, self.rest))))
@@ -335,7 +335,7 @@ class Ensemble(Generic[M]):
         evaluating = nnx.with_attributes(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
         return self.__plurax_stack__(evaluating)
 
-    # The hooks by which plurax.transforms recognises an ensemble (`transforms._models.split_model`): the first two when
+    # The hooks by which plurax.transforms recognizes an ensemble (`transforms._models.split_model`): the first two when
     # it maps over members, the third when it differentiates.
 
     def __plurax_member__(self) -> M:

@@ -17,8 +17,8 @@ class MemberLoss:
 
     Args:
       fun: the loss, a function of a model and a batch.
-      hyperparams: values by name; those that the loss does not take are left for the optimiser.
-      optimizer: an optax factory, which must not take a hyperparameter of the same name, or an optimiser.
+      hyperparams: values by name; those that the loss does not take are left for the optimizer.
+      optimizer: an optax factory, which must not take a hyperparameter of the same name, or an optimizer.
 
     Attributes:
       fun: the loss.
@@ -41,7 +41,7 @@ class MemberLoss:
                 remedy = f"give it in hyperparams={{{name!r}: ...}}"
                 raise ValueError(f"Trainer: the loss needs the argument `{name}`; {remedy}.")
         self.per_member, self._shared, self.numbers = sort_hyperparams(own)
-        # None rather than an empty dict: a ready optimiser takes no hyperparameters.
+        # None rather than an empty dict: a ready optimizer takes no hyperparameters.
         others = {name: value for name, value in given.items() if name not in own}
         self.others = (others or None) if own else hyperparams
 

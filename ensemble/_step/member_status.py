@@ -28,7 +28,7 @@ class MemberStatus(NamedTuple):
       stopped: 0 if the member trains, 1 if its loss or gradients were not finite, 2 if it was stopped early; int32.
       restarts: how often the member was restarted from an earlier state, int32.
       hyperparams: the hyperparameters of the loss by name, one number for each member.
-      schedules: for each hyperparameter of the optimiser that has schedules, by name, the index of the schedule of each
+      schedules: for each hyperparameter of the optimizer that has schedules, by name, the index of the schedule of each
         member, int32.
 
     Examples:

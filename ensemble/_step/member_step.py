@@ -56,7 +56,7 @@ class MemberStep:
         if split:
             metrics, gradients = _averaged((metrics, gradients))
 
-        # For optimisers with a line search. In `shard_map` each device would end its search by itself, and a collective
+        # For optimizers with a line search. In `shard_map` each device would end its search by itself, and a collective
         # inside the search would wait for devices that have finished.
         def loss_at(trainable: Any) -> jax.Array:
             """Return the loss at other parameters."""
@@ -99,7 +99,7 @@ class MemberStep:
         for name in metrics:
             if name in self.loss.per_member or name in self.optimizer.per_member:
                 raise ValueError(_taken(name))
-        # Shapes are checked, since an optimiser would broadcast a gradient of another shape against the parameter.
+        # Shapes are checked, since an optimizer would broadcast a gradient of another shape against the parameter.
         gradients = _checked_gradients(gradients, trainable)
         after = split_model(model)
         _check_left(SplitModel(structure, trainable, rest), after)
@@ -113,7 +113,7 @@ class MemberStep:
 
 def _taken_or_kept(takes: jax.Array, new: Any, old: Any) -> Any:
     """Return the new array if the member takes the step, else the old one."""
-    # In the dtype of the new array: an optimiser may change the dtype of its state in the first update.
+    # In the dtype of the new array: an optimizer may change the dtype of its state in the first update.
     return jnp.where(takes, new, old if new.dtype == old.dtype else old.astype(new.dtype))
 
 

@@ -1,4 +1,4 @@
-"""`MemberOptimizer`: one optax optimiser for all members, each with its own hyperparameters in its state."""
+"""`MemberOptimizer`: one optax optimizer for all members, each with its own hyperparameters in its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLED_STEPS = (0, 1, 10, 100, 1000, 10000)
 
 
 class MemberOptimizer:
-    """One optimiser, whose state has the members along axis 0.
+    """One optimizer, whose state has the members along axis 0.
 
     Args:
       optimizer: an optax factory, such as `optax.adam`, or a ready `GradientTransformation`.
@@ -68,7 +68,7 @@ class MemberOptimizer:
         self._transform = optax.with_extra_args_support(self._make(**first))
 
     def init(self, trainable: Any, size: int) -> Any:
-        """Return the optimiser state of `size` members with stacked parameters."""
+        """Return the optimizer state of `size` members with stacked parameters."""
         for name, values in self.per_member.items():
             check_size(name, values, size)
 
@@ -82,14 +82,14 @@ class MemberOptimizer:
     def update(
         self, gradients: Any, state: Any, params: Any, schedules: Mapping[str, jax.Array], **extra: Any
     ) -> tuple[Any, Any]:
-        """Return the new parameters and optimiser state of one member.
+        """Return the new parameters and optimizer state of one member.
 
         Args:
           gradients: the gradients of the loss.
-          state: the optimiser state.
+          state: the optimizer state.
           params: the parameters.
           schedules: the index of the member's schedule, for each hyperparameter with schedules.
-          **extra: extra arguments for optimisers that take them, such as `optax.lbfgs`.
+          **extra: extra arguments for optimizers that take them, such as `optax.lbfgs`.
         """
         if schedules:
             # optax would evaluate one schedule for all members. Here the index of each member selects its schedule.

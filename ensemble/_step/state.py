@@ -12,7 +12,7 @@ from ...transforms._models.split_model import M, Structure
 from .._members.ensemble import Ensemble
 from .member_status import MemberStatus
 
-# The arrays of one member, or of all members stacked: trainable, rest, optimiser state, member status.
+# The arrays of one member, or of all members stacked: trainable, rest, optimizer state, member status.
 Arrays = tuple[Any, Any, Any, MemberStatus]
 
 

@@ -63,7 +63,7 @@ def load(path: str | os.PathLike[str], like: Saved) -> Saved:
 
     Args:
       path: the directory.
-      like: an `Ensemble` or a `TrainState` of the same architecture, size and optimiser. Only its shapes and dtypes are
+      like: an `Ensemble` or a `TrainState` of the same architecture, size and optimizer. Only its shapes and dtypes are
         used, so a result of `jax.eval_shape` suffices. An `Ensemble` also reads the ensemble of a saved training state.
 
     Returns:
@@ -165,7 +165,7 @@ def write_state(
 
 def read_run(checkpoint: Checkpoint, like: TrainState, more: Mapping[str, Any]) -> tuple[TrainState, dict[str, Any]]:
     """Return the training state, structured as `like`, and those parts of `more` that the checkpoint has."""
-    # A saved ensemble has no optimiser state, and a fresh one would silently change the run.
+    # A saved ensemble has no optimizer state, and a fresh one would silently change the run.
     if "opt_state" not in checkpoint.manifest["arrays"]:
         where = f"{checkpoint.api}: the checkpoint at {checkpoint.path}"
         raise ValueError(f"{where} holds an ensemble, but no training state; load it with an Ensemble as like.")

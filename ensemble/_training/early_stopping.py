@@ -41,7 +41,7 @@ class EarlyStopping:
       min_delta: a value improves on the best one only if it is better by more than this.
       mode: "min" if smaller values are better, "max" if larger ones are. A non-finite value never counts as better.
       restore_best: whether a member that stops gets the parameters and other state of its best evaluation; its
-        optimiser state is not restored. Members that train until the end of the run keep their last parameters.
+        optimizer state is not restored. Members that train until the end of the run keep their last parameters.
 
     Raises:
       TypeError: `evaluate` is not callable; a count is not an int; `min_delta` is not a number.

@@ -183,16 +183,16 @@ def check_watched(stepper: Stepper, early: Any, restarts: Any, callbacks: Any) -
 
 
 def _check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
-    """Raise if the checkpoint was written with another optimiser or other hyperparameters."""
+    """Raise if the checkpoint was written with another optimizer or other hyperparameters."""
     if "optimizer" not in checkpoint.manifest:
         raise ValueError(f"Trainer.fit: another kind of run wrote {checkpoint.path}; use another checkpoint_dir.")
     before, now = ({"optimizer": x["optimizer"], **x["hyperparams"]} for x in (checkpoint.manifest, settings))
-    # Compared by names and numbers, since the manifest is JSON; a ready optimiser is checked only by the structure of
+    # Compared by names and numbers, since the manifest is JSON; a ready optimizer is checked only by the structure of
     # its state.
     for name in [*before, *now]:
         if before.get(name) != now.get(name):
             found = f"has {name}={before.get(name)}, but the trainer has {name}={now.get(name)}"
-            remedy = "use another checkpoint_dir, or the same optimiser and hyperparameters"
+            remedy = "use another checkpoint_dir, or the same optimizer and hyperparameters"
             raise ValueError(f"{checkpoint} {found}; {remedy}.")
 
 

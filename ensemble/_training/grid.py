@@ -13,7 +13,7 @@ def grid(*, repeats: int = 1, **values: Iterable[Any]) -> dict[str, list[Any]]:
     """Return every combination of hyperparameters, in the form that `Trainer` takes: one value per member.
 
     Args:
-      repeats: the number of members for each combination; they are neighbours, and differ only in their seeds.
+      repeats: the number of members for each combination; they are neighbors, and differ only in their seeds.
       **values: for each hyperparameter, the values to try: numbers or schedules.
 
     Returns:

@@ -96,7 +96,7 @@ def exploit(
 ) -> tuple[TrainState[M], jax.Array]:
     """Replace the worst members with perturbed copies of the best: one step of population based training.
 
-    Each of the worst members becomes a copy of a randomly chosen member among the best: its parameters, optimiser
+    Each of the worst members becomes a copy of a randomly chosen member among the best: its parameters, optimizer
     state, hyperparameters and status, but with new random keys. Then each hyperparameter in `perturb` of the copy is
     multiplied by a randomly chosen factor.
 
@@ -260,7 +260,7 @@ def soup(ensemble: Ensemble[M], weights: ArrayLike | Sequence[float] | None = No
 
     Args:
       ensemble: members that lie close to each other, such as models fine-tuned from one model. The average of models
-        trained from different initialisations is not a good model.
+        trained from different initializations is not a good model.
       weights: non-negative weights (size,), which are divided by their sum. None weights all members equally.
 
     Returns:

@@ -78,7 +78,7 @@ class Trainer:
         counts as not finite). "freeze": the member keeps its state from before the step and stops training;
         `state.standing` records it, and `fit` warns. If gradients are finite but the updated parameters are not, as
         with an infinite learning rate, the next loss is almost always not finite; `fit` also checks the parameters at
-        the end. "ignore": the member continues, for optimisers that handle this themselves (`optax.apply_if_finite`,
+        the end. "ignore": the member continues, for optimizers that handle this themselves (`optax.apply_if_finite`,
         loss scaling).
 
     Raises:
@@ -86,7 +86,7 @@ class Trainer:
         not a number (or schedule); `in_axes` is not an int, None, a tuple or a list; `chunk_size` is not an int; `mesh`
         is not a mesh, `tune_seconds` not a number, `tune_cache` not a path, `memory_budget` not a size.
       ValueError: the factory does not take a hyperparameter; the factory or the loss requires one that is not given;
-        both take one of the same name; hyperparameters are given for a ready optimiser; `strategy` or `nonfinite` is
+        both take one of the same name; hyperparameters are given for a ready optimizer; `strategy` or `nonfinite` is
         unknown; `chunk_size` is below 1; `chunk_size` or `memory_budget` is given with a strategy other than "vmap" or
         "auto", or both are given; `memory_budget` cannot be parsed or is below 1 byte; `tune_seconds` is below 0;
         `tune_cache` is a file; `mesh` has other axes, or has an axis "data" and `grad_fn` is given.
@@ -182,7 +182,7 @@ class Trainer:
         with layout.context():
             # Placed first, so that arrays computed from them are on the same devices.
             arrays = jax.tree.map(jnp.copy, layout.place((ensemble.trainable, ensemble.rest)))
-            # Compiled with its sharding: each device creates the optimiser state of its own members, without
+            # Compiled with its sharding: each device creates the optimizer state of its own members, without
             # communication.
             init = jax.jit(partial(self._optimizer.init, size=size), out_shardings=layout.of_members(size))
             arrays = *arrays, init(arrays[0]), layout.place(standing)
@@ -263,7 +263,7 @@ class Trainer:
           ValueError: as for `step`; a count is too small; `checkpoint_every` without `checkpoint_dir`; `restarts`
             without `nonfinite="freeze"`; `early_stopping.evaluate` does not return one number for each member; the
             newest checkpoint has another ensemble, optax factory or hyperparameters, or is later than the last step
-            requested; `batches` has fewer batches than the checkpoint has used. (Two ready optimisers whose states have
+            requested; `batches` has fewer batches than the checkpoint has used. (Two ready optimizers whose states have
             the same structure cannot be distinguished.)
           OSError: `checkpoint_dir` cannot be created.
 

@@ -31,9 +31,9 @@ def test_64_gradients_and_their_norms_are_those_of_the_loop():
     rng = np.random.default_rng(0)
     images, labels = rng.normal(size=(BATCH, 28, 28, 1)).astype(np.float32), rng.integers(0, 10, BATCH)
     model = CNN(nnx.Rngs(0))
-    # Optimised, other than the rest of the suite: it computes more than it compiles.
-    optimised = {"xla_backend_optimization_level": 3}
-    every = jax.jit(per_sample_grad(loss, batch_argnums=(1, 2)), compiler_options=optimised)(model, images, labels)
+    # Optimized, other than the rest of the suite: it computes more than it compiles.
+    optimized = {"xla_backend_optimization_level": 3}
+    every = jax.jit(per_sample_grad(loss, batch_argnums=(1, 2)), compiler_options=optimized)(model, images, labels)
     every = jax.tree.map(np.asarray, every)
     assert every["fc1"]["kernel"][...].shape == (BATCH, 9216, 128)
     norms = jax.jit(per_sample_norm(loss, batch_argnums=(1, 2)))(model, images, labels)

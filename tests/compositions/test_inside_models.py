@@ -185,7 +185,7 @@ def test_parameters_that_are_assigned_in_a_loop_are_refused() -> None:
             grad(loss)(Deep(run), X, Y)
 
 
-def test_low_rank_additions_in_a_rematerialised_stack() -> None:
+def test_low_rank_additions_in_a_rematerialized_stack() -> None:
     model = Deep(*WAYS["scan-of-remat"], lora=True)
     assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(model, X, Y))
     norms = per_sample_norm(loss, batch_argnums=(1, 2))(model, X, Y)

@@ -617,7 +617,7 @@ def test_a_parameter_of_integers_is_refused() -> None:
 
 
 def test_a_member_of_an_apply_function_is_differentiated() -> None:
-    def centred(model: Any, x: Any) -> Any:
+    def centered(model: Any, x: Any) -> Any:
         y = model(x)
         model.variables = model.variables | {"mean": x.mean(0)}
         return jnp.sum(y)
@@ -625,10 +625,10 @@ def test_a_member_of_an_apply_function_is_differentiated() -> None:
     apply = lambda variables, x: x * variables["params"]["w"] - variables["mean"]
     made = Ensemble.from_apply(apply, [{"params": {"w": BATCH[i]}, "mean": BATCH[1]} for i in range(2)])
     member = made[1]
-    gradient = grad(centred)(member, BATCH)
+    gradient = grad(centered)(member, BATCH)
     assert_close(gradient, {"params": {"w": jnp.asarray(BATCH.sum(0))}, "mean": None})
     assert_close(member.variables["mean"], BATCH.mean(0))
-    gradients, after = jax.jit(vmap(lambda member: (grad(centred)(member, BATCH), member)))(made)
+    gradients, after = jax.jit(vmap(lambda member: (grad(centered)(member, BATCH), member)))(made)
     assert_close(gradients["params"]["w"][1], gradient["params"]["w"])
     assert_close(after[1].variables, member.variables)
 

@@ -96,7 +96,7 @@ def largest_chunk(api: str, need_of: Callable[[int], int], size: int, budget: in
         low = 1
     if not low:
         chunk = min(needs, key=needs.__getitem__)
-        least = f"the least found is {in_words(needs[chunk])}, for {chunk} of {size} at a time"
+        least = f"the smallest found is {in_words(needs[chunk])}, for {chunk} of {size} at a time"
         raise ValueError(f"{api}: no chunk fits into memory_budget={in_words(budget)}: {least}; raise the budget.")
     return low
 

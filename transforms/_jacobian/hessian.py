@@ -54,7 +54,7 @@ def hessian(
 
     Cost:
       About one gradient for each input element (for several outputs, for each output element too). A sparse Hessian
-      costs a gradient's derivative for each colour. The Hessian of a scalar is symmetric, so an entry is read from any
+      costs a gradient's derivative for each color. The Hessian of a scalar is symmetric, so an entry is read from any
       product in which it or its mirror image is not summed with others. For functions with custom derivative rules
       (`jax.custom_jvp`) symmetry is not used, since such rules need not give a symmetric matrix.
 

@@ -165,7 +165,7 @@ def jacobian(
         are those that can be nonzero for some values of the differentiated arguments (the product of a known zero and
         an infinity counts as zero). Or a pattern that contains all of these entries: a `BCOO`, such as an earlier
         result, a SciPy sparse array or a boolean array, of shape (outputs, inputs) or, nested as the result, one for
-        each pair of arrays. Patterns are coloured by `asdex` (extra `sparse`).
+        each pair of arrays. Patterns are colored by `asdex` (extra `sparse`).
       check: whether to compare a sparse result with the product of the Jacobian and a random vector, to about the
         square root of the dtype's precision.
       holomorphic: as for `jacrev`; not together with `sparsity`.
@@ -193,10 +193,10 @@ def jacobian(
       assumed not to change which mode is cheaper; if they make the remembered mode impossible, it is chosen again.
       `.explain` always chooses again, and so do calls of objects without weak references (because of `__slots__`).
 
-      Sparse: one linearization and one product for each colour. Columns that share no row, or rows that share no
-      column, can have the same colour. In mode "auto" a few dense rows or columns may be computed in the other mode
+      Sparse: one linearization and one product for each color. Columns that share no row, or rows that share no
+      column, can have the same color. In mode "auto" a few dense rows or columns may be computed in the other mode
       than the rest. If this takes as many products as the dense Jacobian, the entries are read from that. The pattern
-      is found and coloured once for each trace, or outside `jit` at each call: in 0.1 s for 2,000 inputs, 0.5 s for
+      is found and colored once for each trace, or outside `jit` at each call: in 0.1 s for 2,000 inputs, 0.5 s for
       100,000.
 
     Source:

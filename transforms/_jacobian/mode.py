@@ -137,7 +137,7 @@ def choose_mode(api: str, call: Call) -> ModeChoice:
     first = "reverse" if outputs < inputs else "forward"
     few, many = sorted((inputs, outputs))
     if many >= _DECISIVE * few:
-        return choice(first, why=f"there are {inputs} inputs and {outputs} outputs")
+        return choice(first, why=f"input size {inputs}, output size {outputs}")
     flops: dict[str, float] = {}
     try:
         for mode, compute in DENSE.items():

@@ -91,12 +91,12 @@ def freeze(model: Model, filter: Any) -> Model:
     """Exclude some parameters of a module from training.
 
     As MindSpore's `requires_grad=False`, but without computing their gradients: in the returned copy they are variables
-    of kind `Frozen` instead of `nnx.Param`, so they are neither differentiated nor updated, by `nnx.grad`, optimisers
+    of kind `Frozen` instead of `nnx.Param`, so they are neither differentiated nor updated, by `nnx.grad`, optimizers
     with `wrt=nnx.Param`, or this library's transforms and trainers. Gradients flow through them to other parameters.
 
     The alternative is `jax.lax.stop_gradient` inside the model. It blocks the gradient of a value: everything before it
     gets a gradient of zero. But the parameters there remain parameters, so weight decay and momentum still change them,
-    and optimisers keep state for them. Use it for a value that is constant in one place while its parameters train in
+    and optimizers keep state for them. Use it for a value that is constant in one place while its parameters train in
     another: a target, a baseline, a straight-through estimate. Freeze parameters that must not change at all, such as
     those of a pretrained encoder, or of a head after the layers that train.
 

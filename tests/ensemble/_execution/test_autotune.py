@@ -75,7 +75,7 @@ class Test_the_search:
         assert set(steps) == {LOOP, Execution("vmap", 16), Execution("vmap", 4)}
         assert {one.note for one in found.candidates if one.ms is None} == {"over the memory budget"}
         with pytest.raises(
-            ValueError, match="no execution fits into memory_budget=5 B: the least found is 10 B, for loo"
+            ValueError, match="no execution fits into memory_budget=5 B: the smallest found is 10 B, for loo"
         ):
             search(trial, size=64, budget=5)
 
@@ -84,7 +84,7 @@ class Test_the_search:
                 raise NotImplementedError("no rule")
             return need(execution)
 
-        with pytest.raises(ValueError, match="memory_budget=5 B: the least found is 10 B, for loop"):
+        with pytest.raises(ValueError, match="memory_budget=5 B: the smallest found is 10 B, for loop"):
             search((one_fails, trial[1]), size=64, budget=5)
 
     def test_a_copy_for_each_member_is_not_compiled_for_minutes(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,9 @@ class Test_a_trainer:
         traced = jax.jit(trainer.step)(state, batch)[0].ensemble
         assert_same(traced, whole.step(state, batch)[0].ensemble, tolerance=1e-5)
         assert jax.jit(trainer.step).lower(state, batch).compile().memory_analysis().temp_size_in_bytes <= 26 * 2**10
-        with pytest.raises(ValueError, match=r"no (execution|chunk) fits into memory_budget=16 B: the least found is"):
+        with pytest.raises(
+            ValueError, match=r"no (execution|chunk) fits into memory_budget=16 B: the smallest found is"
+        ):
             self.train(plain, cross_entropy, batch, 16, **{**options, "memory_budget": 16})
 
 

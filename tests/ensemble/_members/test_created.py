@@ -1,6 +1,6 @@
 """Created members are those of their own keys, to an ulp.
 
-The last bits are the compiler's, which does not optimise while the tests run. So this file is also a script, that has
+The last bits are the compiler's, which does not optimize while the tests run. So this file is also a script, that has
 the compiler as users have it.
 """
 

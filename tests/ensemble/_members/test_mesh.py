@@ -163,7 +163,7 @@ def collectives(trainer: Trainer, state: Any, batch: Any) -> dict[str, set[str]]
 
 
 def as_on_one(shape: tuple[int, ...], strategy: str, kind: str) -> None:
-    """Parameters, optimiser state, metrics and outputs; six members do not divide over four devices, nor over eight."""
+    """Parameters, optimizer state, metrics and outputs; six members do not divide over four devices, nor over eight."""
     make: Any
     make, loss, batch = {"cnn": (CNN, cross_entropy, (IMAGES, LABELS)), "mlp": (MLP, square, (ROWS, TARGETS))}[kind]
     if kind == "mlp" and len(shape) == 2:

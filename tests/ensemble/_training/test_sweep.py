@@ -1,4 +1,4 @@
-"""Hyperparameters that differ between members: of the optimiser, of the loss, schedules, and grids of them."""
+"""Hyperparameters that differ between members: of the optimizer, of the loss, schedules, and grids of them."""
 
 import functools
 

@@ -459,7 +459,7 @@ class Test_grad_fn:
         assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
 
     def test_what_it_assigns_to_the_parameters_holds(self, plain, create, cross_entropy, make_batches, assert_same):
-        """As in a plain Flax loop, where the optimiser updates the module as it is then."""
+        """As in a plain Flax loop, where the optimizer updates the module as it is then."""
 
         def clipped(loss):
             def gradients(model, *batch):

@@ -234,7 +234,7 @@ def test_budgets_of_hessians_of_several_outputs(mode: str) -> None:
 
 
 def test_an_impossible_budget_of_a_hessian() -> None:
-    with pytest.raises(ValueError, match=r"^hessian: no chunk fits into memory_budget=9 B: the least found is"):
+    with pytest.raises(ValueError, match=r"^hessian: no chunk fits into memory_budget=9 B: the smallest found is"):
         hessian(lambda x: jnp.tanh(x).sum(), mode="fwd_fwd", memory_budget=9)(X[:3])
 
 
@@ -264,11 +264,11 @@ def test_budgets_of_batches(rows: str, mode: str) -> None:
 def test_an_impossible_budget_names_the_least_need(call: Any, probes: list[int]) -> None:
     with pytest.raises(
         ValueError,
-        match=r"^jac\w+: no chunk fits into memory_budget=8 B: the least found is .* KiB, for .* of .* raise",
+        match=r"^jac\w+: no chunk fits into memory_budget=8 B: the smallest found is .* KiB, for .* of .* raise",
     ) as caught:
         call()
     least = min(probes)
-    assert f"the least found is {(least + least // 64 + 256) / 1024:.3g} KiB" in str(caught.value)
+    assert f"the smallest found is {(least + least // 64 + 256) / 1024:.3g} KiB" in str(caught.value)
     assert len(probes) <= 10
 
 

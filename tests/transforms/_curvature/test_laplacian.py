@@ -46,7 +46,7 @@ FUNCTIONS = {
     "dense": lambda x: jnp.tanh(x @ W) @ W.T,
     "both factors move": lambda x: (jnp.outer(x, jnp.sin(x)) @ x) * (x @ x),
     "attention": lambda x: jax.nn.softmax(jnp.outer(x, x**2)) @ jnp.stack([x, x * x], axis=1),
-    "normalised": lambda x: (x - x.mean()) / jnp.sqrt(x.var() + 0.1),
+    "normalized": lambda x: (x - x.mean()) / jnp.sqrt(x.var() + 0.1),
     "convolution": lambda x: jnp.convolve(x, x**2) * jnp.convolve(x, jnp.ones(4)),
     "indices": lambda x: x[jnp.array([0, 2, 2])] ** 3 * x[1] + jnp.zeros(3).at[1].add(x[3] ** 2),
     "slices": lambda x: jnp.concatenate([x[1:] * x[:-1], jnp.pad(x, 1)[::-1]]) ** 2,

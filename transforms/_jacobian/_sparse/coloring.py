@@ -72,8 +72,8 @@ def symmetric_coloring_of(api: str, pattern: Pattern, mode: str) -> Coloring:
     if len(mirrored.rows):
         found = asdex(api).color_symmetric(_for_asdex(api, *mirrored), postprocess=True)
         colors, count = np.asarray(found[0], np.int64), int(found[1])
-    # Entry (i, j) is read in row i of the product of j's colour if no other entry of row i has that colour. Otherwise
-    # (j, i) is read in row j of the product of i's colour: a star coloring guarantees that this is possible.
+    # Entry (i, j) is read in row i of the product of j's color if no other entry of row i has that color. Otherwise
+    # (j, i) is read in row j of the product of i's color: a star coloring guarantees that this is possible.
     summed = colors[mirrored.cols] >= 0
     places = mirrored.rows * count + colors[mirrored.cols]
     alone = np.bincount(places[summed], minlength=size * count) == 1
@@ -108,7 +108,7 @@ def _splits(pattern: Pattern, modes: tuple[str, ...]) -> Iterator[tuple[float, n
 
 
 def _colors(api: str, rows: np.ndarray, cols: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """Return for each column a colour (-1 if it is empty) unique in each of its rows, and the number of colours."""
+    """Return for each column a color (-1 if it is empty) unique in each of its rows, and the number of colors."""
     colors = np.full(shape[1], -1, np.int64)
     used = np.flatnonzero(np.bincount(cols, minlength=shape[1]))
     if len(used) and np.bincount(rows).max() == len(used):  # a full row: every column conflicts with every other

@@ -181,7 +181,7 @@ def _of_products(
 def _products(
     product: Callable[[list[Any]], Any], arrays: list[Any], colors: np.ndarray, count: int, chunk_size: int | None
 ) -> list[Any]:
-    """Return for each output array its products with the sum of the unit vectors of each colour, one per row."""
+    """Return for each output array its products with the sum of the unit vectors of each color, one per row."""
     if not count:
         return []
     starts = starts_of(arrays)

@@ -121,7 +121,7 @@ def _is_scipy(x: Any) -> bool:
 
 
 def asdex(api: str) -> Any:
-    """Return the library that colours patterns, imported on first use."""
+    """Return the library that colors patterns, imported on first use."""
     try:
         import asdex
     except ImportError as error:  # also if asdex imports private names of JAX that this version lacks

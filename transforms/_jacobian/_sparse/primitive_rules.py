@@ -218,7 +218,7 @@ _SUMS = {
     **dict.fromkeys(["reduce_and", "reduce_or", "reduce_xor"], "axes"),  # of integers, bit by bit
     "reduce": "dimensions",
 }
-# Factorisations and transforms: each result element depends on its whole matrix, or line.
+# Factorizations and transforms: each result element depends on its whole matrix, or line.
 _MATRICES = frozenset(
     """
     cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd

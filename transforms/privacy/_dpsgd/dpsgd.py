@@ -43,7 +43,7 @@ class DPSGD:
         example, as a batch of one, so a loss that averages over its batch needs no change.
       optimizer: an optax `GradientTransformation` that uses only gradients.
       l2_clip_norm: the largest norm of an example's gradient; larger gradients are scaled down to it.
-      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero means no privacy: ε is infinite.
+      noise_multiplier: standard deviation of the noise in units of `l2_clip_norm`. Zero is not private: ε is infinite.
       target_epsilon: the ε that `num_steps` steps may spend, instead of `noise_multiplier`, which is then computed.
       target_delta: the δ for which every ε is computed. A warning is issued if it exceeds `1 / num_examples`.
       num_examples: the number of examples in the data. It is assumed to be public.

@@ -81,7 +81,7 @@ class SampledBatches:
         self.sizes = padded_sizes(num_examples, expected, multiple) if sizes is None else _checked(sizes, multiple)
         self._step, self._steps = start, steps
         self._sampling = (ledger.sampling_probability, ledger.bands)
-        # The accountant's neighbouring relation adds or removes an example, so each example draws its group alone.
+        # The accountant's neighboring relation adds or removes an example, so each example draws its group alone.
         sampling = CyclicPoissonSampling(
             ledger.sampling_probability, steps, cycle_length=ledger.bands, partition_type=PartitionType.INDEPENDENT
         )

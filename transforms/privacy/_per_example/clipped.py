@@ -70,7 +70,7 @@ class ClippedGrad:
         return self.report(*args, **kwargs)
 
     def sensitivity(self, neighboring_relation: Any = None) -> float:
-        """Return the L2 sensitivity: the largest distance between the sums of two neighbouring batches.
+        """Return the L2 sensitivity: the largest distance between the sums of two neighboring batches.
 
         Args:
           neighboring_relation: a `dp_accounting.NeighboringRelation`; None for REPLACE_SPECIAL, in which padding
@@ -116,7 +116,7 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Sum the clipped gradients of the samples of a batch.
 
-    A drop-in replacement for `jax_privacy.clipped_grad`, at about the cost of an ordinary gradient. One behaviour
+    A drop-in replacement for `jax_privacy.clipped_grad`, at about the cost of an ordinary gradient. One behavior
     differs: a sample with a non-finite gradient norm contributes zero, while jax-privacy zeroes single elements.
 
     Args:
@@ -162,7 +162,7 @@ def clipped_grad(
     Cost:
       "auto": 0.9 to 1.2 times the time of `jax.grad` of the batch, and 0.06 to 2.5 times its memory, for the networks
       of the benchmarks. "vmap": memory for batch times parameters. Every method needs that memory for parameters that
-      the loss also decays, or normalises before their use. Leave weight decay to the optimiser.
+      the loss also decays, or normalizes before their use. Leave weight decay to the optimizer.
 
     Rounding:
       A sample is clipped by an upper bound on its norm that includes rounding errors, so that the clipping bound also

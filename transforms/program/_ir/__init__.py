@@ -5,7 +5,7 @@ The input is a call; the output is the provenance and the cost of each instructi
 `traced_program.py` traces and compiles a call, with named scopes for the parts of NNX modules (`module_scopes.py`).
 `hlo.py` parses the text of the compiled program into computations, instructions and array types.
 `provenance.py` splits an instruction's `op_name` into the JAX operation and its scopes, and adds the source line. It
-finds the nearest named neighbours of an instruction without a name, and divides an instruction, such as a fusion,
+finds the nearest named neighbors of an instruction without a name, and divides an instruction, such as a fusion,
 among the JAX operations that it represents.
 `unnamed_dots.py` matches unnamed matrix products and convolutions with the products of the jaxpr.
 `cost.py` counts floating point operations and bytes of memory traffic from the shapes of an instruction.

@@ -16,7 +16,7 @@ PRODUCTS = {"dot": "dot_general", "convolution": "conv_general_dilated"}
 VIEWS = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "rev", "pad", "slice"}
 )
-# The maximum distance, in operands and users, to search for a neighbour with a name.
+# The maximum distance, in operands and users, to search for a neighbor with a name.
 _STEPS = 6
 # Names that JAX adds to the scopes for the structure of a program: calls, loop bodies, branches.
 _CALLS = frozenset(
@@ -98,7 +98,7 @@ def place_of(program: HloProgram, instruction: Instruction) -> Provenance | None
 def around(
     program: HloProgram, instruction: Instruction, known: Mapping[str, Provenance], *, users: bool = True
 ) -> Iterator[Provenance]:
-    """Yield the provenance of the nearest neighbours of an instruction, breadth first.
+    """Yield the provenance of the nearest neighbors of an instruction, breadth first.
 
     Args:
       program: the program.
@@ -115,12 +115,12 @@ def around(
         for name in names:
             if name not in seen:
                 seen.add(name)
-                neighbour = program.instructions[name]
-                place = known.get(name) or place_of(program, neighbour)
+                neighbor = program.instructions[name]
+                place = known.get(name) or place_of(program, neighbor)
                 if place is not None:
                     yield place
                 elif steps < _STEPS:
-                    queue.append((neighbour, steps + 1))
+                    queue.append((neighbor, steps + 1))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def is_mixed(program: HloProgram, instruction: Instruction) -> bool:
 
 
 def _nearest(program: HloProgram, instruction: Instruction, found: Mapping[str, Provenance]) -> Provenance:
-    """Return the operation of an instruction without a name, with the scope and line of its nearest neighbour."""
+    """Return the operation of an instruction without a name, with the scope and line of its nearest neighbor."""
     near = next(around(program, instruction, found), Provenance("", "", ""))
     parts = program.inside(instruction) if instruction.opcode == "fusion" else ()
     # Name a fusion after its most expensive operation, or after its root if it has no arithmetic.

@@ -1,8 +1,8 @@
 """Attribute matrix products and convolutions of a compiled program that have lost their names.
 
 XLA's rewrites of a convolution, above all of the gradient of its weights, create instructions without names. The jaxpr
-still has the product, with a result of the same axis sizes and the same neighbours. The products of both programs are
-therefore matched: first those with names, then the others by sizes and neighbours.
+still has the product, with a result of the same axis sizes and the same neighbors. The products of both programs are
+therefore matched: first those with names, then the others by sizes and neighbors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unnamed_dots(program: HloProgram, closed: Any) -> dict[str, Provenance]:
     for x, place in products:
         near = set(around(program, x, {}, users=False))
         if place is None and (candidates := [y for y in written if y.lengths == _lengths(x.results[0].shape)]):
-            # Among several of these sizes, take the one with most neighbours in common, otherwise the first.
+            # Among several of these sizes, take the one with most neighbors in common, otherwise the first.
             best = max(candidates, key=lambda y: len(near & y.sources))
             written.remove(best)
             found[x.name] = best.place

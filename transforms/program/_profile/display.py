@@ -9,7 +9,7 @@ from ..._core.arguments import describe
 
 Name = TypeVar("Name", bound=str)
 
-# Two colours of Paul Tol's bright scheme, which colour-blind readers can distinguish.
+# Two colors of Paul Tol's bright scheme, which color-blind readers can distinguish.
 _COLORS = "#4477aa", "#ee6677"
 _LONGEST = 48  # characters of a name; for longer names the end is shown, which is the operation
 

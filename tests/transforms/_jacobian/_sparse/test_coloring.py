@@ -102,5 +102,5 @@ def test_a_symmetric_arrow_takes_two_products() -> None:
     assert symmetric_coloring_of("test", pattern_of(arrow(50)), "forward").counts == (2, 0)
 
 
-def test_a_full_pattern_is_not_coloured_pair_by_pair() -> None:
+def test_a_full_pattern_is_not_colored_pair_by_pair() -> None:
     assert coloring_of("test", full_pattern((2000, 3000)), ("forward",)).counts == (3000, 0)

@@ -342,7 +342,7 @@ CELLS: dict[str, tuple[Any, int | None]] = {
     "complex cast": (lambda x: jnp.real((x.astype(complex) + 1j) * jnp.conj(x[::-1] + 2j)), 12),
     "complex solve": (lambda x: jnp.abs(jnp.linalg.solve(matrix(x) + 1j, x[:3] + 0j)), 18),
     "complex eigenvalues": (lambda x: jnp.linalg.eigh(positive(x) + 0j)[0], 18),
-    "products of neighbours": (lambda x: lax.associative_scan(jnp.multiply, x, reverse=True), 21),
+    "products of neighbors": (lambda x: lax.associative_scan(jnp.multiply, x, reverse=True), 21),
     "affine scan": (
         lambda x: lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (x, jnp.sin(x)))[1],
         None,

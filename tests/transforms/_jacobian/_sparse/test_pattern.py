@@ -307,7 +307,7 @@ def test_products_with_the_result() -> None:
         (lambda x: rounded_back(x) * jnp.roll(x, 1), "reverse", (0, 2)),
     ],
 )
-def test_the_mode_follows_from_the_colours(fun: Any, mode: str, colors: Any) -> None:
+def test_the_mode_follows_from_the_colors(fun: Any, mode: str, colors: Any) -> None:
     sparse = jacobian(fun, sparsity="auto")
     x = np.linspace(0.1, 1, 50, dtype=np.float32)
     choice = sparse.explain(x)

@@ -251,7 +251,7 @@ def test_what_padding_holds_does_not_matter() -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
-def test_neighbours_are_at_most_one_clip_norm_apart(scale: float, method: str) -> None:
+def test_neighbors_are_at_most_one_clip_norm_apart(scale: float, method: str) -> None:
     """The whole step without its noise, with an example and without it: what the noise has to hide."""
     dp = noiseless(method)
     x = (scale * X).astype(np.float32)

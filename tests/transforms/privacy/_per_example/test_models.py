@@ -526,11 +526,11 @@ MODELS: dict[str, Model] = {
         {"adapted": {"lora_a": (6, 2), "lora_b": (2, 7)}, "last": {"lora_a": (7, 3), "lora_b": (3, 5)}},
         {"adapted": {"kernel": (6, 7), "bias": (7,)}, "last": {"kernel": (7, 5), "bias": (5,)}},
     ),
-    "weight normalised, NNX": Model(WeightNormed, FLAT, DIRECTED),
-    "weight normalised, Linen": Model(
+    "weight normalized, NNX": Model(WeightNormed, FLAT, DIRECTED),
+    "weight normalized, Linen": Model(
         LinenWeightNormed(), FLAT, LAST | table(dense="inner.kernel inner.bias outer.inner.kernel.scale")
     ),
-    "weight normalised": Model(weight_normed, FLAT, DIRECTED, WeightNormed),
+    "weight normalized": Model(weight_normed, FLAT, DIRECTED, WeightNormed),
 }
 
 

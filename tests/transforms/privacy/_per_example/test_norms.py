@@ -165,7 +165,7 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
     "parameters alone": (lambda p, x: jnp.sum(p**2), WIDE, VECTOR, "dense"),
     "no parameters": (lambda p, x: jnp.sum(x), WIDE, VECTOR, ""),
     "scale and shift": (normed, {"scale": array(3), "shift": array(3)}, ROWS, "dense, dense"),
-    "weight normalisation": (weight_normed, {"v": array(3, 4), "g": array(4)}, VECTOR, "dense, dense"),
+    "weight normalization": (weight_normed, {"v": array(3, 4), "g": array(4)}, VECTOR, "dense, dense"),
     "embedding": (lambda p, i: total(p[i]), array(9, 4), INDEX, "row-sparse"),
     "embedding out of range": (lambda p, i: total(p.at[i - 3].get(mode="fill", fill_value=0)), array(4, 3), INDEX,
                                "row-sparse"),

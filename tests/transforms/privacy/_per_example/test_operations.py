@@ -41,7 +41,7 @@ clipping.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
 def scaled_by_one_and(params: Any, x: Any) -> Any:
-    """The normalisation of a Gemma: its scale is an operation of parameters and constants."""
+    """The normalization of a Gemma: its scale is an operation of parameters and constants."""
     hidden = x[0] @ params["w"]
     hidden = hidden * lax.rsqrt(jnp.mean(hidden**2) + 1e-6) * (1 + params["scale"])
     return jnp.sum(hidden.astype(jnp.float32) ** 2 * jnp.arange(4))

@@ -160,7 +160,7 @@ STEPS: dict[str, Any] = {
     "row shift": lambda a, b: a + b[:, :1],
     "quotient": lambda a, b: a / (2 + b**2),
     "tanh": lambda a, b: jnp.tanh(a),
-    "normalised": lambda a, b: a / jnp.sqrt(1 + jnp.sum(b**2)),
+    "normalized": lambda a, b: a / jnp.sqrt(1 + jnp.sum(b**2)),
     "reshape": lambda a, b: a.T.reshape(N, N) + b.reshape(N * N)[::-1].reshape(N, N),
     "concatenate": lambda a, b: jnp.concatenate([a[:1], b[1:]]),
     "wide product": lambda a, b: jnp.concatenate([a, b], 1) @ jnp.concatenate([b, a]),
@@ -223,7 +223,7 @@ STEPS: dict[str, Any] = {
     # Half precision, with operations on parameters alone.
     **{f"{dtype.__name__} product": partial(half, dtype) for dtype in (jnp.float16, jnp.bfloat16)},
     **{f"{dtype.__name__} norm": partial(half_norm, dtype) for dtype in (jnp.float16, jnp.bfloat16)},
-    # Solves and factorisations.
+    # Solves and factorizations.
     "solve": lambda a, b: jnp.linalg.solve(well(a), b),
     "solve one": lambda a, b: b * jnp.linalg.solve(well(b), a[0]),
     "solve in steps": solved_in_steps,

@@ -1,4 +1,4 @@
-"""The sums of neighbouring batches are no farther apart than `.sensitivity()`, whatever the examples hold."""
+"""The sums of neighboring batches are no farther apart than `.sensitivity()`, whatever the examples hold."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def distance(x: Any, y: Any) -> Any:
     return np.sqrt(sum(np.square(leaf).reshape(len(leaf), -1).sum(1) for leaf in leaves))
 
 
-def neighbours(of: Callable[..., Any], params: Any, draws: Any, bounds: Any) -> dict[NeighboringRelation, Any]:
-    """How far apart the sums of neighbouring batches are, for each draw; the second example is the one that differs.
+def neighbors(of: Callable[..., Any], params: Any, draws: Any, bounds: Any) -> dict[NeighboringRelation, Any]:
+    """How far apart the sums of neighboring batches are, for each draw; the second example is the one that differs.
 
     Args:
       of: from a bound to the function of a batch.
@@ -152,7 +152,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def farthest(method: str, way: str) -> dict[NeighboringRelation, tuple[Any, Any, Any]]:
-    """For each relation and draw: the bound, how far apart neighbouring sums are, and how far they may be."""
+    """For each relation and draw: the bound, how far apart neighboring sums are, and how far they may be."""
     dtype, options = WAYS[way]
     generator = np.random.default_rng(20)
     examples = draw_examples(generator, DRAWS * (BATCH + 1), dtype)
@@ -162,7 +162,7 @@ def farthest(method: str, way: str) -> dict[NeighboringRelation, tuple[Any, Any,
     draws["size"][::2, BATCH] *= -1
     bounds = generator.choice(BOUNDS, size=DRAWS)
     of = lambda bound: clipped_grad(loss, l2_clip_norm=bound, method=method, **options)
-    apart = neighbours(of, jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS), draws, bounds)
+    apart = neighbors(of, jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS), draws, bounds)
     allowed = {relation: [of(float(bound)).sensitivity(relation) for bound in bounds] for relation in apart}
     return {relation: (bounds, apart[relation], np.array(allowed[relation])) for relation in apart}
 
@@ -182,7 +182,7 @@ def test_no_draw_exceeds_the_sensitivity_and_some_come_close(method: str, way: s
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_groups_of_samples_are_neighbours_too(method: str) -> None:
+def test_groups_of_samples_are_neighbors_too(method: str) -> None:
     generator = np.random.default_rng(21)
     draws = draw_examples(generator, 200 * 2 * 3)
     draws = jax.tree.map(lambda x: x.reshape(200, 2, 3, *x.shape[1:]), draws)  # two users with three samples each

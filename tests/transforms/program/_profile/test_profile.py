@@ -206,7 +206,7 @@ def test_gradients_of_branches_are_in_their_layers() -> None:
 
     step = nnx.grad(lambda model, x: (model(x) ** 2).mean())
     flops = flops_of(profile(step, Branches(nnx.Rngs(0)), IMAGES, repeats=1), "conv_general_dilated")
-    # The nearest neighbour with a name of the gradient of the short one's weights is in another layer.
+    # The nearest neighbor with a name of the gradient of the short one's weights is in another layer.
     assert flops["transpose(jvp(short))"] == 2 * flops["jvp(short)"]
     assert flops["transpose(jvp(long))"] == 2 * flops["jvp(long)"]
 
