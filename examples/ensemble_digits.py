@@ -118,7 +118,7 @@ def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, 
     left_panel.semilogx(rates, alone, "o", color="tab:blue", markersize=8, label="members, each alone")
     left_panel.axhline(alone.mean(), color="tab:blue", linestyle=":", label=f"their mean, {alone.mean():.1f} %")
     left_panel.axhline(together, color="tab:orange", linewidth=2.5, label=f"the ensemble, {together:.1f} %")
-    left_panel.set(xlabel="learning rate of the member", ylabel="test accuracy (%)", title="Together they know more")
+    left_panel.set(xlabel="learning rate of the member", ylabel="test accuracy (%)", title="Test accuracy")
     left_panel.xaxis.set_major_formatter(mpl.ticker.StrMethodFormatter("{x:g}"))
     left_panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
     left_panel.legend(loc="lower right")
@@ -139,7 +139,7 @@ def draw(path: Path, rates: np.ndarray, test: Prediction, shuffled: Prediction, 
     right_panel.plot([], [], color="black", linewidth=2.5, label="median")
     right_panel.legend(loc="lower center")
     right_panel.set_xticks(range(3), [f"{name}\n({len(values)} images)" for name, (values, _) in groups.items()])
-    right_panel.set(xlim=(-0.5, 2.5), ylabel="predictive entropy (nats)", title="It is unsure where it should be")
+    right_panel.set(xlim=(-0.5, 2.5), ylabel="predictive entropy (nats)", title="Predictive entropy by kind")
     for panel in (left_panel, right_panel):
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)
@@ -189,7 +189,7 @@ def main() -> None:
     same = int((logits.argmax(axis=-1) == inside).sum())
     console.print(
         f"Member {i}, loaded alone: {same} of {len(inside)} predictions match the ensemble's, logits "
-        f"{'equal to the bit to those of' if exact else 'DIFFERENT from those of'} ensemble[{i}]."
+        f"{'bitwise equal to those of' if exact else 'DIFFERENT from those of'} ensemble[{i}]."
     )
 
 

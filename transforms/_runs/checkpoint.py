@@ -146,11 +146,10 @@ class Checkpoint:
         wanted = {array["key"]: array for array in expected}
         for key in [*wanted, *written]:
             if written.get(key) != wanted.get(key):
-                has = f"{_say(written.get(key))} at `{(wanted.get(key) or written[key])['path']}` in the {part} of each member"
+                path = (wanted.get(key) or written[key])["path"]
+                has = f"{_say(written.get(key))} at `{path}` in the {part} of each member"
                 lacks = f"like has {_say(wanted.get(key))}"
-                raise ValueError(
-                    f"{self} has {has}, but {lacks}; pass a `like` of the model and optimizer that were saved."
-                )
+                raise ValueError(f"{self} has {has}, but {lacks}; pass a `like` of the saved model and optimizer.")
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]
 

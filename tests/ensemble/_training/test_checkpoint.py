@@ -310,9 +310,7 @@ class Test_refusals:
     def test_another_architecture(self, tmp_path, ens, plain):
         save(tmp_path / "a", ens)
         other = Ensemble.create(lambda rngs: plain(rngs, width=6), 3, seed=0)
-        match = (
-            r"has nothing at `first.bias` in the ensemble of each member, but like has shape \(6,\) and dtype float32"
-        )
+        match = r"nothing at `first.bias` in the ensemble of each member, but like has shape \(6,\) and dtype float32"
         with pytest.raises(ValueError, match=match):
             load(tmp_path / "a", other)
         with pytest.raises(ValueError, match=match):

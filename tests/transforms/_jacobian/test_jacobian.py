@@ -200,7 +200,7 @@ def test_auto_says_why() -> None:
     times = jacobian(lambda w, x: w @ x, 1)
     assert times.explain(wide, np.ones(40, np.float32))[:3] == ("reverse", 40, 2)
     x = np.ones(2, np.float32)
-    assert times.explain(tall, x).why == "there are 2 inputs and 40 outputs"
+    assert times.explain(tall, x).why == "input size 2, output size 40"
     choice = times.explain(square, np.ones(6, np.float32))
     assert choice.flops is not None
     assert set(choice.flops) == {"forward", "reverse"}
