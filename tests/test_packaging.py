@@ -199,7 +199,7 @@ def test_the_version_is_that_of_the_project() -> None:
 
 def test_the_site_and_the_metadata_link_to_one_repository() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
-    address, name = (re.search(rf"^{key}: (\S+)$", site, flags=re.MULTILINE)[1] for key in ("repo_url", "repo_name"))
+    address, name = (re.findall(rf"^{key}: (\S+)$", site, flags=re.MULTILINE)[0] for key in ("repo_url", "repo_name"))
     assert address == f"https://github.com/{name}"
     urls = PROJECT["project"]["urls"]
     assert set(urls) == {"Homepage", "Source", "Documentation", "Changelog", "Issues"}
