@@ -188,8 +188,8 @@ def main() -> None:
     inside = test.members[i].argmax(axis=-1)
     same = int((logits.argmax(axis=-1) == inside).sum())
     console.print(
-        f"Member {i}, loaded alone: {same} of {len(inside)} predictions match the ensemble's, logits "
-        f"{'bitwise equal to those of' if exact else 'DIFFERENT from those of'} ensemble[{i}]."
+        f"Member {i}, loaded alone: {same} of {len(inside)} predictions equal those of ensemble[{i}], logits "
+        f"{'bitwise equal' if exact else 'DIFFERENT'}."
     )
 
 

@@ -243,6 +243,6 @@ def _check_independent(call: Call, size: int) -> None:
     pairs = np.argwhere(found & ~np.eye(size, dtype=bool))
     if len(pairs):
         named = ", ".join(f"{j} on {i}" for i, j in pairs[:5].tolist())
-        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        more = f"; and {len(pairs) - 5} more pairs" if len(pairs) > 5 else ""
         remedy = 'use rows="vmap" to call fun on each sample alone, or jacobian for the whole matrix'
         raise ValueError(f"batch_jacobian: samples depend on others ({named}{more}); {remedy}.")

@@ -148,7 +148,7 @@ def choose_mode(api: str, call: Call) -> ModeChoice:
         return choice(first, why=f"fun branches on values; {inputs} inputs, {outputs} outputs")
     # Ties go to reverse mode: its rows are contiguous in memory, while the columns of forward mode are strided.
     if flops["reverse"] == flops["forward"]:
-        return choice("reverse", flops=flops, why="XLA counts as many operations for both; rows are contiguous")
+        return choice("reverse", flops=flops, why="equally many operations; reverse mode writes contiguous rows")
     return choice(min(flops, key=flops.__getitem__), flops=flops, why="XLA counts fewer operations")
 
 

@@ -147,8 +147,8 @@ class Checkpoint:
         for key in [*wanted, *written]:
             if written.get(key) != wanted.get(key):
                 path = (wanted.get(key) or written[key])["path"]
-                has = f"{_say(written.get(key))} at `{path}` in the {part} of each member"
-                lacks = f"like has {_say(wanted.get(key))}"
+                has = f"{_say(written.get(key))} at `{path}` in `{part}`, for each member"
+                lacks = f"`like` has {_say(wanted.get(key))}"
                 raise ValueError(f"{self} has {has}, but {lacks}; pass a `like` of the saved model and optimizer.")
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]

@@ -150,7 +150,7 @@ def test_a_save_that_fails_at_the_very_end_leaves_what_was_there(tmp_path, ens, 
 def test_a_save_killed_between_its_renames_says_where_the_earlier_one_is(tmp_path, ens):
     save(tmp_path / "a", ens)
     (tmp_path / "a").rename(tmp_path / ".a.0123.replaced")
-    with pytest.raises(FileNotFoundError, match=r"is at .*\.a\.0123\.replaced; rename it back"):
+    with pytest.raises(FileNotFoundError, match=r"left the previous one at .*\.a\.0123\.replaced; rename it back"):
         load(tmp_path / "a", ens)
 
 
@@ -310,7 +310,7 @@ class Test_refusals:
     def test_another_architecture(self, tmp_path, ens, plain):
         save(tmp_path / "a", ens)
         other = Ensemble.create(lambda rngs: plain(rngs, width=6), 3, seed=0)
-        match = r"nothing at `first.bias` in the ensemble of each member, but like has shape \(6,\) and dtype float32"
+        match = r"nothing at `first.bias` in `ensemble`, for each member, but `like` has shape \(6,\) and dtype float32"
         with pytest.raises(ValueError, match=match):
             load(tmp_path / "a", other)
         with pytest.raises(ValueError, match=match):
@@ -319,13 +319,13 @@ class Test_refusals:
     def test_another_dtype(self, tmp_path, ens):
         save(tmp_path / "a", ens)
         half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, ens)
-        with pytest.raises(ValueError, match=r"dtype float32 at .* but like has .* dtype bfloat16"):
+        with pytest.raises(ValueError, match=r"dtype float32 at .* but `like` has .* dtype bfloat16"):
             load(tmp_path / "a", half)
 
     def test_another_optimizer(self, tmp_path, state, ens, cross_entropy):
         save(tmp_path / "a", state)
         other = Trainer(cross_entropy, optax.sgd(0.1, momentum=0.9)).init(ens)
-        with pytest.raises(ValueError, match="of a member's opt_state, but like has"):
+        with pytest.raises(ValueError, match="in `opt_state`, for each member, but `like` has"):
             load(tmp_path / "a", other)
 
     def test_no_training_state_there(self, tmp_path, ens, state):

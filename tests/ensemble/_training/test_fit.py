@@ -429,7 +429,7 @@ class Test_refusals:
 
     def test_a_checkpoint_of_another_ensemble(self, tmp_path, trainer, ens, cross_entropy, stateful, make_batches):
         trainer.fit(trainer.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
-        with pytest.raises(ValueError, match="in the ensemble of each member, but like has"):
+        with pytest.raises(ValueError, match="in `ensemble`, for each member, but `like` has"):
             trainer.fit(trainer.init(Ensemble.create(stateful, 3, seed=0)), [], progress=False, checkpoint_dir=tmp_path)
 
     def test_a_checkpoint_later_than_asked_for(self, tmp_path, trainer, ens, make_batches):
