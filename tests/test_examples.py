@@ -61,7 +61,7 @@ SMALL = {
 
 def test_the_gradients_of_each_sample(tmp_path):
     shown = run("examples/per_sample_gradients.py", "--batch", "2", "--steps", "20", "--out", str(tmp_path / "out"))
-    assert "['dense1']['kernel']   outer product  inner products between positions, 1" in shown
+    assert "['dense1']['kernel']   outer product  inner products between positions: 1 per" in shown
     assert (tmp_path / "out" / "per_sample_gradients.png").read_bytes().startswith(b"\x89PNG")
 
 

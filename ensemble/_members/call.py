@@ -47,7 +47,8 @@ def call_members(
         """Return the output of one member; raise if the call changes its state."""
         arguments = (split(member.__plurax_member__()), *static.join(arrays))
         out, models = call_with_models(_evaluate, arguments)
-        refuse_changes("Ensemble: a call", _evaluate, arguments, models, "which would be lost; use")
+        why, view = "which would be lost; use", "ensemble.view("
+        refuse_changes("Ensemble: a call", _evaluate, arguments, models, why, view=view)
         return out
 
     def call(ens: Any, arrays: list[Any]) -> Any:

@@ -43,7 +43,7 @@ class Execution(NamedTuple):
         words = (
             self.strategy,
             "" if self.chunk_size is None else f"{self.chunk_size} at a time",
-            "convolutions as products" if self.products else "",
+            "convolutions as matrix products" if self.products else "",
             f"on {self.devices} devices" if self.devices > 1 else "",
         )
         return ", ".join(filter(None, words))

@@ -167,14 +167,16 @@ def refuse_changes(
     why: str,
     more: str = "",
     returned: Sequence[Any] = (),
+    view: str = "nnx.view(model, ",
 ) -> None:
     """Raise if a call has changed the state of one of its models, except models that it has `returned`.
 
     `why` is the reason in the error, and leads over to the evaluation mode as the remedy; `more` is a further remedy.
+    `view` is the beginning of the call that returns the model in that mode.
     """
     for model, paths in zip(models, changes(function, arguments, models, returned), strict=True):
         if paths:
-            modes = "nnx.view(model, use_running_average=True) for BatchNorm, deterministic=True for dropout"
+            modes = f"{view}use_running_average=True) for BatchNorm, deterministic=True for dropout"
             state = f"the state of {type(model).__name__} (`{paths[0]}`)"
             raise ValueError(f"{who} changes {state}, {why} its evaluation mode: {modes}{more}.")
 

@@ -149,7 +149,7 @@ class Checkpoint:
                 path = (wanted.get(key) or written[key])["path"]
                 has = f"{_say(written.get(key))} at `{path}` in `{part}`, for each member"
                 lacks = f"`like` has {_say(wanted.get(key))}"
-                raise ValueError(f"{self} has {has}, but {lacks}; pass a `like` of the saved model and optimizer.")
+                raise ValueError(f"{self} has {has}, but {lacks}; pass as `like` an object with the saved structure.")
         places = {key: place for place, key in enumerate(written)}
         return [places[key] for key in wanted]
 

@@ -85,7 +85,7 @@ def choose(program: ExampleProgram, batch: int, most: int, spmd_axis_name: Any) 
     cost, method, size = min(found)
     other = min(cost for cost, other, _ in found if other != method)
     instead = "with" if method == "book_keeping" else "without"
-    why = f"estimated cost {cost / 2**20:.1f} MiB of memory traffic, {other / 2**20:.1f} MiB {instead} stored gradients"
+    why = f"estimated memory traffic {cost / 2**20:.1f} MiB; {other / 2**20:.1f} MiB {instead} stored gradients"
     return MethodChoice(method, size, why)
 
 

@@ -67,7 +67,10 @@ def report_uses(program: ExampleProgram, names: list[str], forms: dict[int, Grad
             how = "computed from the parameters" if use.value.layout is None else "used in other ways too"
             why = f"the operand is {how}, so each example's gradient is materialized"
         elif isinstance(form, OuterProduct):
-            rule, why = "outer product", f"inner products between positions, {form.left.shape[2]} for each example"
+            rule, why = (
+                "outer product",
+                f"inner products between positions: {form.left.shape[2]} per example",
+            )
         elif isinstance(form, RowSparse):
             rule, why = "row-sparse", f"rows of a table are taken, {form.rows.shape[2]} for each example"
         else:

@@ -218,7 +218,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Any, dp: DPSGD, sta
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Any, dp: DPSGD, state: Any) -> None:
     dp.save(tmp_path / "a", state)
     like = dp.init(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"^DPSGD.load: the checkpoint at .* but `like` has .*; pass a `like` of"):
+    with pytest.raises(ValueError, match=r"^DPSGD.load: the checkpoint at .* but `like` has .*; pass as `like`"):
         dp.load(tmp_path / "a", like)
 
 

@@ -340,7 +340,7 @@ def test_calls_without_a_meaning_are_refused() -> None:
         of(PARAMS, X, Y, is_padding_example=np.zeros(5, bool))
     model = Counting()
     for method in ("vmap", "ghost", "book_keeping"):
-        with refused(ValueError, r"fun changes the state of Counting \(`count`\), of which there is one for all"):
+        with refused(ValueError, r"fun changes the state of Counting \(`count`\), which all examples share"):
             clipped_grad(lambda m, x: m(x), l2_clip_norm=1.0, method=method)(model, X)
     assert float(model.count[...]) == 0
 
@@ -362,7 +362,7 @@ def test_what_auto_takes_depends_on_the_shapes_alone(monkeypatch: pytest.MonkeyP
     auto = clipped_grad(wide, l2_clip_norm=1.0, return_grad_norms=True)
     report = auto.explain(params, long)
     assert report[:2] == ("vmap", 2)
-    assert re.fullmatch(r"estimated cost [\d.]+ MiB of memory traffic, [\d.]+ MiB without stored gradients", report.why)
+    assert re.fullmatch(r"estimated memory traffic [\d.]+ MiB; [\d.]+ MiB without stored gradients", report.why)
     assert [(use.parameter, use.rule) for use in report.uses] == [("params['a']", "dense"), ("params['b']", "dense")]
     assert auto.explain(params, short)[:2] == ("book_keeping", 2)
     narrow = {"a": params["a"][:, :4], "b": params["b"][:4]}
