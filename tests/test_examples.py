@@ -215,7 +215,7 @@ def test_the_demo(tmp_path):
     assert shown.count("member ") >= 4
     assert "members' mean" in shown
     assert "360 of 360 predictions equal those of ensemble" in shown
-    assert "equal to the bit" in " ".join(shown.split())
+    assert "bitwise equal" in " ".join(shown.split())
     assert (tmp_path / "out" / "ensemble_digits.png").read_bytes().startswith(b"\x89PNG")
     manifest = json.loads((tmp_path / "out" / "ensemble_digits" / checkpoint._MANIFEST).read_text())
     assert (manifest["size"], manifest["step"]) == (4, 30)
