@@ -123,12 +123,19 @@ with tempfile.TemporaryDirectory() as directory:
     reveal_type(load_member(f"{directory}/state", 0, state))  # MLP
     reveal_type(load_member(f"{directory}/state", 0, ens[1]))  # MLP
 
-# Transforms: a derivative has the structure of the arguments, which no checker can follow: it is Any.
+# Transforms: a derivative with the structure of the arguments, which no checker can follow, is Any.
 reveal_type(vmap(cubic)(X))  # Array
 reveal_type(grad(cubic)(X[0], scale=2.0))  # Any
 reveal_type(value_and_grad(cubic)(X[0]))  # tuple[Array, Any]
 reveal_type(value_and_grad(with_aux, has_aux=True)(X[0]))  # tuple[tuple[Array, dict[str, Array]], Any]
-reveal_type(jacobian(cubic)(X[0], scale=2.0))  # Any
+reveal_type(jacobian(cubic)(X[0]))  # Array
+reveal_type(jacobian(cubic)(X[0], scale=2.0))  # Array
+reveal_type(jacobian(cubic)(np.ones(3)))  # Array
+reveal_type(jacobian(lambda d: d["x"] ** 2)({"x": X[0]}))  # Any
+reveal_type(jacobian(loss, 1)(ens[0], X, Y))  # Any
+reveal_type(jacobian(cubic, (0,))(X[0]))  # Any
+reveal_type(jacobian(with_aux, has_aux=True)(X[0]))  # Any
+reveal_type(jacobian(jnp.sin, sparsity="auto", mode="forward")(X[0]))  # Any
 reveal_type(jacobian(cubic).explain(X[0]).mode)  # str
 reveal_type(vmap(hessian(cubic))(X))  # Any
 reveal_type(jvp(cubic, (X,), (X,)))  # tuple[Array, Array]
@@ -178,6 +185,8 @@ def wrong() -> None:
     calibration.conformal_sets(X, X, score="softmax")
     jacobian(cubic, mode="foward")
     jacobian(cubic)(X, scle=2.0)
+    jacobian(loss)(ens[0], X)
+    jacobian(jnp.dot)(X)
     hessian(cubic, mode="forward")
     hvp(cubic, X, X, mode="reverse")
     batch_jacobian(cubic, rows="columns")

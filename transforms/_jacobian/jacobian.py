@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, ParamSpec, Protocol, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, Unpack, get_args, overload
 
 import jax
+from jax.typing import ArrayLike
 
 from .._calls.call import Call
 from .._core.arguments import Argnums, check_argnums, check_callable, check_choice, check_count, wrap_like
@@ -28,6 +29,27 @@ class Jacobian(Protocol[P]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> ModeChoice:
         """Return the mode that is used for these arguments, and the reason."""
+
+
+class ArrayJacobian(Protocol[P]):
+    """The `Jacobian` of a function from an array, and further arguments, to an array."""
+
+    @overload
+    def __call__(self, x: ArrayLike, /, *args: P.args, **kwargs: P.kwargs) -> jax.Array: ...
+    @overload
+    def __call__(self, x: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any: ...
+
+    def explain(self, x: Any, /, *args: P.args, **kwargs: P.kwargs) -> ModeChoice:
+        """Return the mode that is used for these arguments, and the reason."""
+
+
+class _Options(TypedDict, total=False):
+    mode: Mode
+    chunk_size: int | None
+    memory_budget: int | str | None
+    check: bool
+    holomorphic: bool
+    allow_int: bool
 
 
 def jacfwd(
@@ -138,6 +160,24 @@ def jacrev(
     return jacobian_of("jacrev", fun, argnums, has_aux, "reverse", chunk_size, memory_budget, **kinds)
 
 
+@overload
+def jacobian(
+    fun: Callable[Concatenate[jax.Array, P], jax.Array],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    sparsity: None = None,
+    **options: Unpack[_Options],
+) -> ArrayJacobian[P]: ...
+@overload
+def jacobian(
+    fun: Callable[P, Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    sparsity: Any = None,
+    **options: Unpack[_Options],
+) -> Jacobian[P]: ...
 def jacobian(
     fun: Callable[P, Any],
     argnums: Argnums = 0,
