@@ -179,7 +179,7 @@ def jacobian(
     **options: Unpack[_Options],
 ) -> Jacobian[P]: ...
 def jacobian(
-    fun: Callable[P, Any],
+    fun: Callable[..., Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
@@ -190,7 +190,7 @@ def jacobian(
     check: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Jacobian[P]:
+) -> Any:
     """Compute the Jacobian of `fun` in the cheaper mode, dense or sparse.
 
     Args:
