@@ -1,4 +1,4 @@
-"""The page of benchmarks, its pictures and the files that they are rendered from; and how the files are written."""
+"""The page of benchmarks, its plots, and the files that they are rendered from."""
 
 import argparse
 import importlib
@@ -15,7 +15,7 @@ HERE = Path(__file__).parents[1] / "benchmarks"
 
 
 def module(name: str) -> Any:
-    """A module of the benchmarks, which find each other as scripts do."""
+    """Import a module of the benchmarks, as their scripts do."""
     sys.path.insert(0, str(HERE))
     try:
         return importlib.import_module(name)
@@ -28,7 +28,7 @@ render = module("render")
 
 @pytest.fixture
 def here(tmp_path):
-    """A copy of the files and the page."""
+    """Return a copy of the files and the page."""
     for path in (*HERE.glob("*.json"), *(HERE / name for name in render.PAGES)):
         shutil.copy(path, tmp_path)
     return tmp_path
@@ -36,7 +36,7 @@ def here(tmp_path):
 
 @pytest.fixture
 def measure(monkeypatch, here):
-    """The module that measures, which writes into the copy."""
+    """Return the measuring module, set to write into the copy."""
     found = module("_measure")
     monkeypatch.setattr(found.render, "HERE", here)
     return found

@@ -1,4 +1,4 @@
-"""What `make examples` writes into the pages is what the examples print and draw, and nothing of one that fails."""
+"""`make examples` writes into the pages what the examples print and draw, and nothing from a failing example."""
 
 import importlib.util
 import re
@@ -46,7 +46,7 @@ def capture() -> Any:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A checkout with an example that draws, one that fails, one that no page shows, and a script that is none."""
+    """A checkout with an example that draws, one that fails, one that no page shows, and a non-example script."""
     for folder in ("examples", "docs"):
         (tmp_path / folder).mkdir()
     for name, code in {

@@ -1,4 +1,4 @@
-"""The pages on coming from other libraries: their right cells give what the library gave for the left ones."""
+"""The pages for users of other libraries: our code gives the values that the other library gave."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ PAGES = ("torch", "mindspore")
 
 
 def script() -> Any:
-    """The script that runs the other side of the pages, as a module."""
+    """Import the script that runs the other libraries' code."""
     spec = importlib.util.spec_from_file_location("coming_from", ROOT / "benchmarks/_coming_from.py")
     assert spec is not None
     assert spec.loader is not None
@@ -29,7 +29,7 @@ SIDE = script()
 
 
 def differ(ours: list[Any], theirs: list[Any]) -> str:
-    """How the leaves differ from theirs; empty if they do not."""
+    """Describe how the leaves differ from theirs; empty if they do not."""
     if len(ours) != len(theirs):
         return f"{len(ours)} leaves, theirs {len(theirs)}"
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -46,7 +46,7 @@ def differ(ours: list[Any], theirs: list[Any]) -> str:
 
 
 def faults(page: str, kept: dict[str, Any]) -> list[str]:
-    """What is wrong with a page: rows without a right side, values that are not theirs, values of no row."""
+    """Return the faults of a page: rows without our code, values that differ from theirs, values without a row."""
     namespace: dict[str, Any] = {}
     found, values = [], dict(kept["values"])
     if SIDE.digest(page) != kept["program"]:
@@ -61,7 +61,7 @@ def faults(page: str, kept: dict[str, Any]) -> list[str]:
             continue
         try:
             value = eval(piece.ours, namespace)
-        except Exception as error:  # one row's; the others are to be heard of too
+        except Exception as error:  # report the other rows too
             found.append(f"{piece.ours} raises {type(error).__name__}: {error}")
             value = None
         if piece.theirs is None:

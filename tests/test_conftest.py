@@ -1,4 +1,4 @@
-"""The settings in conftest.py do what they say."""
+"""The settings of conftest.py take effect."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -23,7 +23,7 @@ def cases(text: str) -> dict[str, dict[str, str]]:
 
 
 def faults(docs: Path) -> list[str]:
-    """Return what is wrong: cases that are missing, incomplete, or name a test or a link that does not exist."""
+    """Return the faults: cases that are missing or incomplete, or name a test or a link that does not exist."""
     found = []
     titles: list[str] = []
     for page in PAGES:

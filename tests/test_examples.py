@@ -1,4 +1,4 @@
-"""Every example and every benchmark runs, small."""
+"""Every example and every benchmark runs, at a small size."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(script: str, *options: str) -> str:
-    """Run a script as a user would, in a process of its own; returns what it printed."""
+    """Run a script as a user would, in a separate process; return its output."""
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *options], capture_output=True, text=True, timeout=240, check=False
     )
@@ -37,7 +37,7 @@ OTHERS = {
     "examples/sweep_digits.py",
     "examples/uncertainty_digits.py",
     "benchmarks/render.py",
-}  # which write files
+}  # these write files
 SMALL = {
     "examples/vmap_tour.py": (),
     "examples/forward_mode.py": (),
@@ -151,7 +151,7 @@ def test_each_example_is_shown_once_as_it_prints_in_lines_that_fit():
         assert f"\n## `{name}.py`: " in pages[1]
         assert block.startswith(f"```text\n$ python examples/{name}.py  # ")
         assert max(map(len, block.splitlines())) <= 100, name
-        assert "…" not in block, f"{name}: a table has no room for its words"
+        assert "…" not in block, f"{name}: a table truncates its text"
 
 
 @pytest.mark.parametrize("script", [script for script in SMALL if "tour" not in script and "from_torch" not in script])

@@ -1,4 +1,4 @@
-"""The code of the guides runs, from top to bottom of each, and prints what they show."""
+"""The code of each guide runs from top to bottom and prints the output shown."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ PAGES = [
 
 
 def script() -> Any:
-    """The script that renders the guides, as a module."""
+    """Import the script that renders the guides."""
     spec = importlib.util.spec_from_file_location("render_guides", DOCS / "_render.py")
     assert spec is not None
     assert spec.loader is not None
@@ -36,7 +36,7 @@ def test_the_code_prints_what_the_page_shows(name: str) -> None:
 
 
 def not_run(text: str) -> list[str]:
-    """The Python blocks of a page that are only shown, but for those titled as another library's code."""
+    """Return a page's Python blocks that are not run, except those titled as another library's code."""
     return re.findall(
         r"^ *(```+python(?!$| title=\"(?:PyTorch|MindSpore)\"$).*|(?<= )```+python$)", text, flags=re.MULTILINE
     )
@@ -100,7 +100,7 @@ def test_times_may_differ_but_not_be_missing() -> None:
 
 
 def typed(text: str) -> list[str]:
-    """The fenced blocks of a page that neither are executed, nor are commands, nor come from a run."""
+    """Return a page's fenced blocks that are neither executed, nor commands, nor output of a run."""
     text = re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
     blocks = re.findall(r"^( *```+)([^\n]*)\n(.*?)^\1$", text, flags=re.MULTILINE | re.DOTALL)
     return [

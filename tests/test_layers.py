@@ -1,4 +1,4 @@
-"""Who may import whom, and what an import may do."""
+"""Import order between modules, and side effects of imports."""
 
 import ast
 import json
@@ -14,7 +14,8 @@ import pytest
 import plurax
 
 ROOT = Path(__file__).parents[1]
-# What a folder holds, lowest first: a line may import the lines above it; the parts of a line, nothing of each other.
+# Contents of each folder, lowest layer first: a layer may import those above it in the list; parts of one layer are
+# independent.
 LAYERS = {
     "": ["transforms", "ensemble"],
     "transforms": [
@@ -36,31 +37,31 @@ LAYERS = {
     "ensemble": ["_scoring", "_members", "_step", "_execution", "_training", "calibration metrics plots", "__init__"],
 }
 HEAVY = {"flax", "scipy", "matplotlib", "orbax", "tensorstore"}
-# It defines an NNX module, and is imported where one is made.
+# It defines an NNX module, and is imported lazily.
 LATE = "transforms.program._stack"
 
 
 def line_of(folder: str, child: str) -> int:
-    """The line of `LAYERS[folder]` that `child` is in; a folder itself is its `__init__`."""
+    """Return the line of `LAYERS[folder]` that lists `child`; a folder itself is its `__init__`."""
     found = [i for i, line in enumerate(LAYERS[folder]) if (child or "__init__") in line.split()]
     assert len(found) == 1, f"{child} is in {len(found)} lines of {folder or 'the root'}"
     return found[0]
 
 
 def is_above(name: str, module: str) -> bool:
-    """Whether `name` is in another part of the lowest folder that both are in, which is not a lower one."""
+    """Whether `name` is in another part of the deepest common folder, and that part is not in a lower layer."""
     theirs, ours = [*name.split("."), ""], [*module.split("."), ""]
     common = next(i for i, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other or not one)
     folder, child, own = ".".join(ours[:common]), theirs[common], ours[common]
     if folder not in LAYERS or not own or child == own:
         return False
     if folder and all(child not in line.split() for line in LAYERS[folder]):
-        child = ""  # a name that the folder's own file defines
+        child = ""  # defined in the folder's own `__init__`
     return line_of(folder, child) >= line_of(folder, own)
 
 
 def imports(module: str, node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Yield (dotted name, whether it was written relative) for all that one statement imports."""
+    """Yield (dotted name, whether the import is relative) for everything one statement imports."""
     if isinstance(node, ast.Import):
         yield from ((alias.name, False) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -70,7 +71,7 @@ def imports(module: str, node: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk what runs when a module is imported: no function bodies, nothing under TYPE_CHECKING."""
+    """Walk the code that runs at import: no function bodies, nothing under TYPE_CHECKING."""
     yield node
     children = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -82,7 +83,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Return what `source` does that `module`, such as `transforms.privacy._clip`, must not."""
+    """Return the import rules that `source`, the code of `module` (as `transforms.privacy._clip`), breaks."""
     found = []
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -118,11 +119,11 @@ def test_every_file_keeps_the_layers() -> None:
 
 
 def circles(sources: Mapping[str, str]) -> list[set[str]]:
-    """The parts (files, folders) of any folder that need each other to be imported, by module and source."""
+    """Return the sets of parts (files, folders) of a folder that import each other in a cycle."""
     needs: dict[str, set[str]] = {}
     for module, source in sources.items():
         own = module.split(".")
-        for node in ast.walk(ast.parse(source)):  # late imports and those for types too
+        for node in ast.walk(ast.parse(source)):  # including late and type-only imports
             for name, relative in imports(module, node):
                 theirs = name.split(".")
                 common = next((i for i, pair in enumerate(zip(own, theirs, strict=False)) if len({*pair}) > 1), 0)

@@ -1,4 +1,4 @@
-"""The notebooks are those of the guides, in the format that Jupyter and Colab read."""
+"""The notebooks match the guides, in the format that Jupyter and Colab read."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 
 
 def script(name: str) -> Any:
-    """A script of docs/, as a module."""
+    """Import a script of docs/."""
     spec = importlib.util.spec_from_file_location(f"docs{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -27,7 +27,7 @@ FILES = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
 def faults(notebook: dict[str, Any]) -> list[str]:
-    """What in a notebook is not as format 4.5 has it, of what these use."""
+    """Return deviations from notebook format 4.5, as far as our notebooks use it."""
     found = []
     if notebook.keys() != {"cells", "metadata", "nbformat", "nbformat_minor"}:
         found.append(f"the notebook has {sorted(notebook)}")

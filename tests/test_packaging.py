@@ -1,4 +1,4 @@
-"""What a user installs: the wheel's files, and that it imports without this tree."""
+"""The wheel has the right files and imports without the source tree."""
 
 import importlib.metadata
 import re
@@ -43,7 +43,7 @@ def build_wheel(source: Path, folder: Path) -> Path:
 
 
 def copy_tree(folder: Path) -> Path:
-    """A copy of the tree: a build leaves files behind, and takes along what it finds of them."""
+    """Copy the tree: a build leaves files behind, and picks up leftover ones."""
     unwanted = shutil.ignore_patterns(
         ".git", ".*_cache", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "__pycache__"
     )
@@ -62,7 +62,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the sdist holds, unpacked."""
+    """Return the unpacked contents of the sdist."""
     folder = tmp_path_factory.mktemp("sdist")
     build = f"import setuptools.build_meta as backend; backend.build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, stdout=subprocess.DEVNULL)
@@ -84,7 +84,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def files_of(*options: str) -> set[str]:
-    """The files of the repository, by git."""
+    """Return the repository's files, as listed by git."""
     listed = subprocess.run(["git", "ls-files", *options], cwd=ROOT, capture_output=True, text=True, check=True)
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 

@@ -1,4 +1,4 @@
-"""The README's code runs, and says what it says."""
+"""The README's code runs and prints the output shown."""
 
 import ast
 import contextlib
@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 MODULES = re.findall(r"^(plurax\.[\w.]+)$", (ROOT / "tests/api.txt").read_text(), flags=re.MULTILINE)
 FIRST = README.split("```python\n")[1].split("```")[0].splitlines()
 
-# One worker trains what several tests look at.
+# One worker trains the models that several tests share.
 pytestmark = pytest.mark.xdist_group("the README")
 
 
@@ -41,7 +41,7 @@ def test_the_first_example_prints_what_it_shows(namespace):
     printed = [ast.literal_eval(line.removeprefix("# ").replace("...", "")) for line in FIRST if line[:3] == "# {"]
     rows = [ast.literal_eval(line) for line in namespace["shown"].splitlines()]
     assert [{**row, "loss": None} for row in rows] == [{**row, "loss": None} for row in printed]
-    # Another execution of the members rounds otherwise, and 500 steps multiply that.
+    # Another execution strategy rounds differently, and 500 steps amplify that.
     np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in printed], rtol=0.5)
 
 

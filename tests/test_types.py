@@ -1,4 +1,4 @@
-"""What a type checker knows of transformed functions: `make types` checks the assertions, this runs them."""
+"""Types of transformed functions: `make types` checks the assertions, this runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MindSpore's tutorials show of compiling, control flow, rules of one's own and cells: the examples' numbers."""
+"""Compilation, control flow, custom rules and cells from MindSpore's tutorials, with their numbers."""
 
 import importlib.util
 import sys
@@ -18,12 +18,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> Any:
-    """An example, as a module."""
+    """Load an example as a module."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there for the types of their fields
+    sys.modules[spec.name] = module  # dataclasses look up their field types there
     spec.loader.exec_module(module)
     return module
 
@@ -84,7 +84,7 @@ def test_the_branch_that_where_throws_away_makes_its_slope_nan(static_graph):
 
 
 def test_hswish_of_each_row_is_that_of_the_loop(static_graph):
-    static_graph.map_instead_of_a_loop(rows=5, rounds=1)  # which compares all four
+    static_graph.map_instead_of_a_loop(rows=5, rounds=1)  # compares all four results
     assert float(static_graph.hswish(jnp.float32(1.5))) == 1.125
 
 
@@ -121,7 +121,7 @@ def test_a_predicate_for_each_lane_runs_both_branches_and_a_shared_one_does_not(
 
 
 def test_every_way_through_a_branch_gives_the_same(control_flow):
-    spent = control_flow.what_a_branch_costs(lanes=5, side=3, rounds=1)  # which compares them
+    spent = control_flow.what_a_branch_costs(lanes=5, side=3, rounds=1)  # compares the results
     assert [len(times) for times in spent.values()] == 4 * [4]
 
 
@@ -173,7 +173,7 @@ def test_a_mapped_cond_keeps_the_slope_of_the_branch_not_taken_out(control_flow)
     assert slopes["vmap(where), where twice"] == slopes["vmap(cond)"] == [0.0, 0.25, 0.0, 0.25]
 
 
-# Rules of one's own
+# Custom rules
 
 
 def test_the_rule_for_vmap_agrees_with_a_loop_whatever_is_mapped(rules):
@@ -185,7 +185,7 @@ def test_the_rule_for_vmap_agrees_with_a_loop_whatever_is_mapped(rules):
 
 
 def groups(fun: Any, *args: jax.Array) -> set[int]:
-    """The numbers of groups of the convolutions of a program."""
+    """Return the group counts of the convolutions in a program."""
     text = str(jax.make_jaxpr(fun)(*args))
     return {int(part.split()[0]) for part in text.split("feature_group_count=")[1:]}
 
@@ -267,7 +267,7 @@ def test_what_must_not_be_traced_says_so(cells):
     assert found["x * x if x > 0 else x"] == ("TracerBoolConversionError", "6")
     compiled, slope = found["x * x.item()"]
     assert compiled == "ConcretizationTypeError"
-    assert slope != "6"  # cut without a word by jax 0.10
+    assert slope != "6"  # jax 0.10 silently drops the derivative of `item()`
     assert found["random"][0] == "one"
 
 
@@ -287,7 +287,7 @@ def test_the_sampler_gives_back_how_often_each_value_was_drawn(cells):
 def test_the_forward_pass_of_value_and_grad_runs_once_and_moves_the_statistics_once(cells):
     for runs, least, most in cells.the_forward_pass_runs_once().values():
         assert runs == 1
-        np.testing.assert_allclose([least, most], 0.1, rtol=1e-4)  # of twice it would be 0.19
+        np.testing.assert_allclose([least, most], 0.1, rtol=1e-4)  # two updates would give 0.19
 
 
 # Cells: parameters and shapes
@@ -297,14 +297,14 @@ def test_cells_have_their_parameters_by_name_and_begin_by_their_type(cells):
     names = cells.parameters_by_name()
     assert len(names) == 12
     assert names["conv2.kernel"] == (3, 3, 6, 8)
-    cells.first_values_by_type()  # which compares deviations, bounds, ones and zeros
+    cells.first_values_by_type()  # compares deviations, bounds, ones and zeros
 
 
 def test_frozen_features_stay_and_their_work_is_gone(cells):
     everything, frozen, stopped = cells.frozen_parameters(steps=2).values()
     assert everything[1:] == (8, 4)
     assert frozen[1:] == (0, 4)
-    assert stopped[1] > 0  # by weight decay
+    assert stopped[1] > 0  # weight decay
     assert frozen[0] < 0.5 * everything[0]
 
 
@@ -330,18 +330,18 @@ def test_the_hardest_of_the_positives_and_shapes_that_vary(cells):
     assert "branches must have equal output types" in found["refused"]
 
 
-# What is repeated (48 blocks are in `test_layers.py`, micro-batches in `test_accumulate.py`)
+# Repeated layers (48 blocks are in `test_layers.py`, micro-batches in `test_accumulate.py`)
 
 
 class Layer(nnx.Module):
-    """A block of a GPT: attention over a cache of keys and values that grows by one position."""
+    """A GPT block: attention over a key-value cache that grows by one position."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.norm, self.out = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
         self.attend = nnx.Linear(width, 3 * width, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, cache: Any) -> Any:
-        """One position (batch, width), which positions are there (length,), the cache; the new cache."""
+        """Process one position (batch, width) with a mask (length,) and a cache; return the output and a new cache."""
         query, key, value = jnp.split(self.attend(self.norm(x)), 3, axis=-1)
         position = mask.sum() - 1
         keys, values = (cache[name].at[:, position].set(new) for name, new in (("key", key), ("value", value)))

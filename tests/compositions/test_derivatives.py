@@ -1,4 +1,4 @@
-"""Jacobians, Hessians and products under, over and inside other transforms, against closed forms in float64."""
+"""Compositions of Jacobians, Hessians and products with other transforms, against closed forms in float64."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_jacobians_of_a_batch_inside_a_gradient() -> None:
 
 
 def test_a_jacobian_of_a_gradient_of_a_jacobian() -> None:
-    """Σ x⁴ to the third order: 24 x on the diagonal."""
+    """The third derivative of Σ x⁴: 24 x on the diagonal."""
     third = jacfwd(jacrev(grad(lambda x: jnp.sum(x**4))))(X[0])
     expected = np.zeros((3, 3, 3))
     expected[range(3), range(3), range(3)] = 24 * X[0]

@@ -1,4 +1,4 @@
-"""Module state of stacks: they do what their layers alone would, frozen, in half precision, drawn anew, from files."""
+"""Stacked layers act as their layers do one by one: frozen, in half precision, reinitialized, loaded from files."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`vmap`, in chunks or not, and `grad` of one another, under `jit` and `scan`, against closed forms in float64."""
+"""Compositions of `vmap`, chunked or not, and `grad`, under `jit` and `scan`, against closed forms in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_helper_sees_differences() -> None:
 
 
 def wave(w: Any, x: Any) -> Any:
-    """sin(w·x), whose gradients are cos(w·x)·x and cos(w·x)·w."""
+    """sin(w·x), with gradients cos(w·x)·x and cos(w·x)·w."""
     return jnp.sin(w @ x)
 
 

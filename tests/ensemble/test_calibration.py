@@ -1,4 +1,4 @@
-"""Temperatures and conformal sets, against SciPy and the coverage that they promise."""
+"""Temperatures and conformal sets, against SciPy and the promised coverage."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from plurax.ensemble.calibration import (
 
 
 def data(batch=300, members=4, classes=5, seed=0):
-    """Logits that are sure by factors that differ between members, and labels."""
+    """Return logits whose confidence differs by a factor between members, and labels."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, classes, batch)
     logits = generator.normal(size=(members, batch, classes)) + 1.2 * np.eye(classes)[labels]
@@ -108,7 +108,7 @@ class Test_sets:
     @pytest.mark.parametrize("score", ["probability", "cumulative"])
     @pytest.mark.parametrize(("error", "batch"), [(0.1, 99), (0.25, 30)])
     def test_hold_the_label_as_often_as_promised(self, score, error, batch):
-        """Over many draws of data to calibrate with; the model is wrong on purpose."""
+        """Over many draws of calibration data, with a deliberately wrong model."""
         repeats, new, classes = 3000, 20, 4
         generator = np.random.default_rng(1)
         labels = generator.integers(0, classes, (repeats, batch + new))
@@ -139,7 +139,7 @@ class Test_sets:
         sets = conformal_sets(p, threshold)
         np.testing.assert_array_equal(sets, 1 - p <= np.asarray(threshold)[:, None, None])
         by_sums = conformal_sets(p, conformal_threshold(p, labels, error=0.3, score="cumulative"), score="cumulative")
-        # Whatever is in such a set, all that is more probable is too.
+        # Such a set contains every class that is more probable than one in it.
         order = np.argsort(-p, axis=-1)
         inside = np.take_along_axis(np.asarray(by_sums), order, axis=-1)
         assert (np.diff(inside.astype(int), axis=-1) <= 0).all()
@@ -171,7 +171,7 @@ class Test_sets:
 
 class Test_intervals:
     def test_an_error_of_half_precision_is_taken_as_it_is(self):
-        y = jnp.arange(70_000.0)  # more than float16 counts
+        y = jnp.arange(70_000.0)  # exceeds the largest float16
         radii = [conformal_radius(jnp.zeros(70_000), y, error=error) for error in (np.float16(0.1), 0.0999755859375)]
         assert float(radii[0]) == float(radii[1]) < 70_000
 

@@ -101,8 +101,8 @@ def test_ece_refuses_a_number_of_bins_that_is_none(probabilities, labels, bins):
 
 @pytest.mark.parametrize("bins", [1, 13, 26])
 def test_each_bin_of_ece_holds_its_upper_end(bins):
-    # One example at the upper end of every bin and one in its middle: were an end counted in the next bin, it would
-    # change the sum, as right and wrong examples alternate from bin to bin.
+    # One example at the upper end of every bin and one in its middle. Right and wrong examples alternate from bin to
+    # bin, so counting an end in the next bin would change the sum.
     first = bins // 2 + 1
     ends = np.arange(first, bins + 1, dtype=np.float32) / np.float32(bins)
     middles = (np.arange(first, bins + 1) - 0.5).astype(np.float32) / np.float32(bins)
@@ -132,7 +132,7 @@ def test_labels_that_are_no_class_are_refused(score, wrong, probabilities, label
         score(probabilities, labels)
     with pytest.raises(ValueError, match=message):
         score(probabilities, np.asarray(labels))
-    with pytest.raises(ValueError, match=message):  # a constant of what is traced
+    with pytest.raises(ValueError, match=message):  # a constant in the trace
         jax.jit(lambda p: score(p, labels))(probabilities)
     with pytest.raises(ValueError, match=message):
         jax.vmap(lambda p: score(p, labels))(probabilities)

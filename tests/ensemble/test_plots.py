@@ -1,4 +1,4 @@
-"""Pictures show what they say, and runs are written for TensorBoard."""
+"""Plots show the given values, and runs are written for TensorBoard."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""A user's script, which `tests/test_user_types.py` runs and has checked by mypy and pyright.
+"""A user's script that `tests/test_user_types.py` runs and checks with mypy and pyright.
 
-The comment after a `reveal_type` is the type that both show, by its last name. Both report an error in each line of
-`wrong`, and none elsewhere.
+The comment after a `reveal_type` is the type that both show, without module names. Both report an error in each line
+of `wrong`, and none elsewhere.
 """
 
 import tempfile
@@ -123,7 +123,7 @@ with tempfile.TemporaryDirectory() as directory:
     reveal_type(load_member(f"{directory}/state", 0, state))  # MLP
     reveal_type(load_member(f"{directory}/state", 0, ens[1]))  # MLP
 
-# Transforms: a derivative has the structure of the arguments, which no checker can follow: it is Any.
+# Transforms: a derivative has the structure of the arguments, which type checkers cannot express: it is Any.
 reveal_type(vmap(cubic)(X))  # Array
 reveal_type(grad(cubic)(X[0], scale=2.0))  # Any
 reveal_type(value_and_grad(cubic)(X[0]))  # tuple[Array, Any]
@@ -164,7 +164,7 @@ reveal_type(dp.init({"w": X}, key=KEY).model)  # dict[str, Array]
 
 
 def wrong() -> None:
-    """Each line has an error; it is never called."""
+    """Every line has an error; never called."""
     Trainer(loss, optax.adam, strategy="vmpa")
     Trainer(loss, optax.adam, nonfinite="stop")
     ens.predict(X, kind="regresion")

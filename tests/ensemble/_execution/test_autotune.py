@@ -1,4 +1,4 @@
-"""`strategy="auto"`: what is measured, chosen and remembered."""
+"""`strategy="auto"`: measuring, choosing and remembering an execution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VMAP, MAP, UNROLL, LOOP = (Execution(name) for name in ("vmap", "map", "unroll",
 
 
 def made_up(seconds: Callable[[Execution], float], bytes_: Callable[[Execution], int] = lambda _: 100) -> Any:
-    """Steps that take the time and the memory they are told, without a program; and a count of them."""
+    """Return mock measurements with given time and memory, and a count of the steps."""
     steps: dict[Execution, int] = {}
 
     def seconds_of(execution: Execution, count: int) -> float:
@@ -106,7 +106,7 @@ class Test_the_search:
 
     @pytest.mark.parametrize("step", [0.001, 0.1, 3.0])
     def test_the_time_is_kept(self, step: float) -> None:
-        """But for the step that is under way, and one of the first candidate."""
+        """Except for the step in progress, and one step of the first candidate."""
         trial, steps = made_up(lambda _: step)
         found = search(trial)
         assert found.seconds <= 5 + step
@@ -115,7 +115,7 @@ class Test_the_search:
             assert "no time was left" in {one.note for one in found.candidates}
 
     def test_one_odd_step_does_not_decide(self) -> None:
-        """The first after compiling is slow, and one now and then."""
+        """The first step after compiling is slow, and an occasional later one."""
         count = {VMAP: 0}
 
         def seconds(execution: Execution) -> float:
@@ -168,13 +168,13 @@ class Test_the_search:
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Clear the remembered choices, as in a new process."""
     monkeypatch.setattr(autotune, "_remembered", {})
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was measured so far, and what came of it."""
+    """Return the list of all measurements made so far."""
     found: list[Any] = []
 
     def measure(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ class Test_a_trainer:
         state = trainer.init(Ensemble.create(plain, 2, seed=1))
         trainer.step(state, other)
         assert len(measured) == 4
-        for _ in range(2):  # where steps take over the memory of the state, another may be the quickest
+        for _ in range(2):  # with a donated state, another candidate may be the quickest
             trainer.fit(state, [other], progress=False)
             assert len(measured) == 5
 
@@ -316,7 +316,7 @@ class Test_a_trainer:
     def test_stays_within_a_budget(
         self, plain, cross_entropy, make_batches, create, assert_same, strategy, seconds
     ) -> None:
-        """Members whose temporaries are large: a batch of 64."""
+        """Members with large temporaries: a batch of 64."""
         batch = tuple(np.concatenate([x] * 16) for x in make_batches(1)[0])
         options = {"memory_budget": "24KiB", "strategy": strategy, "tune_seconds": seconds}
         trainer = self.train(plain, cross_entropy, batch, 16, **options)

@@ -119,7 +119,7 @@ def test_a_member_taken_out_is_independent(ens):
 
 def test_the_arguments_of_a_call_are_checked_once(ens, counted_checks):
     checks = counted_checks(call, _vmap)
-    ens(EACH[:, :1], in_axes=0)  # of a shape that is not compiled yet
+    ens(EACH[:, :1], in_axes=0)  # a shape that is not compiled yet
     assert sorted(checks) == ["axes_per_argument", "mapped_size"]
 
 
@@ -141,7 +141,7 @@ def test_it_passes_through_jit_and_tree_map(ens, assert_same):
 
 @pytest.fixture(scope="module")
 def square():
-    """Three members of three by three: a slice has the shape of something else."""
+    """Three members with 3 by 3 kernels, so that slices have plausible shapes."""
     return Ensemble.create(lambda rngs: nnx.Linear(3, 3, rngs=rngs), 3, seed=0)
 
 
@@ -188,7 +188,7 @@ def test_ensembles_that_are_stacked_are_ensembles_again_where_they_are_mapped(en
 
 
 def test_an_ensemble_of_axes_or_of_shardings_is_a_prefix_of_any(square):
-    """Entries for its arrays that are none."""
+    """An ensemble may hold axes or shardings in place of its arrays."""
     x, axes = jnp.ones((3, 3)), Ensemble(square.structure, 0, None)
     both = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), square)
     found = jax.vmap(lambda e: e(x), (axes,))(both)
@@ -259,7 +259,7 @@ def test_mixed_dtypes_and_keys_are_stacked_as_they_are():
 
 
 class Held(nnx.Module):
-    """Variables that hold pytrees."""
+    """A module whose variables hold pytrees."""
 
     def __init__(self, rngs, width=3):
         self.weights = nnx.Param({"w": rngs.params.normal((4, width)), "b": [jnp.zeros(width)]})
@@ -318,7 +318,7 @@ def test_members_come_in_any_sequence(plain, collect, assert_same):
 
 
 class Weak(nnx.Module):
-    """Its arrays are weakly typed, as `jnp.full` and Python's numbers make them."""
+    """A module with weakly typed arrays, as `jnp.full` and Python numbers make them."""
 
     def __init__(self, rngs):
         self.scale, self.offset = nnx.Param(jnp.full(3, 2.0)), nnx.Variable(0.5)
@@ -406,7 +406,7 @@ def test_calling_indexing_viewing_and_predicting_change_nothing(stateful, leaves
 
 
 class Judged(nnx.Module):
-    """`eval` is something else here, and so is the training mode."""
+    """A module whose `eval` method is unrelated to evaluation mode."""
 
     def __init__(self, rngs):
         self.inner = nnx.Linear(4, 3, rngs=rngs)
@@ -416,12 +416,12 @@ class Judged(nnx.Module):
     def __call__(self, x):
         return self.own(self.dropout(self.inner(x)))
 
-    def eval(self, x, y):  # type: ignore[override]  # a module may call anything so
+    def eval(self, x, y):  # a module may define any `eval`
         raise AssertionError
 
 
 class _Own(nnx.Module):
-    """A module with an attribute of evaluation, and no `set_view`."""
+    """A module with `deterministic` but no `set_view`."""
 
     def __init__(self):
         self.deterministic = False

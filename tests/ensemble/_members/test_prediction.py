@@ -10,7 +10,7 @@ from plurax.ensemble import Ensemble, Prediction
 
 
 def constant(values):
-    """An ensemble whose members return these values, whatever they see."""
+    """An ensemble whose members return fixed values for any input."""
     return Ensemble.from_apply(lambda v, _: v, list(values))
 
 

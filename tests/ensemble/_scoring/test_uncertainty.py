@@ -1,4 +1,4 @@
-"""How sure predictions are, and how well doubt tells good from bad, against scikit-learn, SciPy and slow loops."""
+"""Uncertainty scores, and how well they separate right from wrong, against scikit-learn, SciPy and slow loops."""
 
 import itertools
 
@@ -101,7 +101,7 @@ class Test_regression:
             metrics.mixture_nll(*(x[0] if x.ndim == 2 else x for x in self.given()))
 
     def test_gaussian_crps(self):
-        # By its definition: the integral of the squared distance of the distribution functions.
+        # By definition: the integrated squared difference of the distribution functions.
         grid = np.linspace(-15, 15, 60001)
         cdf = scipy.stats.norm.cdf(grid[:, None, None], self.MEAN[:, :5], np.sqrt(self.VARIANCE[:, :5]))
         squared = (cdf - (grid[:, None, None] >= self.Y[:5])) ** 2
@@ -115,7 +115,7 @@ class Test_regression:
         expected = ((low <= self.Y) & (high >= self.Y)).mean(axis=-1)
         for number in (level, np.float32(level)):
             np.testing.assert_allclose(metrics.interval_coverage(*self.given(), level=number), expected, rtol=1e-6)
-        # Half of one and this is no number of float16.
+        # (1 + level) / 2 is not representable in float16.
         half = metrics.interval_coverage(np.zeros(2), np.ones(2), np.array([0.0, 50.0]), level=np.float16(0.9995))
         assert float(half) == 0.5
         with pytest.raises(ValueError, match="level must be above 0 and below 1, but got 1"):

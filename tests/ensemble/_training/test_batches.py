@@ -1,4 +1,4 @@
-"""Batches drawn by a key, of one copy of the data."""
+"""Batches drawn by a key from one copy of the data."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_members_have_their_own_examples_and_orders(draw, fraction):
             assert len(set(mine.tolist())) == count
         for epoch in range(2):
             seen = np.concatenate([b["y"][i] for b in found[epoch * (count // 4) :][: count // 4]])
-            # Each as often as the member has it, but for what is left over.
+            # As often as the member holds each example, except for the remainder.
             left = np.bincount(mine, minlength=23) - np.bincount(seen, minlength=23)
             assert left.min() >= 0
             assert left.sum() == count % 4

@@ -83,7 +83,7 @@ def test_relative_paths_and_missing_parents_are_fine(tmp_path, ens, assert_same,
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are counted by Linux")
 def test_a_member_is_loaded_by_its_bytes_only(tmp_path):
-    """Random numbers do not compress: a member's file share is its own size."""
+    """Random numbers do not compress, so a member's share of the file is its own size."""
     members = [nnx.Linear(512, 1024, rngs=nnx.Rngs(i)) for i in range(8)]
     ens = Ensemble.stack(members)
     save(tmp_path / "a", ens)
@@ -97,7 +97,7 @@ def test_a_member_is_loaded_by_its_bytes_only(tmp_path):
         read()
         return counter() - before
 
-    load(tmp_path / "a", ens)  # what is read once, such as modules, is not to be counted
+    load(tmp_path / "a", ens)  # excludes one-time reads, such as modules
     whole = bytes_read(lambda: load(tmp_path / "a", ens))
     one = bytes_read(lambda: load_member(tmp_path / "a", 3, ens))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(members[3]))
@@ -164,7 +164,7 @@ def test_a_link_stays_a_link(tmp_path, ens, assert_same):
 
 
 def test_arrays_are_found_by_their_paths_whatever_trains(tmp_path, assert_same):
-    """What trains comes first among the leaves, so another rule means another order."""
+    """Trainable arrays come first among the leaves, so another `trainable` rule changes their order."""
 
     def apply(variables, x):
         return x
@@ -270,7 +270,7 @@ class Test_refusals:
         for place in range(100, len(whole), len(whole) // 7):
             data.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
             with contextlib.suppress(Damaged):
-                assert_same(load(tmp_path / "a", ens), ens)  # once in hundreds the place holds nothing that is read
+                assert_same(load(tmp_path / "a", ens), ens)  # rarely, the flipped byte is never read
                 missed += 1
             for i in range(2):
                 try:

@@ -26,7 +26,7 @@ def trainer(cross_entropy):
 
 @pytest.fixture(autouse=True)
 def ctrl_c_is_pythons() -> Iterator[None]:
-    """What starts in the background of a shell ignores it otherwise."""
+    """Restore Python's handler: background jobs of a shell ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -231,11 +231,11 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, trainer, ens, 
     assert_same(state, whole)
 
 
-# Orbax starts all its reads at once; those that fail after the first one complain to nobody.
+# Orbax starts all its reads at once; after the first failure, the others fail unobserved.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["arrays/0/manifest.ocdbt", "history.npz", "plurax.json"])
 def test_bytes_that_changed_make_a_checkpoint_damaged_too(tmp_path, trainer, ens, make_batches, assert_same, name):
-    """And training on to its step replaces it, at the same name."""
+    """Training to its step again replaces it under the same name."""
     options = {"progress": False, "checkpoint_dir": tmp_path, "checkpoint_every": 2}
     trainer.fit(trainer.init(ens), make_batches(9)[:4], **options)
     file = tmp_path / "step_00000004" / name
@@ -273,7 +273,7 @@ def test_a_damaged_checkpoint_takes_nobody_s_place(tmp_path, trainer, ens, make_
 
 
 def test_metrics_may_come_and_go(tmp_path, ens, make_batches):
-    """The loss of a later run reports something else, and a batch of another kind too."""
+    """A later run, or another kind of batch, may report other metrics."""
 
     def loss(model, x, y, *extra):
         return (model(x) ** 2).mean(), {"file": x.mean(), **({"extra": x.max()} if extra else {})}
@@ -338,7 +338,7 @@ def settings(path):
 
 
 def test_the_chunk_is_part_of_the_checkpoint(tmp_path, ens, cross_entropy, make_batches):
-    """What a trainer leaves open is as before; what it says is as it says."""
+    """A resumed trainer keeps options that it leaves unset, and uses those that it sets."""
     for i, (options, expected) in enumerate(
         (
             ({"chunk_size": 2}, ("vmap", 2)),
@@ -405,7 +405,7 @@ class Test_refusals:
             other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
 
     def test_a_checkpoint_of_another_optimizer(self, tmp_path, trainer, ens, cross_entropy, make_batches):
-        """Of the same state: nothing else tells."""
+        """Both have the same state structure, so only the name differs."""
         first = Trainer(cross_entropy, optax.adam, hyperparams={"learning_rate": 0.1})
         first.fit(first.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
         other = Trainer(cross_entropy, optax.adamw, hyperparams={"learning_rate": 0.1})
@@ -413,7 +413,7 @@ class Test_refusals:
             other.fit(other.init(ens), make_batches(1), progress=False, checkpoint_dir=tmp_path)
 
     def test_a_directory_that_cannot_be_made(self, tmp_path, trainer, ens):
-        """Before the first step, not after the last."""
+        """Fails before the first step, not after the last."""
         (tmp_path / "file").write_text("mine")
         batches = iter([None])
         for path in (tmp_path / "file", tmp_path / "file" / "inside"):

@@ -1,4 +1,4 @@
-"""Steps of a population: members taken, copied, perturbed, combined, averaged."""
+"""Population steps: select, exploit, perturb, combine and average members."""
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ class Test_exploit:
             ratio = float(rates[i] / before[source[i]])
             assert ratio == pytest.approx(1) if i == source[i] else ratio in (0.5, 2.0)
             assert float(weights[i] / old[source[i]]) == pytest.approx(1 if i == source[i] else 0.1)
-        # Copies draw numbers of their own.
+        # Copies get new random keys.
         keys = [x for x in jax.tree.leaves(after.ensemble.rest) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
         assert keys
         for key in keys:

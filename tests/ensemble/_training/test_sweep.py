@@ -1,4 +1,4 @@
-"""Hyperparameters that differ between members: of the optimizer, of the loss, schedules, and grids of them."""
+"""Per-member hyperparameters: of the optimizer, of the loss, schedules, and grids."""
 
 import functools
 

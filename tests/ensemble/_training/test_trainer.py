@@ -20,7 +20,7 @@ RATES = [0.02, 0.01, 0.03]
 
 
 def training_alone(loss, optimizer):
-    """Plain Flax and optax: trains a model with `optimizer(*numbers)`, and returns the losses."""
+    """Return a function that trains one model with plain Flax and optax, and returns the losses."""
 
     @nnx.jit
     def step(model, opt_state, batch, numbers):
@@ -50,13 +50,13 @@ def train(trainer, ensemble, batches):
     return state, np.array(losses)
 
 
-# Dropout compiles slowly: where a test asks only whether members are kept apart, two strategies have it.
+# Dropout compiles slowly, so only two strategies have it where a test checks that members are independent.
 KINDS = [("vmap", "stateful"), ("map", "plain"), ("unroll", "plain"), ("loop", "stateful")]
 
 
 @pytest.fixture(scope="module")
 def trained_alone(request, cross_entropy, make_batches):
-    """The batches for a kind of model, and for each rate of `RATES` a model trained on them alone and its losses."""
+    """Return the batches for a kind of model and, for each of `RATES`, a model trained alone and its losses."""
 
     @functools.cache
     def of(kind):
@@ -139,7 +139,7 @@ def test_a_batch_that_is_no_tuple_is_one_argument(plain, create):
 
 @pytest.mark.parametrize("options", [{"strategy": "map"}, {"strategy": "vmap", "chunk_size": 3}])
 class Test_steps_that_take_over_the_memory:
-    """`fit` hands the state over; loops then replace some members' part of it at a time."""
+    """`fit` donates the state; loops then replace the arrays of some members at a time."""
 
     def test_compute_the_same(self, options, stateful, create, assert_same):
         def loss(model, x, y, scale):
@@ -293,7 +293,7 @@ def has_convolution_step(trainer, ens, batch):
 
 
 def test_auto_follows_its_rule(plain, convolutional, create, cross_entropy, make_batches):
-    """Traced, "loop" is unrolled: as many convolutions as members; `vmap` has as many as one member."""
+    """Traced, "loop" is unrolled: one set of convolutions per member; "vmap" has one set in total."""
     auto = Trainer(cross_entropy, optax.sgd(0.1))
     batch = make_batches(1, features=20)[0]
     of_one = has_convolution_step(auto, create(convolutional, 1), batch)
@@ -353,7 +353,7 @@ class Test_optimizers:
         assert state.ensemble[0].kernel.dtype == jnp.bfloat16
 
     def test_optimizers_that_ask_for_the_loss(self, plain, create, cross_entropy, make_batches, assert_same):
-        """A line search evaluates the loss; it ends after other counts of evaluations for each member."""
+        """A line search evaluates the loss, a different number of times for each member."""
         x, y = make_batches(1)[0]
 
         def loss(model, x, y):
@@ -398,7 +398,7 @@ class Test_optimizers:
 
 @pytest.fixture(scope="module")
 def pair(plain, create, cross_entropy, make_batches):
-    """What makes a state after a step of a loop, and the same state made as one program."""
+    """Return a function that makes the state after a step of a loop, and the same state made by one program."""
     ens = create(plain, 3)
 
     def stepped(strategy):
@@ -409,7 +409,7 @@ def pair(plain, create, cross_entropy, make_batches):
 
 
 class Test_states_of_loops:
-    """They are stacked, as those of any strategy."""
+    """They are stacked, as with any strategy."""
 
     @pytest.mark.parametrize(
         "look",
@@ -459,7 +459,7 @@ class Test_grad_fn:
         assert_same(a.ensemble, b.ensemble, tolerance=1e-6)
 
     def test_what_it_assigns_to_the_parameters_holds(self, plain, create, cross_entropy, make_batches, assert_same):
-        """As in a plain Flax loop, where the optimizer updates the module as it is then."""
+        """As in a plain Flax loop, the optimizer updates the parameters that the gradient function assigned."""
 
         def clipped(loss):
             def gradients(model, *batch):
