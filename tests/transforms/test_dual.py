@@ -44,7 +44,7 @@ class Gain(nnx.Module):
 
 
 def assert_dual(actual: Any, expected: tuple[Any, Any], rtol: float = 1e-6) -> None:
-    """A `Dual` with the structures, shapes, dtypes and values of what `jax.jvp` gives."""
+    """Assert that a `Dual` has the structures, shapes, dtypes and values of `jax.jvp`'s result."""
     assert isinstance(actual, Dual)
     chex.assert_trees_all_equal_shapes_and_dtypes((actual.primal, actual.tangent), expected)
     chex.assert_trees_all_close((actual.primal, actual.tangent), expected, rtol=rtol, atol=rtol)

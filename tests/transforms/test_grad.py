@@ -95,7 +95,7 @@ def test_the_helpers_see_differences() -> None:
     assert not untouched(before, model)
 
 
-# The numbers of MindSpore's documentation.
+# The examples of MindSpore's documentation.
 
 
 @pytest.mark.parametrize(("cotangent", "factor"), [(1.0, [1, 1]), (jnp.array([1.0, 2.0]), [1, 2])])
@@ -391,7 +391,7 @@ def test_an_output_without_arrays_is_refused(out: Any, cotangent: Any) -> None:
 
 
 def test_an_output_of_integers_is_refused() -> None:
-    """With a number for a cotangent it was taken for one whose gradient is zero."""
+    """Regression: with a scalar cotangent, it was treated as having a zero gradient."""
     for out, name in ((lambda x: jnp.round(x).astype(int), "output"), (lambda x: (x, x > 0), r"output\[1\]")):
         with pytest.raises(TypeError, match=f"^grad: `{name}` is an array of .*, but only floating-point arrays have"):
             grad(out, cotangent=1.5)(X)

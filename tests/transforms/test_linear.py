@@ -1,4 +1,4 @@
-"""`jvp`, `vjp` and `linearize` against those of JAX, of arrays and of modules, and what they refuse."""
+"""`jvp`, `vjp` and `linearize` of arrays and modules, against JAX's, and their errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_maps_of_linear_functions() -> None:
 
 @pytest.mark.parametrize("linear", [vjp, linearize])
 def test_what_they_return_goes_through_transforms_and_is_called_outside(linear: Any) -> None:
-    """As that of JAX: through jit, vmap and scan, and as an argument of them."""
+    """As in JAX, the returned functions pass through jit, vmap and scan, and as arguments of these."""
     tree = {"a": [jnp.float32(2.0), None]}
     plain = getattr(jax, linear.__name__)
     out = plain(fun, X, tree)[0]

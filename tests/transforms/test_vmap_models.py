@@ -1,4 +1,4 @@
-"""`vmap` over models: modules as functions and as arguments, and ensembles as both."""
+"""`vmap` of models: modules as functions and as arguments, and ensembles as both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ XS = np.cos(np.arange(SIZE * 6.0, dtype=np.float32)).reshape(SIZE, 2, 3)
 
 
 class Gain(nnx.Module):
-    """Three gains, and in training a running mean of what came in."""
+    """Three gains, and in training a running mean of the inputs."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.gain = nnx.Param(rngs.normal((3,)))
@@ -188,7 +188,7 @@ def test_a_module_that_changes_its_configuration_is_refused() -> None:
 @pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat, jax.jit], ids=["nnx.jit", "nnx.remat", "jax.jit"])
 @pytest.mark.parametrize("outer", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 def test_a_module_may_pass_through_inner_transforms(members: Ensemble, wrap: Any, outer: Any) -> None:
-    # nnx.jit and nnx.remat hand back every array of a module as a new one, changed or not.
+    # nnx.jit and nnx.remat return every array of a module as a new one, changed or not.
     call = wrap(lambda model, x: model(x))
     assert_close(outer(vmap(call))(members, XS), XS * members.trainable["gain"][:, None])
     assert_close(outer(vmap(call, (None, 0), chunk_size=2))(members[1], X), X * members[1].gain[...])
@@ -212,7 +212,7 @@ def test_a_module_that_is_returned_is_stacked() -> None:
     assert isinstance(out["model"], Gain)
     assert_close(out["model"].mean[...], 0.1 * X.mean(1))
     assert_close(ys, X * model.gain[...])
-    # What comes out can go in again: a module with an axis of its own.
+    # The output can be an input again: a module with mapped state.
     assert_close(vmap(lambda model, x: model(x))(evaluating(out["model"]), X), ys)
 
 
@@ -244,7 +244,7 @@ def test_modules_that_share_a_variable_are_refused() -> None:
         vmap(call, (None, None, 0))(first, first, X)
     with pytest.raises(ValueError, match=r"`first` and `second` share the variable `gain`; .* such as nnx\.Dict"):
         vmap(call, (None, None, 0))(first, {"b": second}, X)
-    wrong: Any = vmap(first)  # a type checker would refuse the call too
+    wrong: Any = vmap(first)  # type checkers reject the call too
     with pytest.raises(ValueError, match=r"`fun` and `model` share the variable"):
         wrong(X, model=first)
     pair = nnx.Dict(first=evaluating(first), second=evaluating(second))
@@ -288,7 +288,7 @@ def test_an_ensemble_as_the_function_is_checked(ens: Ensemble) -> None:
 
 
 def train(model: Any, x: Any) -> tuple[Any, jax.Array]:
-    """A user's own step, which knows nothing of ensembles."""
+    """A user's training step, written without ensembles in mind."""
     assert isinstance(model, nnx.Module)
     value, gradients = value_and_grad(lambda model: model.loss(x))(model)
     nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients))
@@ -409,7 +409,7 @@ def test_members_of_an_apply_function_carry_their_state() -> None:
 
 
 def test_axes_that_an_ensemble_has_not_are_refused(ens: Ensemble) -> None:
-    # Two members of shape (2, 2): nothing but the check stands between a wrong axis and wrong numbers.
+    # Two members of shape (2, 2): without the check, a wrong axis would give wrong numbers.
     square = Ensemble.from_apply(jnp.dot, [np.ones((2, 2)), np.zeros((2, 2))])
     call = lambda model, *rest: model
     for in_axes in (1, (-1,), np.int64(-2)):
@@ -439,7 +439,7 @@ def test_a_gradient_whose_slices_lack_the_batch_axis_points_to_per_sample_grad()
         return ((model(x) - y) ** 2).sum(axis=1).mean()
 
     for transform in (grad, value_and_grad):
-        with pytest.raises(Exception) as raised:  # noqa: PT011 (Flax's own; the note is what is looked at)
+        with pytest.raises(Exception) as raised:  # noqa: PT011 (an error of Flax; the note is tested)
             vmap(transform(loss), in_axes=(None, 0, 0))(model, x, y)
         notes = "".join(raised.value.__notes__)
         assert "use plurax.transforms.per_sample_grad(loss, batch_argnums=(1, 2))" in notes

@@ -315,4 +315,4 @@ def test_the_old_name_of_the_class_warns_and_is_the_new_one():
     assert Standing is MemberStatus
     assert "Standing" not in plurax.ensemble.__all__
     with pytest.raises(AttributeError, match="no attribute 'Sitting'"):
-        getattr(plurax.ensemble, "Sitting")  # mypy knows that it does not exist
+        getattr(plurax.ensemble, "Sitting")  # noqa: B009 (mypy reports the missing attribute)

@@ -1,4 +1,4 @@
-"""`vmap(chunk_size=)`: for every chunk size the results of the unchunked map, in less memory."""
+"""`vmap(chunk_size=)`: the results of the unchunked map for every chunk size, in less memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_key(x: Any) -> bool:
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Equal structures, shapes and dtypes; floats to a few ulp, everything else exactly."""
+    """Assert equal structures, shapes and dtypes; floats to a few ulp, everything else exactly."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if is_key(a):
@@ -53,7 +53,7 @@ def test_the_helper_sees_other_keys() -> None:
 
 
 def everything(tree: Any, shared: Any, key: Any, *, scale: Any) -> Any:
-    """A bit of everything: containers, constants, dtypes, random numbers, an output that nothing maps."""
+    """Return many kinds of output: containers, constants, dtypes, random numbers, an unmapped output."""
     x = tree["x"][0]
     out = {
         "float": jnp.sin(x) @ shared * scale["s"],
@@ -188,7 +188,7 @@ def test_floats_are_equal_under_float64() -> None:
         assert_same(vmap(jnp.exp, chunk_size=2)(x), jnp.exp(x))
 
 
-# Memory, as the compiler plans it.
+# Memory, as planned by the compiler.
 
 
 def temporaries(fun: Callable[..., Any], *args: Any) -> int:
@@ -201,7 +201,7 @@ def test_the_temporaries_are_those_of_one_chunk() -> None:
     n, width = 32, 64
 
     def fun(x: Any) -> Any:
-        return jnp.sort(jnp.outer(x, x), axis=None)[::7].sum()  # which no compiler sorts without holding it
+        return jnp.sort(jnp.outer(x, x), axis=None)[::7].sum()  # compilers materialize the product to sort it
 
     x = jax.ShapeDtypeStruct((n, width), jnp.float32)
     whole = temporaries(vmap(fun), x)
@@ -218,7 +218,7 @@ def test_the_result_is_held_once(out_axes: int) -> None:
     x = jax.ShapeDtypeStruct((n, width), jnp.float32)
     result = n * width * width * 4
     assert temporaries(vmap(fun, out_axes=out_axes, chunk_size=4), x) < result / 8
-    # Mapping with `lax.map` and moving the axis afterwards is what this avoids.
+    # `lax.map` followed by `moveaxis` needs memory for the whole result.
     twice = lambda x: jnp.moveaxis(lax.map(fun, x, batch_size=4), 0, out_axes)
     assert out_axes == 0 or temporaries(twice, x) >= result
 

@@ -22,7 +22,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Ar
 
 
 def names(jaxpr: Any) -> set[str]:
-    """The operations of a program, those inside of others too."""
+    """Return the primitives of a program, including nested ones."""
     found = set()
     for eqn in jaxpr.eqns:
         found.add(eqn.primitive.name)
@@ -33,7 +33,7 @@ def names(jaxpr: Any) -> set[str]:
 
 
 def assert_same(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> None:
-    """The same values with the convolutions as products, to a part of the largest."""
+    """Assert that convolutions as products give the same values, relative to the largest."""
     assert_equal(convolutions_as_products(fun), fun, *args, tolerance=tolerance)
 
 
@@ -47,7 +47,7 @@ def assert_equal(rewritten: Callable[..., Any], fun: Callable[..., Any], *args: 
 
 
 def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The value, and what comes back from a cotangent that differs everywhere."""
+    """Return a function that returns the value and the cotangents, for a non-constant output cotangent."""
 
     def both(*args: Any) -> Any:
         out, back = jax.vjp(fun, *args)
@@ -58,10 +58,10 @@ def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 @st.composite
 def convolutions(draw: st.DrawFn, crops_and_pads: bool) -> tuple[Callable[..., Any], Callable[..., Any], Any, Any]:
-    """A convolution of any kind, the same of an input that was cropped and padded before, and the shapes it takes.
+    """Return an arbitrary convolution, the same on an explicitly cropped and padded input, and the input shapes.
 
-    XLA reads beyond an input that is cropped at its beginning and padded at its end (openxla/xla#48713), which also
-    happens in the gradient of one that is padded by more than its window.
+    XLA reads out of bounds in an input that is cropped at its start and padded at its end (openxla/xla#48713). The
+    gradient of an input that is padded by more than its window is such a case.
     """
     places = draw(st.integers(1, 3))
     groups = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2)]))
@@ -84,7 +84,7 @@ def convolutions(draw: st.DrawFn, crops_and_pads: bool) -> tuple[Callable[..., A
         return lax.conv_general_dilated(x, w, strides, padding, lhs_dilation=spread, rhs_dilation=dilation, **numbers)
 
     def padded(x: jax.Array, w: jax.Array) -> jax.Array:
-        places = (axis for axis in rhs if axis in names)  # in the order of which JAX reads strides and padding
+        places = (axis for axis in rhs if axis in names)  # JAX reads strides and padding in this order
         config = {axis: (*pad, step - 1) for axis, pad, step in zip(places, padding, spread, strict=True)}
         x = lax.pad(x, jnp.zeros((), x.dtype), [config.get(axis, (0, 0, 0)) for axis in lhs])
         return lax.conv_general_dilated(x, w, strides, "VALID", rhs_dilation=dilation, **numbers)
@@ -99,7 +99,7 @@ def test_every_convolution_and_its_gradients(case: Any) -> None:
     x, w = normal(0, lhs), normal(1, rhs)
     try:
         size = jax.eval_shape(fun, x, w).size
-    except (TypeError, ValueError):  # a window larger than what it goes over
+    except (TypeError, ValueError):  # the window is larger than the input
         return
     if size:
         assert_equal(convolutions_as_products(with_gradients(fun)), with_gradients(padded), x, w)
@@ -163,7 +163,7 @@ def test_named_scopes_reach_into_calls(rewrite: Any) -> None:
 
     eqns = jax.make_jaxpr(rewrite(fun))(normal(0, (2, 5, 2))).eqns
     scopes = {str(eqn.source_info.name_stack) for eqn in eqns}
-    assert scopes - {""} == {"outer", "outer/inner"}  # none where the result is put in its order
+    assert scopes - {""} == {"outer", "outer/inner"}  # the final transpose has no scope
 
 
 class LeNet(nnx.Module):
@@ -251,7 +251,7 @@ class Test_pooling:
     )
     @pytest.mark.parametrize("pool", [nnx.max_pool, nnx.avg_pool, nnx.min_pool])
     def test_values_and_gradients(self, pool: Any, window: Any, strides: Any, padding: str) -> None:
-        # Few values, so that many elements of a window are the largest: the first of them has the gradient.
+        # Rounded values, so that windows have ties: the first maximum receives the gradient.
         x = jnp.round(normal(3, (2, 7, 9, 3)))
         assert_same(with_gradients(lambda x: pool(x, window, strides, padding)), x)
 
@@ -294,7 +294,7 @@ class Test_loopable_gradients:
             return jax.nn.relu(lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")))
 
         ours, x = with_scannable_gradients(fun), jnp.zeros((2, 5, 2))
-        assert not jax.vjp(ours, x)[1](jnp.ones((2, 5, 3)))[0].any()  # by its own rule relu is flat at zero
+        assert not jax.vjp(ours, x)[1](jnp.ones((2, 5, 3)))[0].any()  # relu's custom rule has a zero derivative at zero
         assert "conv_general_dilated" in names(jax.make_jaxpr(ours)(x).jaxpr)
         backward = jax.make_jaxpr(jax.grad(lambda x: ours(x).sum()))(x)
         assert str(backward).count("conv_general_dilated") == 1

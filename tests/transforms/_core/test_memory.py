@@ -79,7 +79,7 @@ def test_the_temporaries_stay_within_the_budget(transform: Any, budget: Any, exp
     assert temporaries(transform(layer), X) > size
     assert held(within) <= size
     assert len(probes) <= 8
-    assert max(need for need in probes if need <= size) > size / 3  # the chunk is about as large as it may be
+    assert max(need for need in probes if need <= size) > size / 3  # the chunk is about as large as possible
     chex.assert_trees_all_close(within(X), expected, rtol=2e-5, atol=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_a_constant_of_one_value_counts_as_in_the_whole_program() -> None:
 
 
 def test_the_result_is_held_once() -> None:
-    """In chunks of 1 the temporaries are far below the result, so that it is written in place."""
+    """In chunks of 1, temporaries far below the result show that it is written in place."""
     fun = lambda x: {"a": jnp.tanh(x[:, None] * jnp.arange(40.0)), "b": jnp.sin(x)}
     x = jnp.ones(150)
     result = 4 * 150 * 150 * 41
@@ -172,7 +172,7 @@ def grad_of(fun: Any) -> Any:
 )
 @pytest.mark.parametrize("transform", [jacrev, hessian_diagonal, "vmap"])
 def test_a_budget_that_is_not_that_of_the_whole_says_so_once(transform: Any, outer: Any, warns: bool) -> None:
-    """At the line of the caller, with the budget and what was compiled."""
+    """The warning points to the caller's line and names the budget and the compiled program."""
     xs = X[:12].reshape(4, 3)
 
     def within(scale: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Diagonals and traces of Hessians against whole ones, and an estimate against what it estimates."""
+"""Diagonals and traces against full Hessians, and an estimate against its expectation."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_the_helper_sees_differences() -> None:
 
 
 def diagonal(matrix: Any, like: Any) -> Any:
-    """Of a nested Hessian, by the slow way."""
+    """Return the diagonal of a nested Hessian, through a dense matrix."""
     size, shape = np.size(like), np.shape(like)
     return jnp.diagonal(jnp.asarray(matrix).reshape(size, size)).reshape(shape)
 
 
 @pytest.fixture(scope="module")
 def expected() -> Any:
-    """The diagonal, and the trace, of `mixed`."""
+    """Return the Hessian diagonal and trace of `mixed`."""
     by_tree, by_x = jax.jit(jax.hessian(mixed, (1, 0)))(X, TREE, scale=0.5)
     found = {name: diagonal(by_tree[name][0][name], TREE[name]) for name in TREE}, diagonal(by_x[1], X)
     return found, sum(jnp.sum(leaf) for leaf in jax.tree.leaves(found))
@@ -157,12 +157,13 @@ class Test_the_estimate:
         estimate = jax.jit(jax.vmap(hutchinson_trace(fun, 20), (0, None)))
         means, errors = estimate(jax.random.split(jax.random.key(0), 4000), jnp.ones(12))
         inside = np.abs(means - jnp.trace(matrix)) <= stats.t.ppf(0.975, 19) * errors
-        # Of 4000 with 95 % each, 99.99 % of the time between 0.9366 and 0.9634, were they normal; they nearly are.
+        # Each interval covers with 95 %; of 4000, a share within 0.9366 and 0.9634 has probability 99.99 % for normal
+        # estimates, and these nearly are.
         assert 0.93 < float(inside.mean()) < 0.97
         spread = float(
             means.std() / np.sqrt(2 * (np.sum(np.square(matrix)) - np.sum(np.square(np.diagonal(matrix)))) / 20)
         )
-        assert 0.9 < spread < 1.1  # of the variance that the off-diagonal has; false alarms below 1e-10
+        assert 0.9 < spread < 1.1  # variance of the off-diagonal; false alarms below 1e-10
 
     def test_is_that_of_a_plain_loop(self) -> None:
         _, fun = self.quadratic()

@@ -17,7 +17,7 @@ W = np.asarray(jax.random.normal(jax.random.key(0), (4, 6)) / 2)
 
 
 def trace(fun: Any, *args: Any) -> Any:
-    """In forward mode, which takes loops too."""
+    """Forward over forward mode, which supports loops."""
     return jnp.trace(jax.jacfwd(jax.jacfwd(fun))(*args))
 
 
@@ -38,7 +38,7 @@ def ruled(x: Any) -> Any:
     return x**3
 
 
-ruled.defjvp(lambda x, t: (ruled(*x), 5 * x[0] ** 2 * t[0]))  # wrong on purpose: the rule counts, not the function
+ruled.defjvp(lambda x, t: (ruled(*x), 5 * x[0] ** 2 * t[0]))  # wrong on purpose: the rule is used, not the function
 
 FUNCTIONS = {
     "elementwise": lambda x: jnp.tanh(x) * jnp.exp(x) / (2 + jnp.cos(x)) + jnp.logaddexp(x, 1.0) + x**5,

@@ -1,4 +1,4 @@
-"""`hvp`, `vhp`, `gnvp` and `value_grad_and_hvp` against dense matrices; what they cost."""
+"""`hvp`, `vhp`, `gnvp` and `value_grad_and_hvp` against dense matrices, and their cost."""
 
 from __future__ import annotations
 

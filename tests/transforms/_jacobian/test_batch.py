@@ -148,7 +148,7 @@ def test_calls_without_a_meaning_are_refused(rows: str) -> None:
 
 
 def test_auxiliary_arrays_without_samples_are_not_cut() -> None:
-    """Of what does not have the sample along axis 0, all but the first row was lost."""
+    """Regression: auxiliary arrays without a sample axis lost all rows but the first."""
     with pytest.raises(ValueError, match=r"^batch_jacobian: `aux\['w'\]` is an .*, but axis 0 must be the 1"):
         batch_jacobian(lambda x: (jnp.sin(x), {"w": W, "n": 3, "text": "a string"}), has_aux=True)(BATCH)
 

@@ -1,4 +1,4 @@
-"""`jacfwd`, `jacrev` and `jacobian` against those of JAX, in chunks or not; which mode "auto" takes."""
+"""`jacfwd`, `jacrev` and `jacobian` against JAX's, in chunks or not, and the mode that "auto" chooses."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_real_functions_of_complex_numbers_are_those_of_jax(chunk_size: Any) -> 
 @pytest.mark.parametrize("n", [np.arange(3), 3, True, np.array([True, False, True])])
 def test_integers_have_jacobians_of_zeros_as_in_jax(transform: Any, n: Any, chunk_size: Any) -> None:
     scaled = lambda x, n: {"y": x[0] * n, "s": jnp.sum(x)}
-    numbers = jax.tree.map(lambda x: 1 * x, n)  # with booleans that of JAX fails
+    numbers = jax.tree.map(lambda x: 1 * x, n)  # JAX's fails with booleans
     expected = jax.jacrev(scaled, (1, 0), allow_int=True)(X[0], numbers)
     booleans = jnp.result_type(n) == jnp.bool_
     expected = jax.tree.map(lambda x: x.astype(bool) if booleans and x.dtype == jnp.int32 else x, expected)
@@ -403,7 +403,7 @@ def test_what_takes_no_complex_numbers_or_integers_says_so() -> None:
 
 @pytest.fixture
 def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A number for each program that is lowered to be counted."""
+    """Return a list with an entry for each program lowered for a cost estimate."""
     found: list[Any] = []
     lower = modes.lower_apart
 
@@ -444,10 +444,10 @@ def test_the_mode_is_decided_once_for_each_kind_of_arguments(lowerings: list[Any
     assert decisions(X[1]) == decisions(jnp.asarray(X[0])) == 0  # other values
     assert decisions(X) == 1  # another shape
     assert decisions(X.astype(np.float16)) == 1  # another dtype
-    assert decisions(X[0], 3) == 1  # another number that a program may depend on
+    assert decisions(X[0], 3) == 1  # a number that may change the program
     assert decisions(X[0], 3) == 0
     assert decisions(X[0], 2.5) == 1
-    assert decisions(X[0], 3.5) == 0  # one that it does not
+    assert decisions(X[0], 3.5) == 0  # a number that may not
     assert decisions(X[0], scale=X[1]) == 1
     assert decisions(X[0], scale=X[0]) == 0
     assert decisions(X[0], X[1], argnums=(0, 1)) <= 1
@@ -509,7 +509,7 @@ cubed.defvjp(lambda x: (x**3, x), lambda x, seed: (3 * x**2 * seed,))
 
 @dataclass(frozen=True)
 class Cube:
-    """x³, by a loop that has no reverse mode or by a rule that has no forward mode; all are equal."""
+    """x³, by a loop without a reverse mode or a rule without a forward mode; all instances are equal."""
 
     loop: Any = field(compare=False)
 
@@ -642,9 +642,9 @@ def test_mistakes_of_a_remembered_function_are_raised(lowerings: list[Any]) -> N
 
 def test_equal_objects_are_told_apart(lowerings: list[Any]) -> None:
     class Odd:
-        """Something that cannot be compared, nor hashed."""
+        """An object that is neither comparable nor hashable."""
 
-        __hash__ = None  # type: ignore[assignment]  # as a class with an `__eq__` has it
+        __hash__ = None  # type: ignore[assignment]  # as in a class with an `__eq__`
 
         def __eq__(self, other: object) -> Any:
             return np.zeros(2, bool)
@@ -665,7 +665,7 @@ def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pyte
     monkeypatch.setattr(memory, "_MOST", 3)
 
     class Data:
-        """Something that is no array."""
+        """An object that is not an array."""
 
     data = Data()
     fun: Any = lambda x, data: jnp.sin(x)
@@ -684,7 +684,7 @@ def test_what_is_static_in_arguments_goes_with_the_function() -> None:
         note: Any = eqx.field(static=True)
 
     class Note:
-        """Something that is no array."""
+        """An object that is not an array."""
 
     class Waving:
         def of(self, x: Any, _: Any) -> Any:

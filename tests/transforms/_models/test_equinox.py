@@ -1,4 +1,4 @@
-"""Equinox modules given directly: differentiated as by `eqx.filter_grad`, wherever parameters are."""
+"""Equinox modules as arguments: differentiated as by `eqx.filter_grad`, wherever parameters are."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def each(net: Net) -> Any:
-    """The gradients of each sample, and their norms."""
+    """Return per-sample gradients and their norms."""
     gradients = [eqx.filter_jit(eqx.filter_grad(loss))(net, X[i : i + 1], Y[i : i + 1]) for i in range(5)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
     return stacked, jax.vmap(optax.tree.norm)(stacked)

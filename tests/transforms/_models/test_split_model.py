@@ -1,4 +1,4 @@
-"""What counts as a model: NNX modules, and whatever follows the small protocol; and life without Flax."""
+"""Models: NNX modules, and any class that implements the protocol, with or without Flax installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_flax_is_not_loaded_where_there_are_no_modules() -> None:
 
 @dataclass(frozen=True)
 class LineStructure:
-    """The static part of a line: the name of its slope."""
+    """The static part of a `Line`: the name of its slope."""
 
     name: str
 
@@ -50,7 +50,7 @@ class LineStructure:
 
 
 class Line:
-    """A model of somebody else's making: a slope that trains, and a sum of all it has seen."""
+    """A custom model: a trainable slope, and a running sum of its inputs."""
 
     def __init__(self, name: str, slope: Any, seen: Any) -> None:
         self.name, self.slope, self.seen = name, slope, seen
@@ -106,7 +106,7 @@ def test_a_name_that_ends_in_value_is_kept_whole() -> None:
 
 
 class Held(nnx.Module):
-    """Variables that hold pytrees: parameters, and what was seen."""
+    """A module whose variables hold pytrees: parameters and statistics."""
 
     def __init__(self) -> None:
         self.weights: Any = nnx.Param({"w": jnp.full((2, 3), 0.5), "b": [jnp.zeros(3), jnp.ones(())]})
@@ -204,7 +204,7 @@ def test_partials_are_equal_by_value() -> None:
     assert of(x=partial(of, 1)) == of(x=partial(of, 1))
     for other in (of(approximate=True), of(approximate=0), of(False), of(), by_value(partial(nnx.relu))):
         assert of(approximate=False) != other
-    assert of([1]) != of([1])  # not hashable, so by identity
+    assert of([1]) != of([1])  # not hashable, so compared by identity
     assert by_value("a") == "a"
 
 

@@ -1,4 +1,4 @@
-"""Models stacked, where neither a stack of layers nor an ensemble shows it: variables that hold Python's numbers."""
+"""Stacking models whose variables hold Python numbers, which no test of layers or ensembles covers."""
 
 from typing import Any
 

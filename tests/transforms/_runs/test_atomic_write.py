@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files are written completely or not at all."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Parameters in files: all that a network computes with comes back, to the bit, and nothing in silence."""
+"""Parameters in files: everything a network computes with is restored bit for bit, and nothing is dropped silently."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
 
 class Net(nnx.Module):
-    """Parameters, statistics, random streams, a cache, something shared, and arrays of many kinds."""
+    """Parameters, statistics, random streams, a cache, a shared kernel, and arrays of many kinds."""
 
     def __init__(self, seed: int) -> None:
         rngs = nnx.Rngs(seed)
@@ -42,7 +42,7 @@ class Net(nnx.Module):
 
 
 def contents(model: Any) -> dict[str, np.ndarray]:
-    """All arrays of a module, keys as their data."""
+    """Return all arrays of a module, keys as their data."""
     found = {}
     for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))):
         is_key = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -62,13 +62,13 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(path: Path) -> Path:
-    """A file with a kernel of (4, 3) and a bias of (3,)."""
+    """A file with a kernel of shape (4, 3) and a bias of shape (3,)."""
     save_params(path, linear())
     return path
 
 
 class TestBackAndForth:
-    """What is written, and that it comes back."""
+    """The contents of a file, and round trips."""
 
     def test_everything_that_computes_comes_back(self, path: Path) -> None:
         trained, other = Net(3), Net(0)
@@ -141,7 +141,7 @@ class TestBackAndForth:
 
 
 class TestFromElsewhere:
-    """Other names, other orders of axes."""
+    """Other names and axis orders."""
 
     def write(self, path: Path, **arrays: np.ndarray) -> Path:
         path.parent.mkdir(exist_ok=True)
@@ -212,7 +212,7 @@ class TestFromElsewhere:
 
 
 class TestMisfits:
-    """All of them are named at once, and nothing is loaded."""
+    """One error lists all mismatches, and nothing is loaded."""
 
     def test_all_are_named_at_once(self, saved: Path) -> None:
         class Other(nnx.Module):
@@ -274,7 +274,7 @@ class TestMisfits:
 
 
 class TestRefusals:
-    """What is no module, no path, no array."""
+    """Not a module, not a path, not an array."""
 
     def test_ensembles_have_files_of_their_own(self, path: Path) -> None:
         ensemble = Ensemble.create(lambda rngs: nnx.Linear(4, 3, rngs=rngs), 2, seed=0)
@@ -346,7 +346,7 @@ class TestRefusals:
             shape, dtype, is_fully_addressable = (2,), np.dtype(np.float32), False
 
             def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-                raise RuntimeError("fetching spans other processes; use process_allgather")  # as JAX does
+                raise RuntimeError("fetching spans other processes; use process_allgather")  # JAX's error
 
         with pytest.raises(
             TypeError, match="save_params: `w` is an array .* without values in this process: .* process_allgather"
@@ -379,7 +379,7 @@ while True:
 
 
 class TestWholeOrNotThere:
-    """A file is replaced in one step."""
+    """A file is replaced atomically."""
 
     def test_a_failure_leaves_the_old_one(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: Any) -> None:
@@ -412,7 +412,7 @@ class TestWholeOrNotThere:
         reads: list[float] = []
         with subprocess.Popen([sys.executable, "-c", REPEATEDLY, str(path)]) as process:
             try:
-                # Meanwhile whoever reads it finds a whole one, too: at least twenty times, and each of the two.
+                # Meanwhile readers see only complete files: at least twenty reads, and both versions.
                 while len(reads) < 20 or len(set(reads)) < 2:
                     assert process.poll() is None
                     if not path.exists():

@@ -1,7 +1,7 @@
-"""Parameters by their names, and frozen ones.
+"""Parameter names and frozen parameters.
 
-The oracle for names is the attribute that one would write in code. Of frozen ones: who sees them, who does not, and
-that no training moves them by a bit.
+Names are tested against the attributes that one would write in code. Frozen parameters are tested for who sees them,
+and for training that does not change a bit of them.
 """
 
 import re
@@ -60,7 +60,7 @@ def frozen_names(model: Any) -> set[str]:
 
 
 def bits(model: Any) -> dict[str, np.ndarray]:
-    """The frozen parameters as they are now."""
+    """Return the current frozen parameters."""
     return {name: np.array(x) for name, x in named_parameters(model).items() if name in frozen_names(model)}
 
 
@@ -75,13 +75,13 @@ def assert_unmoved(before: dict[str, np.ndarray], model: Any) -> None:
 def test_a_moved_bit_is_noticed() -> None:
     model = freeze(plain(nnx.Rngs(0)), "layers.0.bias")
     before = bits(model)
-    model.layers[0].bias[...] = -model.layers[0].bias[...]  # zeros, whose sign alone differs
+    model.layers[0].bias[...] = -model.layers[0].bias[...]  # zeros that differ only in sign
     with pytest.raises(AssertionError):
         assert_unmoved(before, model)
 
 
 class TestFilters:
-    """What a filter takes."""
+    """Accepted filters."""
 
     ALL = ("encoder.layers.0.bias", "encoder.layers.0.kernel", "encoder.layers.2.bias", "encoder.layers.2.kernel")
 
@@ -145,7 +145,7 @@ class TestFilters:
 
 
 class TestCopies:
-    """The argument stays as it is, and what is shared stays shared."""
+    """The argument is unchanged, and shared variables stay shared."""
 
     @pytest.mark.parametrize("change", [lambda m: freeze(m, "encoder"), unfreeze, lambda m: unfreeze(freeze(m, True))])
     def test_nothing_is_shared_with_the_argument(self, change: Callable[[Any], Any]) -> None:
@@ -211,14 +211,14 @@ class TestCopies:
 
 
 class TestRefusals:
-    """What cannot be frozen, and what is no module."""
+    """Parameters that cannot be frozen, and arguments that are not modules."""
 
     @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
     def test_what_a_norm_looks_for(self, norm: Any) -> None:
         model = nnx.Dict(
             norm=norm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)), head=nnx.Linear(3, 2, rngs=nnx.Rngs(0))
         )
-        parameters = named_parameters(model.norm)  # newer versions of Flax have the scales of a WeightNorm among them
+        parameters = named_parameters(model.norm)  # newer versions of Flax count a WeightNorm's scales too
         assert {"layer_instance.bias", "layer_instance.kernel"} <= set(parameters)
         any_of_them = "|".join(map(re.escape, parameters))
         match = rf"freeze: `norm\.({any_of_them})` must be an nnx\.Param for the {norm.__name__} around it"
@@ -253,7 +253,7 @@ class TestRefusals:
 
 
 class TestTraining:
-    """No gradient, no update, no decay, no work."""
+    """No gradient, no update, no weight decay, no computation."""
 
     @pytest.mark.parametrize("differentiate", [grad, nnx.grad])
     def test_gradients_are_those_of_the_others(self, differentiate: Any) -> None:
@@ -280,7 +280,7 @@ class TestTraining:
             step(model, optimizer)
         assert_unmoved(before, model)
         assert np.abs(model.head.kernel[...] - head).min() > 0
-        assert np.abs(model.norm.mean[...] - mean).min() > 0  # statistics are no parameters
+        assert np.abs(model.norm.mean[...] - mean).min() > 0  # statistics are not parameters
         assert sum(x.size for x in jax.tree.leaves(nnx.state(optimizer.opt_state))) == 1 + 2 * (5 * 3 + 3)
 
     def test_stop_gradient_leaves_it_to_the_decay(self) -> None:
@@ -376,14 +376,14 @@ class TestTraining:
 
 
 class Child(nnx.Module):
-    """It knows its parent."""
+    """A module that references its parent."""
 
     def __init__(self, parent: Any) -> None:
         self.parent, self.scale = parent, nnx.Param(jnp.ones(2))
 
 
 class Model(nnx.Module):
-    """Lists, dicts, other state, something shared, and a parameter that holds a pytree."""
+    """Lists, dicts, other state, shared parts, and a parameter that holds a pytree."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(7, 3, rngs=rngs)
@@ -397,7 +397,7 @@ class Model(nnx.Module):
 
 
 def follow(model: Any, name: str) -> Any:
-    """What the code `model.name` stands for."""
+    """Evaluate the code `model.name`."""
     for part in name.split("."):
         model = model[int(part)] if part.isdigit() else model[part] if isinstance(model, dict) else getattr(model, part)
         model = model.get_value() if isinstance(model, nnx.Variable) else model

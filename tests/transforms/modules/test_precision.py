@@ -1,4 +1,4 @@
-"""In which dtype a module computes: the oracle is one that was built so, and its program."""
+"""The dtype in which a module computes, against a module constructed with it and its program."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +50,7 @@ LAYERS: dict[str, Any] = {
 
 
 def program(model: Any, x: Any) -> Any:
-    """The program of a call, with the state that it leaves."""
+    """Return the program of a call, including the resulting state."""
     definition, state = nnx.split(model)
 
     def call(state: Any, x: Any) -> Any:
@@ -61,7 +61,7 @@ def program(model: Any, x: Any) -> Any:
 
 
 def products(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """The dtypes of the operands of each matrix product and convolution."""
+    """Return the operand dtypes of each matrix product and convolution."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             yield tuple(x.aval.dtype for x in eqn.invars)
@@ -80,7 +80,7 @@ def test_a_layer_computes_as_one_that_was_built_so(name: str, frozen: bool) -> N
     assert hash(nnx.graphdef(found)) == hash(nnx.graphdef(expected))
     x = np.zeros((2, 3), np.int32) if name == "Embed" else X
     assert str(program(found, x)) == str(program(expected, x))
-    if name != "SpectralNorm":  # which multiplies weights by themselves, as they are
+    if name != "SpectralNorm":  # multiplies weights by each other in their own dtype
         operands = {dtype for pair in products(program(found, x).jaxpr) for dtype in pair}
         assert operands <= {jnp.dtype(HALF)}
     assert {x.dtype for x in named_parameters(found).values()} == {jnp.dtype(jnp.float32)}
@@ -133,7 +133,7 @@ def test_everything_but_batch_norms_and_the_loss() -> None:
 def test_without_keep_a_batch_norm_rounds_what_it_takes_statistics_of_and_not_these() -> None:
     norms = [nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0)) for _ in range(3)]
     full, rounded, mixed = *norms[:2], with_precision(norms[2], HALF, keep={})
-    far = X + 100  # where a bfloat16 has steps of 0.5
+    far = X + 100  # bfloat16 has a spacing of 0.5 here
     for norm, x in ((full, far), (rounded, jnp.asarray(far, HALF).astype(jnp.float32)), (mixed, far)):
         norm(x)
         norm.eval()
@@ -156,7 +156,7 @@ class BigHead(Head):
 
 
 def told(model: Any) -> dict[str, str]:
-    """The dtypes of the layers that have one."""
+    """Return the dtypes of the layers that have one."""
     found = {".".join(map(str, path)): getattr(x, "dtype", None) for path, x in nnx.iter_modules(model)}
     return {name: jnp.dtype(dtype).name for name, dtype in found.items() if dtype is not None}
 
@@ -201,7 +201,7 @@ def test_an_ensemble_computes_so_too() -> None:
 
 
 class Own(nnx.Module):
-    """Parameters of its own, beside a layer."""
+    """A module with parameters and a sublayer."""
 
     def __init__(self, value: Any = 1.0, **attributes: Any) -> None:
         self.scales, self.linear = nnx.List([nnx.Param(jnp.full(4, value))]), nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -220,7 +220,7 @@ class ByDefault(Own):
 
 
 class TestParametersOfItsOwn:
-    """A module that holds parameters says how it computes with them, or is named."""
+    """A module with parameters needs a `dtype` attribute, or an entry in `keep`."""
 
     @pytest.mark.parametrize("model", [Own(), ReadOnly(), freeze(Own(), "scales"), Own(dtype="int32"), Own(dtype=3)])
     def test_without_a_dtype_it_is_refused(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parameters drawn anew: asked for as Flax's own constructors ask, by keys of their own."""
+"""Reinitialized parameters: initializers are called as in Flax's constructors, each with its own key."""
 
 from typing import Any
 
@@ -95,7 +95,8 @@ def test_it_is_distributed_as_by_the_constructor(name: str) -> None:
         model = make(**{names: initializer})
         drawn = reinitialize(make(), {kind: initializer}, KEY)
         x, y = (np.asarray(getattr(m, parameter)[...]).ravel() for m in (model, drawn))
-        # The standard deviation of a standard deviation of 72,000 numbers is below 0.3 %: 7 of these.
+        # The standard deviation of 72,000 numbers has a standard error below 0.3 %; their ratio is tested to 7 of its
+        # own.
         assert abs(x.std() / y.std() - 1) < 0.03
         assert abs(y.mean()) < 0.03 * y.std()
         assert (x != y).all()
@@ -175,7 +176,7 @@ def test_frozen_parameters_stay_what_they_are() -> None:
 
 
 class Stack(nnx.Module):
-    """One block that stands for several: every array has an axis of layers in front."""
+    """One block with a leading layer axis on every array."""
 
     __plurax_layers__ = True
 
@@ -186,7 +187,7 @@ class Stack(nnx.Module):
 
 
 class TestStacks:
-    """The layers of a stack are drawn one by one."""
+    """The layers of a stack are initialized one by one."""
 
     def make(self, seed: int) -> Any:
         rngs = nnx.Rngs(seed)
@@ -215,7 +216,7 @@ class TestStacks:
         kernel = np.asarray(found.layer["linear"].kernel[...])
         assert kernel.shape == (3, 40, 30)
         assert all((kernel[i] != kernel[j]).all() for i in range(3) for j in range(i))
-        # Standard deviations of 1,200 numbers, within 5 of theirs.
+        # Standard deviations of 1,200 numbers, within 5 standard errors.
         np.testing.assert_allclose(kernel.std((1, 2)), np.sqrt(2 / 40), rtol=0.1)
         assert found.scale.kernel.shape == (3, 2)
         again = reinitialize(Stack([self.make(i) for i in range(2)]), {nnx.Linear: init.he_normal()}, KEY)
@@ -254,7 +255,7 @@ class TestStacks:
 
         layers = nnx.vmap(Own)(nnx.Rngs(0).split(3))
         found = reinitialize(layers, {Own: init.he_normal(batch_axis=0)}, KEY)
-        # Of 3,600 numbers, within 5 of their standard deviations.
+        # 3,600 numbers, within 5 standard errors.
         np.testing.assert_allclose(found.kernel[...].std(), np.sqrt(2 / 40), rtol=0.06)
         counted = reinitialize(layers, {Own: init.he_normal()}, KEY)
         np.testing.assert_allclose(counted.kernel[...].std(), np.sqrt(2 / 40 / 3), rtol=0.06)
@@ -288,7 +289,7 @@ def wrong(**results: Any) -> Any:
 
 
 class TestRefusals:
-    """Rules, keys and initializers that cannot be right."""
+    """Invalid rules, keys and initializers."""
 
     @pytest.mark.parametrize(
         ("rules", "match"),

@@ -1,4 +1,4 @@
-"""Damage: every flipped bit and every cut of a file is told in one sentence, and no wrong number is ever read."""
+"""Damage: every flipped bit and every truncation of a file is reported, and no wrong number is ever read."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def content(path: Path) -> bytes:
 
 def read(path: Path) -> dict[str, np.ndarray]:
     with reading("load", path) as file:
-        return {name: read_array("load", file, path, name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        return {name: read_array("load", file, path, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
 
 def assert_told(path: Path, content: bytes) -> None:
@@ -63,7 +63,7 @@ def test_every_byte_counts(path: Path, content: bytes) -> None:
 
 
 def test_every_bit_of_the_metadata_counts(path: Path, content: bytes) -> None:
-    # Where a checksum that goes unnoticed would take the others' protection with it.
+    # The metadata holds the checksums: unnoticed damage to it would leave other data unprotected.
     for i in range(8 * (content.index(b"}") + 3)):
         changed = bytearray(content)
         changed[i // 8] ^= 1 << i % 8

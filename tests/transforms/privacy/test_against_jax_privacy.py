@@ -1,4 +1,4 @@
-"""`clipped_grad` in the place of `jax_privacy.clipped_grad`: arguments, results, errors, and its tools."""
+"""`clipped_grad` as a replacement for `jax_privacy.clipped_grad`: arguments, results, errors, and its tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_privacy.experimental import execution_plan
 
 from plurax.transforms import clipped_grad
 
-pytestmark = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # by jax-privacy
+pytestmark = pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")  # in jax-privacy
 
 METHODS = ("vmap", "ghost", "book_keeping")
 RELATIONS = list(dp_accounting.NeighboringRelation)
@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "a bound in an array, of none": case(l2_clip_norm=jnp.float32(10), return_grad_norms=True),
     "normalized": case(normalize_by=6),
     "rescaled and normalized": case(rescale_to_unit_norm=True, normalize_by=0.25),
-    # The gradients of what.
+    # Arguments and transforms.
     "several arguments": case(scaled, (PARAMS, X, Y, np.float32(0.7)), argnums=(3, 0), **EVERY),
     "one in a tuple": case(argnums=(0,)),
     "a number": case(scaled, (PARAMS, X, Y, 2.5), argnums=3, **EVERY),
@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
     ),
     "a transform to nothing": case(pre_clipping_transform=lambda g: {}, **EVERY),
     "a transform to None": case(pre_clipping_transform=lambda g: None, **EVERY),
-    # And of whom.
+    # Auxiliary outputs and batch arguments.
     "auxiliary arrays": case(with_aux, has_aux=True, microbatch_size=2, **EVERY),
     "auxiliary numbers": case(
         lambda p, x, y: (loss(p, x, y), {"n": 3, "f": 0.5, "of": np.arange(2), "j": jnp.arange(3), "none": None}),
@@ -147,7 +147,7 @@ CASES: dict[str, Case] = {
     "padding without an axis": case(
         of_one, kwargs={"is_padding_example": PADDED}, keep_batch_dim=False, nan_safe=False
     ),
-    # How.
+    # Keys, microbatches and other options.
     "a key": case(noisy, (PARAMS, X, KEY), batch_argnums=1, prng_argnum=2, **EVERY),
     "a key in parts": case(noisy, (PARAMS, X, KEY), batch_argnums=1, prng_argnum=2, microbatch_size=2, **EVERY),
     "a key of old": case(noisy, (PARAMS, X, jax.random.PRNGKey(3)), batch_argnums=1, prng_argnum=-1),
@@ -163,19 +163,19 @@ CASES: dict[str, Case] = {
 
 
 def method_of(number: int, options: dict[str, Any]) -> str:
-    """One of the methods that can do it, in turn: test_clipped.py is where they are compared."""
+    """Return a supported method, alternating; test_clipped.py compares them."""
     if "pre_clipping_transform" in options:
         return ("vmap", "auto")[number % 2]
     return ("book_keeping", "vmap", "ghost" if "dtype" not in options else "auto")[number % 3]
 
 
 def jitted(of: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compiled as one program, with the numbers among the arguments as they are: a float is no array."""
+    """Call under `jit`; other arguments stay concrete, as a float is not an array."""
     return jax.jit(lambda kwargs: of(*args, **kwargs))(kwargs)
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """The same structure, shapes, dtypes and numbers; an `Aux` of either library is one."""
+    """Assert the same structure, shapes, dtypes and values; an `Aux` of either library counts as the same type."""
     as_tuples = lambda tree: (tree[0], tuple(tree[1])) if type(tree) is tuple and has_fields(tree[-1]) else tree
     actual, expected = as_tuples(actual), as_tuples(expected)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
@@ -209,7 +209,7 @@ def test_the_signature_is_the_same() -> None:
     described = lambda parameters: [(p.name, p.kind, p.default) for p in parameters.values()]
     identity = theirs["pre_clipping_transform"].default
     assert identity("anything") == "anything"
-    ours["pre_clipping_transform"] = ours["pre_clipping_transform"].replace(default=identity)  # there it is None
+    ours["pre_clipping_transform"] = ours["pre_clipping_transform"].replace(default=identity)  # None in jax-privacy
     assert described(ours) == described(theirs)
 
 
@@ -225,14 +225,14 @@ def test_the_results_are_the_same(name: str, method: str) -> None:
 
 
 def of_each_method(**options: Any) -> list[Any]:
-    """`clipped_grad` of each method, and before them jax-privacy's, of `loss`."""
+    """Return jax-privacy's `clipped_grad` of `loss`, followed by ours for each method."""
     options = {"l2_clip_norm": 1.37, "batch_argnums": (1, 2), **options}
     return [jax_privacy.clipped_grad(loss, **options), *(clipped_grad(loss, **options, method=m) for m in METHODS)]
 
 
 @pytest.mark.parametrize("rescale", [False, True])
 def test_every_bound_means_the_same(rescale: bool) -> None:
-    """It may also be traced, and negative then."""
+    """Bounds may also be traced, and then negative."""
 
     def sums(bound: Any) -> Any:
         every = of_each_method(l2_clip_norm=bound, rescale_to_unit_norm=rescale, normalize_by=2.0)
@@ -254,7 +254,7 @@ def test_its_derivatives_are_the_same() -> None:
 
 
 def test_what_is_skipped_there_is_padding() -> None:
-    """The values and norms of padding are those of what it holds; there, of whole parts of it, they are zeros."""
+    """Padding has the values and norms of its data; jax-privacy gives zeros for microbatches of padding only."""
     padding = np.arange(6) % 2 == 1
     every = of_each_method(microbatch_size=3, **EVERY)
     (total, there), *found = jax.jit(lambda: [of(PARAMS, X, Y, is_padding_example=padding) for of in every])()
@@ -270,7 +270,7 @@ def test_what_is_skipped_there_is_padding() -> None:
 
 
 def test_the_one_deviation() -> None:
-    """A gradient that is not finite in one place is left out as a whole; there, only in that place."""
+    """A gradient with a non-finite entry is left out as a whole; jax-privacy zeroes only that entry."""
     fun = lambda p, x: jnp.sum(p["w"] * x[0, 0]) + jnp.sum(p["b"] * x[0, 1:])
     broken = X.copy()
     broken[2, 0], broken[4, 0] = np.nan, np.inf
@@ -278,7 +278,7 @@ def test_the_one_deviation() -> None:
 
     def sums(of: Any, **options: Any) -> Any:
         of = partial(of, fun, l2_clip_norm=0.7, **options)
-        # Of the last, each number is finite and the norm is not: it contributes nothing, in both.
+        # In the last case the entries are finite and the norm is not: it contributes nothing in both libraries.
         first = of()(PARAMS, X[whole]), of(return_grad_norms=True)(PARAMS, broken), of(nan_safe=False)(PARAMS, broken)
         return *first, of()(PARAMS, 1e20 * X)
 
@@ -299,7 +299,7 @@ def test_the_one_deviation() -> None:
 
 @pytest.mark.parametrize("method", [*METHODS, "auto"])
 def test_an_empty_batch_sums_to_zero(method: str) -> None:
-    """Poisson sampling gives one sometimes; there it is an error."""
+    """Poisson sampling may give one; jax-privacy raises an error."""
     options = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), **EVERY}
     with pytest.raises(ValueError, match="must be positive"):
         jax.eval_shape(jax_privacy.clipped_grad(loss, **options), PARAMS, X[:0], Y[:0])
@@ -336,7 +336,7 @@ def test_what_is_returned_has_the_same_attributes(options: dict[str, Any]) -> No
     assert dataclasses.replace(ours, l2_norm_bound=7.0).sensitivity() == 7.0
 
 
-# What is wrong: the loss, its arguments, options, and keyword arguments.
+# Wrong usage: the loss, its arguments, options, and keyword arguments.
 Wrong = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
@@ -345,7 +345,7 @@ def wrong(fun: Any = loss, args: Any = (PARAMS, X, Y), kwargs: Any = None, **opt
 
 
 def error_of(of: Any, fun: Any, args: tuple[Any, ...], options: dict[str, Any], kwargs: dict[str, Any]) -> type | None:
-    """The type of the error, of making the function or of calling it."""
+    """Return the type of the error from making or calling the function."""
     try:
         jax.eval_shape(lambda: as_leaves(of(fun, **options)(*args, **kwargs)))
     except Exception as error:
@@ -409,10 +409,10 @@ def test_what_both_refuse_they_refuse_with_the_same_type(name: str) -> None:
 def test_a_missing_bound_is_a_type_error() -> None:
     for of in (clipped_grad, jax_privacy.clipped_grad):
         with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'l2_clip_norm'"):
-            of(loss)  # type: ignore[call-arg]  # what is missing is what is tested
+            of(loss)  # type: ignore[call-arg]  # tests the missing argument
 
 
-# Errors there that are found late, by what happens to fail; ours say what is wrong, and are of the documented types.
+# jax-privacy fails late on these, with incidental errors; ours name the problem and have the documented types.
 REFUSED_OTHERWISE: dict[str, tuple[Wrong, type | None, type | None]] = {
     "microbatch_size does not divide": (wrong(microbatch_size=4), TypeError, ValueError),
     "microbatch_size zero": (wrong(microbatch_size=0), ZeroDivisionError, ValueError),
@@ -433,7 +433,7 @@ REFUSED_OTHERWISE: dict[str, tuple[Wrong, type | None, type | None]] = {
     "padding of another rank": (wrong(kwargs={"is_padding_example": np.zeros((6, 1), bool)}), TypeError, ValueError),
     "padding of floats": (wrong(kwargs={"is_padding_example": np.zeros(6)}), TypeError, ValueError),
 }
-# What ours refuses though it has a result there, and what it takes though it is refused there.
+# Accepted by jax-privacy and refused by ours, and the reverse.
 REFUSED_HERE: dict[str, Wrong] = {
     "the bound NaN": wrong(l2_clip_norm=np.nan),
     "normalize_by NaN": wrong(normalize_by=np.nan),
@@ -505,7 +505,7 @@ def test_an_accountant_takes_its_sensitivity(relation: Any) -> None:
 
 
 def test_a_plan_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole training with jax-privacy's plan: sampling, padding, clipping, and correlated noise."""
+    """Train with jax-privacy's plan: sampling, padding, clipping, and correlated noise."""
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -539,5 +539,5 @@ def test_a_plan_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = trained()
     monkeypatch.setattr(jax_privacy.clipping, "clipped_grad", counted)
     assert_same(trained(), theirs)
-    assert len(calls) == 2  # for the sensitivity, and for the loss
+    assert len(calls) == 2  # once for the sensitivity, once for the loss
     assert float(optax.tree.norm(jax.tree.map(jnp.subtract, theirs, PARAMS))) > 0.1

@@ -1,4 +1,4 @@
-"""Micro-batches one after another, against the whole batch."""
+"""Sequential micro-batches, against the whole batch."""
 
 import os
 import subprocess
@@ -66,7 +66,7 @@ def test_a_sum_adds_up_counts_and_keeps_their_dtype() -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_few_bits_are_summed_in_more(dtype: Any) -> None:
     ours = accumulate(lambda _, x: x.sum(), 1024, reduction="sum")(None, jnp.ones(1024, dtype))
-    assert (ours.dtype, float(ours)) == (dtype, 1024.0)  # a bfloat16 stays at 256
+    assert (ours.dtype, float(ours)) == (dtype, 1024.0)  # a bfloat16 sum would stop at 256
 
 
 def test_one_part_is_compiled_and_in_memory() -> None:
@@ -95,7 +95,7 @@ def test_the_gradient_of_an_accumulation_keeps_one_part() -> None:
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        # The gradient of a bias before a batch norm would be nothing but rounding.
+        # No bias before a batch norm: its gradient would be rounding noise.
         self.dense, self.out = nnx.Linear(3, 4, use_bias=False, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
         self.norm, self.drop = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_accumulated_is_refused(fun: Any, options: Any, x: Any, e
         accumulate(fun, options.pop("micro_batches"), **options)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), x)
 
 
-# What a reader found.
+# Regressions.
 
 
 def test_weak_types_of_a_batch_stay_weak() -> None:

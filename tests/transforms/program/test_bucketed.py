@@ -1,4 +1,4 @@
-"""Arrays of many lengths, against the same function of each length."""
+"""Arrays of many lengths, against the same function at each length."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def mean(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 class Compilations:
-    """How many programs XLA compiles while this listens."""
+    """Count the programs that XLA compiles while active."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -205,11 +205,11 @@ def test_a_mask_of_ones_own_is_refused() -> None:
         bucketed(mean)(np.ones(3), mask=np.ones(3, bool))
 
 
-# What a reader found.
+# Regressions.
 
 
 class Tied(nnx.Module):
-    """One variable in two places."""
+    """One variable under two names."""
 
     def __init__(self) -> None:
         self.a = self.b = nnx.BatchStat(jnp.zeros(()))

@@ -1,4 +1,4 @@
-"""JAX's persistent cache is of use, and says so. This file is also the script that processes run."""
+"""JAX's persistent cache is used, and its hits are reported. This file is also the script that processes run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def settings() -> list[Any]:
 
 
 def run(factor: float = 2.0) -> jax.Array:
-    """A program that JAX has to compile or find each time, since it is that of another function."""
+    """Run a new function, which JAX must compile or find in the cache each time."""
     return jax.jit(lambda x: jnp.sin(x) * factor)(X)
 
 
@@ -40,7 +40,7 @@ def entries(directory: Path) -> list[str]:
 
 
 def main(first: str, directory: str) -> None:
-    """Compile before there is a cache, and with another, and then with this."""
+    """Compile without a cache, then with another, then with the given one."""
     run()
     with enable_compile_cache(first):
         run()

@@ -1,4 +1,4 @@
-"""An order between what shares nothing, in the compiled program."""
+"""Order between computations that share no data, in the compiled program."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is donated is reused, or named."""
+"""Donated buffers are reused, or reported by name."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers stored as one and scanned, against the loop over them."""
+"""Stacked and scanned layers, against a loop over the layers."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """A residual block; with statistics and dropout if asked."""
+    """A residual block; optionally with statistics and dropout."""
 
     def __init__(self, width: int, rngs: nnx.Rngs, *, noisy: bool = False, act: Any = nnx.tanh) -> None:
         self.norm = nnx.BatchNorm(width, rngs=rngs) if noisy else nnx.LayerNorm(width, rngs=rngs)
@@ -35,7 +35,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """The same network with its blocks in a loop or in a scan."""
+    """A network with its blocks in a loop or in a scan."""
 
     def __init__(self, rngs: nnx.Rngs, *, scanned: bool, depth: int = 5, **options: Any) -> None:
         self.first = nnx.Linear(3, 4, rngs=rngs)
@@ -64,7 +64,7 @@ BATCH = normal(6, 3), normal(6, 4, seed=1)
 
 
 def as_looped(tree: Any) -> dict[str, np.ndarray]:
-    """Arrays by their paths, those of a stack as those of its layers."""
+    """Return arrays by path, with those of a stack split into its layers."""
     found: dict[str, np.ndarray] = {}
     for path, value in nnx.to_flat_state(tree):
         name = ".".join(map(str, path))
@@ -84,7 +84,7 @@ def assert_close(ours: Any, theirs: Any, atol: float = 2e-6) -> None:
 
 @pytest.fixture(scope="module")
 def of_the_loop() -> Any:
-    """Its value and gradient."""
+    """Return the value and gradient of the looped network."""
     return jax.jit(value_and_grad(loss))(both()[1], *BATCH)
 
 
@@ -264,7 +264,7 @@ def test_a_frozen_kernel_needs_no_gradient_work() -> None:
         return analysis["flops"]
 
     saved = flops(nnx.Param) - flops(nnx.All(nnx.Param, nnx.Not(nnx.PathContains("kernel"))))
-    assert saved >= 2 * 6 * 3 * 4 + 2 * (2 * 6 * 4 * 4)  # the products that give the kernels' gradients
+    assert saved >= 2 * 6 * 3 * 4 + 2 * (2 * 6 * 4 * 4)  # the products for the kernels' gradients
 
 
 # Transforms of a scan.
@@ -327,7 +327,7 @@ def test_a_profile_names_the_parts_of_a_layer() -> None:
     (scanned, _), x = both(), normal(64, 3)
     for taken in (profile(scanned, x, mode="eager"), profile(lambda m, x: m(x), scanned, x, mode="eager")):
         assert "blocks/layer/dense" in taken.table(by="scope")
-    # Each layer is a new object in the scan, and a function's own variables are not searched: the path begins there.
+    # The scan makes a new object for each layer, and closures are not searched: the path starts at the layer.
     assert "dense" in profile(lambda x: scanned(x), x, mode="eager").table(by="scope")
 
 
@@ -448,7 +448,7 @@ def test_layers_that_share_variables_are_refused() -> None:
 
 
 class Any_(nnx.Module):
-    """Returns what it is told to."""
+    """A module whose call returns the result of a given function."""
 
     def __init__(self, fun: Any) -> None:
         self.fun = fun

@@ -1,4 +1,4 @@
-"""Transposes and copies that are left in compiled programs."""
+"""Transposes and copies that remain in compiled programs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The mean of the largest, against a sorted list."""
+"""The mean of the largest values, against a sorted list."""
 
 import math
 from fractions import Fraction
@@ -33,7 +33,7 @@ def test_it_is_that_of_a_sorted_list_ties_too(values: Any, fraction: float) -> N
 
 def test_ties_at_the_edge_count_exactly() -> None:
     x = jnp.array([5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert float(masked_topk_mean(x, jnp.ones(10, bool), 0.2)) == 3.0  # a threshold would take all: 1.4
+    assert float(masked_topk_mean(x, jnp.ones(10, bool), 0.2)) == 3.0  # a threshold would include all: 1.4
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (), (0,), (3, 1, 2)])
@@ -58,7 +58,7 @@ def test_the_number_is_exact_for_every_count() -> None:
         fraction = Fraction(text)
         expected = [math.floor(fraction * int(n)) for n in counts]
         assert _floor_of(fraction, jnp.asarray(counts, jnp.int32), 10_000).tolist() == expected
-    # Numbers that no array of a test can have: 0.7 of 2e9 overflows unless the product is taken in parts.
+    # Larger than any array of a test: 0.7 of 2e9 overflows unless the product is split.
     assert int(_floor_of(Fraction("0.7"), jnp.int32(2_000_000_009), 2**31 - 1)) == 1_400_000_006
 
 

@@ -1,4 +1,4 @@
-"""Products and where to read them, against matrices of the pattern."""
+"""Colorings: entries recovered from compressed products, against the matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pattern_of(matrix: np.ndarray[tuple[int, int], Any]) -> Pattern:
 
 
 def entries_read(coloring: Any, pattern: Pattern, matrix: np.ndarray) -> np.ndarray:
-    """What all entries are read as: from products with sums of columns or of rows, or from those of one kind."""
+    """Recover all entries from sums of columns, of rows, or of both."""
     pushed = np.stack([matrix[:, coloring.columns == k].sum(1) for k in range(coloring.counts[0])] or [np.zeros(0)])
     pulled = np.stack([matrix[coloring.rows == k].sum(0) for k in range(coloring.counts[1])] or [np.zeros(0)])
     by_row, by_column = (
@@ -39,7 +39,7 @@ def entries_read(coloring: Any, pattern: Pattern, matrix: np.ndarray) -> np.ndar
 
 @st.composite
 def matrices(draw: Any, square: bool = False) -> np.ndarray:
-    """Sparse ones, some with full rows or columns."""
+    """Draw sparse matrices, some with full rows or columns."""
     m = draw(st.integers(0, 12))
     n = m if square else draw(st.integers(0, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))

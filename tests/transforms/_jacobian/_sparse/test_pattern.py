@@ -1,4 +1,4 @@
-"""Sparse Jacobians and Hessians against the dense ones of JAX: patterns found and given, products of either mode."""
+"""Sparse Jacobians and Hessians against JAX's dense ones: detected and given patterns, products in either mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plurax.transforms._jacobian._sparse import compressed, primitive_rules
 
 X = np.array([0.5, -1.0, 2.0, 0.3, 1.7, -0.6], np.float32)
 XS = np.sin(np.arange(42.0, dtype=np.float32)).reshape(7, 6)
-# So many that a few products are taken without asking XLA what it counts, which takes longer than anything else.
+# Large enough that a few products are chosen without XLA's cost analysis, which is slow.
 LONG = np.concatenate([X, np.cos(np.arange(10.0, dtype=np.float32))])
 LONGS = np.sin(np.arange(112.0, dtype=np.float32)).reshape(7, 16)
 K = np.arange(9.0, dtype=np.float32).reshape(3, 3, 1, 1)
@@ -36,7 +36,7 @@ def dense_of(tree: Any) -> Any:
 
 
 def assert_equals(sparse: Any, dense: Any, tolerance: float = 1e-5) -> None:
-    """Every array as `BCOO` of its shape and dtype, with entries in order and none twice."""
+    """Assert that each array is a `BCOO` of the dense shape and dtype, with sorted, unique entries."""
     for x in jax.tree.leaves(sparse, is_leaf=is_sparse):
         assert is_sparse(x)
         assert x.indices.dtype == jnp.int32
@@ -107,7 +107,7 @@ FUNCTIONS = {
         lambda x: jax.lax.conv_general_dilated(
             jnp.tanh(x.reshape(1, 8, 2, 1)), K, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         ),
-        81,  # of the kernel's entries one is zero
+        81,  # one entry of the kernel is zero
     ),
     "compiled": (jax.jit(bands), 30),
     "remat": (jax.checkpoint(bands), 30),
@@ -254,7 +254,7 @@ def test_keywords_aux_and_values_beside() -> None:
     assert aux["power"] == 3
     np.testing.assert_allclose(aux["sum"], X.sum(), rtol=1e-6)
     traced = jax.jit(lambda x, i: jacobian(fun, has_aux=True, sparsity="auto")(x, i, power=3)[0])(X, indices)
-    assert traced.nse == 18  # they are not: every entry may be picked
+    assert traced.nse == 18  # unknown indices: any entry may be picked
     assert_equals(traced, dense_of(found))
 
 
@@ -293,7 +293,7 @@ def test_products_with_the_result() -> None:
         )
 
 
-# ---- Which products
+# ---- Choice of products
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_the_mode_follows_from_the_colors(fun: Any, mode: str, colors: Any) -> N
 
 
 def test_the_program_computes_only_these_products() -> None:
-    """The arrow of 2,000: three products, where one mode alone would take 2,000."""
+    """The arrow matrix of size 2,000 takes three products; one mode alone would take 2,000."""
     x = jnp.linspace(0.1, 1, 2000)
     compiled = jax.jit(jacobian(arrow, sparsity="auto")).lower(x).compile()
     analysis: Any = compiled.cost_analysis()
@@ -330,7 +330,7 @@ def test_dense_is_taken_where_xla_counts_less_for_it() -> None:
     assert choice.colors is None
     assert choice.why == "a dense Jacobian takes no more than 6 products"
     assert_equals(sparse(X), jax.jit(jax.jacfwd(jax.nn.softmax))(X))
-    # Some entries are never asked for.
+    # Some entries are never computed.
     assert_equals(jacobian(jax.nn.softmax, sparsity=~np.eye(6, dtype=bool))(X) * 1.0, _off_diagonal(X))
 
 
@@ -351,7 +351,7 @@ def swirl(x: Any) -> Any:
     return (x**2).sum()
 
 
-# A field without a potential: the derivative of this gradient is not symmetric.
+# A non-conservative field: the derivative of this gradient is not symmetric.
 swirl.defjvp(lambda x, t: (swirl(*x), (jnp.roll(x[0], 1) * t[0]).sum()))
 
 SCALARS = {
@@ -421,7 +421,7 @@ def test_a_symmetric_arrow_takes_two_products() -> None:
     assert_equals(compiled(x), jax.jit(jax.hessian(fun))(x), 1e-4)
 
 
-# ---- What cannot be found, and what is wrong
+# ---- Undetectable patterns and errors
 
 
 @jax.custom_jvp

@@ -1,4 +1,4 @@
-"""Accounting against the figures that other libraries publish, and against dp-accounting called by hand."""
+"""Accounting against published figures of other libraries, and against direct calls of dp-accounting."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_epsilon_is_what_the_accountant_makes_of_the_event(accountant, make):
 
 
 def test_models_of_the_same_batches_are_one_sum():
-    # Four models with noise σ each are one sum of norm 2 under that noise: a multiplier of σ / 2.
+    # Four models with noise σ each are one sum with norm 2 and the same noise: a multiplier of σ / 2.
     assert ledger(3.0).epsilon(5, 1e-5, "rdp", models=4) == pytest.approx(ledger(1.5).epsilon(5, 1e-5, "rdp"))
 
 
@@ -83,7 +83,7 @@ def test_the_quick_bound_is_a_bound(q):
 
 
 def test_the_bound_of_the_bar_holds_until_the_next_one():
-    """It is of at most twenty numbers of steps, never below what was spent, and exact at the end."""
+    """At most twenty distinct values, never below the privacy spent, and exact at the end."""
     of = ledger(1.2, 0.2)
     shown = [of.progress(step, 97, 1e-5, "rdp", 2) for step in range(1, 98)]
     assert len(set(shown)) <= 20

@@ -1,4 +1,4 @@
-"""`DPSGD` against the algorithm written out, and every way to wire it wrong."""
+"""`DPSGD` against an explicit implementation of the algorithm, and its errors for wrong usage."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make(loss: Any = loss, optimizer: Any = None, **settings: Any) -> DPSGD:
 
 @cache
 def usual(method: str = "auto") -> DPSGD:
-    """The one of most tests, whose step is traced once for all of them."""
+    """Return the instance of most tests, which trace its step only once."""
     return make(method=method)
 
 
@@ -78,7 +78,7 @@ def noiseless(method: str = "auto") -> DPSGD:
 
 value_and_gradient = jax.jit(jax.value_and_grad(loss))
 
-SIZES = (20,)  # one program will do, where the number of them is not what is tested
+SIZES = (20,)  # one size, hence one program
 
 
 def a_batch(numbers: Any, size: int, x: Any = X, y: Any = Y) -> Batch:
@@ -88,7 +88,7 @@ def a_batch(numbers: Any, size: int, x: Any = X, y: Any = Y) -> Batch:
 
 
 def noise_key(seed: int) -> jax.Array:
-    """What the noise of a run is drawn from."""
+    """Return the key of a run's noise."""
     return jax.random.fold_in(jax.random.key(seed), 2**32 - 1)
 
 
@@ -105,17 +105,17 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 def arrays(state: Any) -> Any:
-    """The leaves of a state as NumPy arrays, keys as their words."""
+    """Return the leaves of a state as NumPy arrays, keys as their data."""
     key = jax.dtypes.prng_key
     return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, key) else x) for x in jax.tree.leaves(state)]
 
 
-# What a step computes.
+# Steps.
 
 
 @pytest.fixture(scope="module")
 def written_out() -> Any:
-    """The parameters after a run, and of each step the batch, the mean loss and the share of what was clipped."""
+    """Return the parameters after a run, and for each step the batch, the mean loss and the clipped share."""
     dp = usual()
     noise = privatizer(dp.ledger, noise_key(5))
     params, noise_state, steps = PARAMS, noise.init(PARAMS), []
@@ -150,7 +150,7 @@ def test_a_run_is_the_algorithm_written_out(method: str, written_out: Any) -> No
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 def test_what_the_loss_returns_beside_its_scalar_is_in_the_metrics(method: str) -> None:
-    """As means over the examples; padding, which may hold NaN, does not count."""
+    """Metrics are means over the examples; padding, which may hold NaN, is excluded."""
 
     def with_aux(params: Any, x: Any, y: Any) -> Any:
         logits = x @ params["w"] + params["b"]
@@ -203,7 +203,7 @@ def test_what_is_no_metric_is_refused(beside: Any, kind: type[Exception], messag
 
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 def test_integers_among_the_parameters_stay_as_they_are(method: str) -> None:
-    """And have no noise."""
+    """They also receive no noise."""
     order, count = np.array([2, 0, 3, 1]), jnp.int32(7)
 
     def indexed(params: Any, x: Any, y: Any) -> Any:
@@ -252,7 +252,7 @@ def test_what_padding_holds_does_not_matter() -> None:
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("method", ["auto", "vmap", "ghost", "book_keeping"])
 def test_neighbors_are_at_most_one_clip_norm_apart(scale: float, method: str) -> None:
-    """The whole step without its noise, with an example and without it: what the noise has to hide."""
+    """The noiseless step, with and without one example, which the noise has to hide."""
     dp = noiseless(method)
     x = (scale * X).astype(np.float32)
     state = dp.init(jax.tree.map(np.zeros_like, PARAMS), key=jax.random.key(0))
@@ -292,7 +292,7 @@ def test_one_example_that_is_lost_changes_nothing_else(poison: float) -> None:
     ],
 )
 def test_any_optimizer_gets_the_noisy_mean(optimizer: Any) -> None:
-    dp, plain = make(optimizer=optimizer), usual()  # whose rate is a half
+    dp, plain = make(optimizer=optimizer), usual()  # its learning rate is 0.5
     state = dp.init(PARAMS, key=jax.random.key(0))
     params, opt_state = state.model, state.opt_state
 
@@ -383,7 +383,7 @@ def test_half_precision_is_summed_in_float32(method: str) -> None:
 
 
 def test_complex_parameters_are_refused() -> None:
-    """Noise of a complex normal distribution has half the variance in each part."""
+    """Complex normal noise has half the variance in each part."""
     with pytest.raises(TypeError, match=r"^DPSGD.init: `params\['b'\]` is an array .* complex64, but parameters mu"):
         make().init({**PARAMS, "b": PARAMS["b"] + 0j}, key=jax.random.key(0))
 
@@ -425,7 +425,7 @@ def test_users_with_several_examples_are_clipped_as_one() -> None:
     assert_close(after.model, jax.tree.map(lambda p, g: p - scale * g, PARAMS, gradient))
 
 
-# Random numbers and other state of models.
+# Random numbers and other model state.
 
 
 def test_examples_and_steps_have_dropout_of_their_own() -> None:
@@ -443,12 +443,12 @@ def test_examples_and_steps_have_dropout_of_their_own() -> None:
         state, _ = dp.step(state, batch)
         jax.effects_barrier()
     masks = np.concatenate([mask.reshape(-1, 200) for mask in seen])
-    assert len(np.unique(masks, axis=0)) == len(masks) == 8  # and once in each step of zeros, for the count
-    assert int(state.model.drop.rngs.count[...]) == 4  # drawn from twice in each step
+    assert len(np.unique(masks, axis=0)) == len(masks) == 8  # each step also evaluates zeros once, for the count
+    assert int(state.model.drop.rngs.count[...]) == 4  # two draws per step
 
 
 def test_masks_follow_from_no_key_of_the_model() -> None:
-    """Who has the model has its keys; with them he would know whose mask was at which place."""
+    """A model contains its keys, which would reveal the mask of each example."""
     dp = make(model_loss, noise_multiplier=0.0)
     model, batch = Network(nnx.Rngs(0), 0.5), a_batch([1, 2, 3], 4)
     one, other = (dp.step(dp.init(model, key=jax.random.key(seed)), batch)[0] for seed in (0, 1))
@@ -459,7 +459,7 @@ def test_masks_follow_from_no_key_of_the_model() -> None:
 
 
 def test_an_example_with_a_mask_is_clipped_with_it() -> None:
-    """With the masks of both runs the same: the last example is the one that is left out."""
+    """Both runs draw the same masks: the last example is left out."""
     dp = make(model_loss, noise_multiplier=0.0, optimizer=optax.sgd(EXPECTED), l2_clip_norm=0.1)
     state = dp.init(Network(nnx.Rngs(0), 0.5), key=jax.random.key(0))
     one, _ = dp.step(state, a_batch(range(9), 12))
@@ -554,7 +554,7 @@ def test_nothing_recompiles() -> None:
         state, _ = dp.step(state, batch)
         counts.setdefault(len(batch.is_padding_example), len(traced))
     assert sorted(counts) == [7, 10, 40]
-    assert len(traced) == max(counts.values())  # nothing was traced but for the first batch of each size
+    assert len(traced) == max(counts.values())  # traced only for the first batch of each size
     assert len(set(counts.values())) == 3
 
 
@@ -594,7 +594,7 @@ def test_the_same_key_gives_the_same_run_and_another_another() -> None:
 
 
 def test_batches_without_a_state_are_new_each_time() -> None:
-    """False alarm: below 1e-30, that two runs draw the same examples in all twelve steps."""
+    """A false alarm, two runs that draw the same examples in all twelve steps, has probability below 1e-30."""
     one, other = ([batch.arguments[0].tolist() for batch in make().batches((X, Y))] for _ in range(2))
     assert len(one) == len(other) == 12
     assert one != other
@@ -752,7 +752,7 @@ def test_a_delta_that_allows_to_publish_someone_warns() -> None:
 
 
 def test_a_delta_of_half_precision_is_multiplied_as_it_is() -> None:
-    dp = make(target_delta=np.float16(1e-5), num_examples=70_000)  # more than float16 counts: it would warn
+    dp = make(target_delta=np.float16(1e-5), num_examples=70_000)  # exceeds the largest float16, and would warn
     assert dp.target_delta == float(np.float16(1e-5))
 
 
@@ -766,7 +766,7 @@ def test_a_missing_extra_is_named(monkeypatch: Any, name: str) -> None:
 
 def test_a_key_is_required() -> None:
     with pytest.raises(TypeError, match="key"):
-        make().init(PARAMS)  # type: ignore[call-arg]  # what is missing is what is tested
+        make().init(PARAMS)  # type: ignore[call-arg]  # tests the missing argument
     for wrong in (None, 0, jnp.zeros(2, jnp.uint32), jax.random.split(jax.random.key(0))):
         with pytest.raises(TypeError, match=r"^DPSGD.init: key must be one key, such as jax.random.key\(0\), but got "):
             make().init(PARAMS, key=wrong)

@@ -1,4 +1,4 @@
-"""`DPSGD.fit`, `save` and `load`: budgets are kept, and a run that was stopped ends in the same bits."""
+"""`DPSGD.fit`, `save` and `load`: budgets are kept, and a resumed run ends in the same bits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def state(dp: DPSGD) -> Any:
 
 @pytest.fixture(autouse=True)
 def ctrl_c_is_pythons() -> Iterator[None]:
-    """What starts in the background of a shell ignores it otherwise."""
+    """Restore Python's handler: background jobs of a shell ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -72,7 +72,7 @@ def fit(dp: DPSGD, state: Any, **options: Any) -> Any:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """All of two states, to the bit."""
+    """Assert that two states are equal bit for bit."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype
@@ -161,10 +161,10 @@ def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(tmp_path: Any, 
                 os.kill(os.getpid(), signal.SIGINT)
             yield batch
 
-    dp.batches = interrupted  # type: ignore[method-assign, assignment]  # Ctrl-C comes in the middle of a run
+    dp.batches = interrupted  # type: ignore[method-assign, assignment]  # Ctrl-C during a run
     half, _ = fit(dp, state, checkpoint_dir=tmp_path, checkpoint_every=3)
     assert int(half.step) == 5
-    # Another process would make its own, and start from other values.
+    # Another process makes its own `DPSGD` and a state with another key.
     again = make(noise_strategy=[1.0, 0.5])
     fresh = again.init(model, key=jax.random.key(1))
     after, history = fit(again, fresh, checkpoint_dir=tmp_path, checkpoint_every=3)
@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Any, dp: DPSGD, state: An
     manifest.write_text(manifest.read_text().replace('"noise_multiplier": 1.3', '"noise_multiplier": 9.9'))
     with pytest.warns(UserWarning, match=r"plurax.json has changed since it was written. It is skipped") as warned:
         after, _ = fit(dp, state, checkpoint_dir=tmp_path)
-    assert warned[0].filename == __file__  # the line that called
+    assert warned[0].filename == __file__  # the caller's line
     assert int(after.step) == 12
     assert_same(after, fit(dp, state)[0])
 

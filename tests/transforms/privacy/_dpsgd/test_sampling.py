@@ -1,4 +1,4 @@
-"""Batches are Poisson-sampled, padded with nothing of anybody's, and the same again after a resumption."""
+"""Batches are Poisson-sampled, padded without data of any example, and repeat after a resumption."""
 
 from itertools import combinations, islice
 
@@ -21,12 +21,12 @@ def batches(data=None, *, expected=6.0, steps=50, seed=(1, 2), start=0, sizes=No
 
 
 def drawn(batch: Batch) -> np.ndarray:
-    """The numbers of the examples, from data that hold them counted from one."""
+    """Return the indices of the examples; the data hold the indices plus one."""
     return np.asarray(batch.arguments[0])[~batch.is_padding_example] - 1
 
 
 def test_each_example_takes_part_by_itself():
-    """False alarm below 1e-5: each of 30 rates, 435 pairs and one distribution of sizes at 1e-8."""
+    """The false alarm probability is below 1e-5: 30 rates, 435 pairs and one distribution of sizes at 1e-8 each."""
     steps = 4000
     member = np.zeros((steps, N))
     for row, batch in zip(member, batches(steps=steps), strict=True):
@@ -40,7 +40,7 @@ def test_each_example_takes_part_by_itself():
         assert low < (member[:, i] * member[:, j]).sum() < high
     sizes = np.bincount(member.sum(1).astype(int), minlength=N + 1)
     expected = stats.binom(N, 0.2).pmf(np.arange(N + 1)) * steps
-    groups = np.clip(np.arange(N + 1), 1, 12)  # so that each expects some
+    groups = np.clip(np.arange(N + 1), 1, 12)  # so that each group has an expected count
     found, wanted = (np.bincount(groups, weights=x)[1:] for x in (sizes, expected))
     assert stats.chisquare(found, wanted * found.sum() / wanted.sum()).pvalue > 1e-8
 

@@ -36,7 +36,7 @@ value_and_gradient = jax.jit(jax.value_and_grad(loss))
 
 @cache
 def one_by_one(clip: float) -> tuple[Any, Any]:
-    """The slow obvious reference: a gradient at a time; the sum of the clipped ones, and their norms."""
+    """Return the sum of the clipped gradients and their norms, computed one gradient at a time."""
     total, norms = jax.tree.map(np.zeros_like, PARAMS), []
     for i in range(len(X)):
         _, gradient = jax.tree.map(np.asarray, value_and_gradient(PARAMS, X[i : i + 1], Y[i : i + 1]))

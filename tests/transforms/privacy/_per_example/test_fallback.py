@@ -1,4 +1,4 @@
-"""Where an operation allows no other way, `jax.grad` of one example after another is taken, and `explain` says so."""
+"""Where an operation has no rule, `jax.grad` is taken one example at a time, and `explain` reports it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PARAMS = {"w": np.cos(np.arange(12.0)).reshape(3, 4).astype(np.float32), "b": np
 
 
 def in_groups(params: Any, x: Any) -> Any:
-    """A mixture of experts, whose operation JAX cannot map."""
+    """A mixture of experts with an operation that JAX cannot map."""
     experts = jnp.stack([params["w"], jnp.sin(params["w"])])
     sizes = jnp.stack([x[0, 0] > 0, x[0, 0] <= 0]).astype(jnp.int32)
     return jnp.sum((lax.ragged_dot(x, experts, sizes) + params["b"]) ** 2)
 
 
 def behind_a_loop(params: Any, x: Any) -> Any:
-    """A loop on parameters and data without a derivative, which it needs none of."""
+    """A loop over parameters and data that has no derivative and needs none."""
     hidden = x[0] @ params["w"] + params["b"]
     grown = lax.while_loop(lambda h: jnp.sum(h**2) < 50, lambda h: 1.5 * h + params["b"] ** 2, hidden)
     return jnp.sum(hidden * lax.stop_gradient(grown))
 
 
 def through_a_reference(params: Any, x: Any) -> Any:
-    """What is read of a mutable array depends on what was written into it."""
+    """Values read from a mutable array depend on earlier writes."""
     hidden = jax.new_ref(jnp.ones(4))
     hidden[...] = x[0] @ params["w"]
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_what_a_method_cannot_do_is_done_for_one_after_another(loss: Any, microb
         assert_close((found, aux.grad_norms), (total, norms))
     assert_close(per_sample_norm(loss, method=method)(PARAMS, X), norms)
     report = of.explain(PARAMS, X)
-    if loss is in_groups or method != "vmap":  # JAX can map the others
+    if loss is in_groups or method != "vmap":  # JAX can map the other losses
         assert (report.method, report.examples) == ("vmap", 1)
     if microbatch_size is None and report.examples == 1:
         assert report.why.startswith("one example at a time; method=")

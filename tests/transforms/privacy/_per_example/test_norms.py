@@ -1,4 +1,4 @@
-"""Norms and weighted sums of per-sample gradients, against `jax.vmap(jax.grad)`, for programs of every kind."""
+"""Norms and weighted sums of per-sample gradients against `jax.vmap(jax.grad)`, for programs of every kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def array(*shape: int) -> np.ndarray:
 
 
 def total(x: Any) -> Any:
-    """A scalar in which no two numbers count alike."""
+    """Return a weighted sum in which every entry has another weight."""
     return jnp.sum(jnp.sin(x) * (1 + jnp.arange(x.size).reshape(x.shape) / 7))
 
 
@@ -113,12 +113,12 @@ def looped(p: Any, x: Any) -> Any:
 
 ROWS, VECTOR, INDEX = array(BATCH, 7, 3), array(BATCH, 3), RNG.integers(9, size=(BATCH, 7))
 IMAGE = array(BATCH, 7, 6, 2)
-# So wide that both factors of a gradient are smaller than the gradient.
+# Wide enough that both factors of a gradient are smaller than the gradient.
 FEW, WIDER = array(BATCH, 3, 16), {"w": array(16, 12), "b": array(12), "u": array(12, 12)}
 SQUARE, WIDE = array(3, 3), array(3, 6)
 STACK = {"w": array(4, 16, 16), "b": array(4, 16)}
 
-# The loss, the parameters, the examples, and the rules that are taken.
+# The loss, the parameters, the examples, and the rules used.
 PROGRAMS: dict[str, tuple[Any, Any, Any, str]] = {
     "perceptron": (mlp, {"w": WIDE, "b": array(6), "v": array(6, 4)}, VECTOR, "dense, outer product, outer product"),
     "positions": (mlp, {"w": array(16, 12), "b": array(12), "v": array(12, 9)}, FEW,

@@ -1,4 +1,4 @@
-"""What counts as a rearrangement of the parameters keeps the norm of each gradient that goes back through it."""
+"""Rearrangements of parameters keep the norm of every gradient that passes through them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plurax.transforms.privacy._per_example.parameter_uses import _REARRANGING
 from plurax.transforms.privacy._per_example.perturbations import operands
 
 W = np.random.default_rng(0).normal(size=(3, 1, 4))
-# By the operation whose place in the table is tried.
+# Keyed by the tested operation of the table.
 MOVES: dict[str, Any] = {
     "copy": jnp.array,
     "neg": lambda w: -w,
@@ -32,7 +32,7 @@ MOVES: dict[str, Any] = {
     "split": lambda w: jnp.split(w, [1], 2)[1],
     "several": lambda w: -w[1:].T.reshape(4, 2)[::2],
 }
-# What does not keep it, or not of each gradient.
+# Operations that do not keep the norm, or not of every gradient.
 OTHERS: dict[str, Any] = {
     "a cast to complex numbers": lambda w: w.astype(complex),
     "and back": lambda w: w.astype(complex).real,
@@ -50,7 +50,7 @@ OTHERS: dict[str, Any] = {
 
 
 def layout_and_operand(move: Any, dtype: Any) -> tuple[Any, Any]:
-    """The layout of what meets the data, and the program up to there as a linear function, or None without one."""
+    """Return the layout of the rearranged parameters and the linear function to them, or None."""
 
     def loss(parameters: Any, example: Any) -> Any:
         moved = move(parameters[0])
@@ -76,7 +76,8 @@ def test_a_rearrangement_keeps_the_norm_of_every_gradient(name: str, dtype: Any)
         cotangent = np.random.default_rng(1).normal(size=out.shape).astype(out.dtype)
         (gradient,) = back(cotangent)
         np.testing.assert_allclose(np.sum(np.square(gradient)), np.sum(np.square(cotangent)), rtol=1e-6)
-        # Back and there again is where it began: it is an isometry, and no other than the program's own operation.
+        # Applying it to the gradient gives back the cotangent, so it is an isometry; and it is the program's own
+        # operation.
         np.testing.assert_allclose(linear(gradient), cotangent, rtol=1e-6)
         np.testing.assert_allclose(np.asarray(MOVES[name](w)), np.asarray(out), rtol=1e-6)
 

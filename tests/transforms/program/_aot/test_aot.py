@@ -1,4 +1,4 @@
-"""What one process has compiled, another runs. This file is also the script that these processes run."""
+"""Programs compiled in one process and run in another. This file is also the script that these processes run."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def train(model: Any, optimizer: Any, x: Any) -> Any:
 
 def net_and_optimizer() -> tuple[Net, Any]:
     model = Net()
-    # Adam would make steps of rounding errors, as the batch norm leaves the bias before it no gradient.
+    # With Adam, rounding errors would become steps: before the batch norm, the bias has no gradient.
     return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
 
 
-# In a process of its own: a function, and its arguments.
+# Functions and their arguments, each for a separate process.
 
 
 def trees() -> Any:
@@ -180,7 +180,7 @@ CASES: dict[str, Callable[[], Any]] = {
     )
 }
 PLACED = ("is_on_the_first_device_by_the_settings_of_jit", "is_on_the_second_device_by_the_settings_of_jit")
-# Without a key a case goes another way only up to the file.
+# Without a key, a case differs only until the file is found.
 WITHOUT_KEY = ("trees", "closes_over_arrays_and_a_key", "calls_lapack", "returns_the_module", "donates", *PLACED)
 CALLS = [*((name, "1") for name in CASES), *((name, None) for name in WITHOUT_KEY)]
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -188,7 +188,7 @@ TRACED = "/jax/core/compile/jaxpr_trace_duration"
 
 
 def in_bits(tree: Any) -> list[str]:
-    """All arrays of a tree, with where they are."""
+    """Return all arrays of a tree, with paths and devices."""
     lines = []
     for path, x in jax.tree.leaves_with_path(tree):
         where = f"{x.sharding} {sorted(d.id for d in x.devices())}" if isinstance(x, jax.Array) else ""
@@ -198,9 +198,9 @@ def in_bits(tree: Any) -> list[str]:
 
 
 def run(name: str, directory: str, key: str | None) -> dict[str, Any]:
-    """Run a case: what came out, what has become of the arguments, and how often JAX has traced and compiled."""
+    """Run a case; return the result, the state of the arguments, and how often JAX traced and compiled."""
     fun, kwargs = CASES[name]()
-    by_position = name == "has_the_gradient_of_a_module"  # what is differentiated is
+    by_position = name == "has_the_gradient_of_a_module"  # differentiated arguments are positional
     args, named = (tuple(kwargs.values()), {}) if by_position else ((), kwargs)
     events: list[str] = []
 
@@ -227,11 +227,11 @@ def run_all_cases(directory: str) -> None:
 
 
 def in_a_process(task: str, directory: Path) -> str:
-    """What a process prints that does one of the tasks at the end of this file."""
+    """Run a task (see the end of this file) in a process; return its output."""
     command = [sys.executable, __file__, task, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "aot:" not in done.stderr, done.stderr  # at its end each process compares what it has loaded
+    assert "aot:" not in done.stderr, done.stderr  # each process checks its loaded programs at exit
     return done.stdout
 
 
@@ -248,7 +248,7 @@ def test_the_second_process_has_the_same_to_the_bit_and_compiles_nothing(name, k
     assert second["bits"] == first["bits"]
     assert second["deleted"] == first["deleted"] == (name == "donates")
     assert second["compiled"] == 0
-    # JAX looks up LAPACK's functions when it lowers them, so such a program is traced with a key as well.
+    # JAX looks up LAPACK's functions at lowering, so such a program is traced with a key too.
     assert (second["traced"] > 0) == (key is None or name == "calls_lapack")
     assert (first["compiled"], min(1, first["traced"])) == (1, 1)
 
@@ -262,7 +262,7 @@ def test_a_program_is_on_the_devices_that_jit_was_told(key, processes):
 
 
 class Counted:
-    """A function that counts how often it is traced."""
+    """A function that counts its traces."""
 
     def __init__(self, fun: Callable[..., Any]) -> None:
         self.traces, self._fun = 0, fun
@@ -349,7 +349,7 @@ def test_settings_that_change_programs_are_told_apart(tmp_path):
 
 @contextlib.contextmanager
 def setting(name: str, value: Any) -> Iterator[None]:
-    """Let a setting of JAX have another value, for the whole process."""
+    """Set a JAX option for the whole process, within a context."""
     before = jax.config.values[name]
     jax.config.update(name, value)
     try:
@@ -358,7 +358,7 @@ def setting(name: str, value: Any) -> Iterator[None]:
         jax.config.update(name, before)
 
 
-# Other values of settings: some are those of context managers, and not all of them change this program.
+# Changed settings: some are those of context managers, and not all of them change this program.
 SETTINGS = {
     "jax_enable_x64": True,
     "jax_default_matmul_precision": "float32",
@@ -616,7 +616,7 @@ def test_transforms_of_it_see_the_model_that_it_is_of(tmp_path):
 
 
 def damaged(content: bytes) -> list[bytes]:
-    """A file with one bit flipped, at fifty places; cut at some; and with something behind."""
+    """Return copies with one bit flipped (fifty places), truncated copies, and one with a trailing byte."""
     places = sorted({0, 31, 32, 33, len(content) - 1, *range(0, len(content), len(content) // 45)})
     flipped = [content[:i] + bytes([content[i] ^ (1 << i % 8)]) + content[i + 1 :] for i in places]
     return [*flipped, *(content[:n] for n in (0, 1, 31, 32, 40, len(content) // 2, len(content) - 1)), content + b"x"]
@@ -667,7 +667,7 @@ PACKAGES = ["plurax", "jax", "jaxlib", "flax", "optax", "numpy"]
 
 
 def installed(patch: pytest.MonkeyPatch, directory: Path, package: str, version: str) -> None:
-    """Let a package have this version, as far as Python knows."""
+    """Make Python report this version of a package."""
     info = directory / f"{package}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
@@ -694,7 +694,7 @@ CHANGES = [another_python, another_backend, another_device, other_flags]
 
 
 def has_a_file_of_its_own(fun: Counted, directory: Path) -> None:
-    """Assert that here, where something differs from where the other file was written, a second file is made once."""
+    """Assert that the changed environment writes a second file, once."""
     traces = fun.traces
     for _ in range(2):
         np.testing.assert_array_equal(aot(fun, directory, key="1", verify=False)(X), 2 * X)
@@ -702,7 +702,7 @@ def has_a_file_of_its_own(fun: Counted, directory: Path) -> None:
 
 
 def tells_them_apart(fun: Counted, directory: Path, ours: Path) -> None:
-    """Assert that here, where `ours` was written, it is loaded still, but not the other file under its name."""
+    """Assert that `ours` is still loaded in its environment, and that the other file under its name is not."""
     traces = fun.traces
     np.testing.assert_array_equal(aot(fun, directory, key="1", verify=False)(X), 2 * X)
     assert fun.traces == traces
@@ -748,7 +748,7 @@ def test_another_processor_compiles_a_file_of_its_own(tmp_path):
 
 
 def on_another_processor(directory: str) -> None:
-    platform.machine = lambda: "another"  # before it is asked for, which is done once
+    platform.machine = lambda: "another"  # before the value is cached
     has_a_file_of_its_own(Counted(double), Path(directory))
 
 
@@ -773,7 +773,7 @@ def test_the_file_of_another_program_is_a_warning(tmp_path):
 def test_what_jax_cannot_load_is_a_warning(tmp_path):
     aot(double, tmp_path, key="1")(X)
     path = only_file(tmp_path)
-    line, _, _ = path.read_bytes()[32:].partition(b"\n")  # behind the checksum
+    line, _, _ = path.read_bytes()[32:].partition(b"\n")  # after the checksum
     rest = line + b"\nno program"
     path.write_bytes(hashlib.sha256(rest).digest() + rest)
     with pytest.warns(UserWarning, match=r"cannot be loaded \(UnpicklingError: .*\); the program is compiled again"):
@@ -866,7 +866,7 @@ def test_several_processes_write_nothing(tmp_path, monkeypatch):
 
 
 def test_a_program_that_calls_out_of_xla_is_lowered_first(tmp_path):
-    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is no operation of XLA, nor of LAPACK
+    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is neither an operation of XLA nor of LAPACK
     fun = Counted(lambda x: eye @ x)
     for _ in range(2):
         np.testing.assert_array_equal(aot(fun, tmp_path, key="1")(X), X)

@@ -1,4 +1,4 @@
-"""Structures are told apart as they are by JAX, and made again from text."""
+"""Structures are distinguished as in JAX, and restored from text."""
 
 import collections
 import dataclasses
@@ -46,7 +46,7 @@ def test_a_description_names_types_and_what_is_static_but_no_addresses():
     ]
     texts = [described(jax.tree.structure(kind)) for kind in kinds]
     assert len(set(texts)) == len(kinds)
-    assert described(jax.tree.structure(Data(1, Plain(1)))) == texts[7]  # it does not say what it holds
+    assert described(jax.tree.structure(Data(1, Plain(1)))) == texts[7]  # `Plain` does not expose its value
     assert "0x" not in "".join(texts)
 
 

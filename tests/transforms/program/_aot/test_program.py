@@ -1,4 +1,4 @@
-"""A key is the caller's word that the code is the same; that it was not is found out, and said."""
+"""A key asserts that the code is unchanged; a change is detected and reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STALE = (
 )
 
 
-# What makes `step` another function: code in a module, with a number in it that somebody edits.
+# Edits that change `step`: module code with a number to replace.
 EDITS = {
     "a default": "def step(x, rate={}): return rate * x",
     "a default by keyword": "def step(x, *, rate={}): return rate * x",
@@ -159,7 +159,7 @@ def step(x): return -optimizer.update(x, optimizer.init(x))[0]""",
 
 
 def module_of(code: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of this code, which can be imported by this name."""
+    """Return a module with this code, importable under this name."""
     module: Any = types.ModuleType(name)
     vars(module).update(eqx=eqx, functools=functools, grad=grad, jax=jax, jnp=jnp, nnx=nnx, optax=optax)
     monkeypatch.setitem(sys.modules, name, module)
@@ -168,7 +168,7 @@ def module_of(code: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def found_to_be_stale(old: Callable[..., Any], make: Callable[[], Callable[..., Any]], directory: Path) -> None:
-    """Assert that `old`, compiled in a process, is noticed to be another function than `make()` in the next one."""
+    """Assert that the next process detects that `make()` differs from the compiled `old`."""
     before = jax.tree.leaves(aot(old, directory, key="1")(X))
     new = make()
     after = jax.tree.leaves(new(X))
@@ -262,7 +262,7 @@ def test_each_kind_of_arguments_is_compared_by_itself(tmp_path):
         aot(lambda x: 2.0 * x, tmp_path, key="1")(X[:n])
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
     np.testing.assert_array_equal(program(X[:1]), 2 * X[:1])
-    with pytest.raises(RuntimeError, match=STALE):  # of the first call
+    with pytest.raises(RuntimeError, match=STALE):  # from the first call
         program(X[:2])
     for n in (2, 3):
         with pytest.raises(RuntimeError, match=STALE):
@@ -321,7 +321,7 @@ def test_the_second_call_may_be_that_of_another_function_of_the_same_file(tmp_pa
         aot(thrice, tmp_path, key="1")(X)
     for n in range(3):
         np.testing.assert_array_equal(aot(thrice, tmp_path, key="1")(X), 3 * X)
-        assert len(traces) == 2 + n  # what has been stale is compared at once
+        assert len(traces) == 2 + n  # after a stale result, programs are checked immediately
     assert end_of_process() == []
     assert len(traces) == 4
 
@@ -354,7 +354,7 @@ def test_unless_it_is_to_be_verified(tmp_path, end_of_process):
     for _ in range(3):
         np.testing.assert_array_equal(program(X), 2 * X)
     assert end_of_process() == []
-    np.testing.assert_array_equal(grad(program)(X[0, 0]), np.float32(3.0))  # its own code is what is differentiated
+    np.testing.assert_array_equal(grad(program)(X[0, 0]), np.float32(3.0))  # derivatives use the function's own code
 
 
 def test_verify_goes_with_the_function_through_transforms(tmp_path):
@@ -435,7 +435,7 @@ def test_a_new_program_that_cannot_be_written_takes_the_old_one_away(tmp_path):
 
 
 def test_what_has_to_be_traced_to_be_loaded_is_compared_at_once(tmp_path, end_of_process):
-    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is no operation of XLA
+    eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is not an operation of XLA
     aot(lambda x: 2.0 * (eye @ x), tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * (eye @ x), tmp_path, key="1")
     with pytest.raises(RuntimeError, match=STALE):
@@ -452,7 +452,7 @@ def test_what_waits_holds_no_array_of_the_arguments(tmp_path, end_of_process):
     del held
     gc.collect()
     assert reference() is None
-    assert ["was stale: " in warning for warning in end_of_process()] == [True]  # it did wait
+    assert ["was stale: " in warning for warning in end_of_process()] == [True]  # the check was deferred
 
 
 def test_threads_that_call_at_once_all_hear_of_it_or_have_the_new_result(tmp_path):
@@ -465,7 +465,7 @@ def test_threads_that_call_at_once_all_hear_of_it_or_have_the_new_result(tmp_pat
 
 
 def called_at_once(program: Callable[..., Any], arguments: list[Any]) -> list[Any]:
-    """For each argument, which has a thread of its own: by what the first number was multiplied, or the error."""
+    """Call in one thread for each argument; return the factor applied to its first entry, or the error."""
     found: list[Any] = []
     together = threading.Barrier(len(arguments))
 
@@ -485,8 +485,8 @@ def called_at_once(program: Callable[..., Any], arguments: list[Any]) -> list[An
     return found
 
 
-# Programs that are wanted once in a process, in several surroundings; and two objects of one key, which are called in
-# turn. The arguments say how the process ends, and where in this sequence it begins.
+# Programs that are called once per process, in several contexts, and two objects with one key that are called
+# alternately. The arguments select how the process ends, and where in this sequence it starts.
 SCRIPT = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -585,7 +585,7 @@ def test_two_objects_of_one_key_are_right_or_refused_from_the_second_call_on(end
     assert stale >= len(ended)
 
 
-# Programs that wait for the end of the process, each in a directory of its own. A fork of it ends before.
+# Programs whose checks are deferred to exit, each with its own directory. A fork exits earlier.
 WAITING = """
 import atexit, os, shutil, sys, warnings
 
@@ -630,7 +630,7 @@ warnings.simplefilter("error")
 
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], Callable[[str], list[str]]]:
-    """Where it was, what it has printed, and a function that returns the warnings about one of its directories."""
+    """Return the directory, the output, and a function that returns the warnings about one of its subdirectories."""
     directory = tmp_path_factory.mktemp("aot")
     (directory / "script.py").write_text(WAITING)
     done = subprocess.run(
@@ -676,7 +676,7 @@ def test_under_a_mesh_without_devices_there_is_a_program_too(waiting):
 @pytest.mark.xdist_group("aot at the end of processes")
 def test_a_fork_does_not_trace_at_its_end(waiting):
     directory, printed, _ = waiting
-    assert printed[1] == "4 2"  # its exit code, and the files that it has left
+    assert printed[1] == "4 2"  # its exit code, and the number of its files
     assert "aot:" not in (directory / "fork.txt").read_text()
 
 

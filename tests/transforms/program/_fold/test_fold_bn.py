@@ -1,4 +1,4 @@
-"""Folded functions against those they were folded from."""
+"""Folded functions against the original functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
 
 
 def norm(seed: int, *channels: int, shift: bool = True) -> dict[str, jax.Array]:
-    """Parameters and statistics of a batch norm; without `shift` those whose shift is zero."""
+    """Return parameters and statistics of a batch norm; without `shift`, mean and bias are zero."""
     draw = np.random.default_rng(seed).uniform
     ranges = {"mean": (-1, 1), "var": (0.5, 2), "scale": (0.5, 2), "bias": (-1, 1)}
     zero = () if shift else ("mean", "bias")
@@ -40,7 +40,7 @@ def bn(p: dict[str, jax.Array], x: jax.Array, axis: int = -1) -> jax.Array:
 
 
 def batch_bn(p: dict[str, jax.Array], x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
-    """A norm by statistics over all axes but some: of training mode, if these are those of channels."""
+    """Normalize with statistics over all axes except `axes`: training mode, if these are the channels."""
     kept = [axis % x.ndim for axis in axes]
     over = tuple(i for i in range(x.ndim) if i not in kept)
     shape = [n if i in kept else 1 for i, n in enumerate(x.shape)]
@@ -55,7 +55,7 @@ def conv(x: jax.Array, kernel: jax.Array, padding: Any = "SAME", **settings: Any
 
 
 def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
-    """The same structure, shapes and dtypes, and values to a part of the largest."""
+    """Assert the same structure, shapes and dtypes, and close values, relative to the largest."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -64,7 +64,7 @@ def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
 
 
 def of_arrays(fun: Callable[..., Any], params: Any) -> tuple[Callable[..., Any], Any]:
-    """The function as one of the arrays of its parameters, to be compiled, and these."""
+    """Return the function with the arrays of its parameters as first argument, for `jit`, and these arrays."""
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         return lambda state, *args: fun(nnx.merge(graphdef, state), *args), state
@@ -75,7 +75,7 @@ def of_arrays(fun: Callable[..., Any], params: Any) -> tuple[Callable[..., Any],
 def folds(
     fun: Callable[..., Any], params: Any, *args: Any, folded: int, kept: int = 0, tolerance: float = 1e-5
 ) -> tuple[Callable[..., Any], dict[str, jax.Array], Any]:
-    """Fold, and compare with the function as it was, on a batch that is one example larger."""
+    """Fold, and compare with the original function on a batch with one more example."""
     result = new, new_params, report = fold_bn(fun, params, *args)
     assert (len(report.folded), len(report.kept)) == (folded, kept), str(report)
     more = jax.tree.map(lambda x: jnp.concatenate([x, jnp.cos(x[:1])]), args)
@@ -85,19 +85,19 @@ def folds(
 
 
 def kept_because(fun: Callable[..., Any], params: Any, *args: Any) -> str:
-    """The one reason for which the one candidate was kept."""
+    """Return the reason why the only candidate was kept."""
     _, _, report = folds(fun, params, *args, folded=0, kept=1)
     return report.kept[0].reason
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> tuple[Any, str, float]:
-    """What a function gives, the compiled program, and how many bytes it reads and writes."""
+    """Return the output, the compiled program, and the bytes that it accesses."""
     program: Any = jax.jit(fun).lower(*args).compile()
     return program(*args), program.as_text(), program.cost_analysis()["bytes accessed"]
 
 
 def assert_leaner(fun: Callable[..., Any], params: Any, new: Callable[..., Any], new_params: Any, x: jax.Array) -> None:
-    """The same results, with no norm left to compute and fewer bytes read and written."""
+    """Assert the same results, without a norm and with fewer bytes accessed."""
     as_it_was, arrays = of_arrays(fun, params)
     (old_out, old_text, old_bytes), (out, text, size) = compiled(as_it_was, arrays, x), compiled(new, new_params, x)
     assert_close(out, old_out)
@@ -114,7 +114,7 @@ def test_a_wrong_value_a_dtype_and_a_count_fail() -> None:
         folds(lambda p, x: bn(p["bn"], x @ p["w"]), {"w": normal(1, 3, 5), "bn": norm(2, 5)}, x, folded=2)
 
 
-# ---- The model of PyTorch's tutorial: a norm behind each of three convolutions, one nested and one wrapped
+# ---- The model of PyTorch's tutorial: a norm after each of three convolutions, one nested and one wrapped
 
 
 class WrappedNNX(nnx.Module):
@@ -240,7 +240,7 @@ def test_all_norms_of_the_tutorial_fold(library: Callable[..., Any], features: i
 def test_training_mode_is_not_folded_and_the_cure_is_named(library: Callable[..., Any]) -> None:
     fun, params = library(3, train=True)
     x = normal(1, 4, 5, 6, 3)
-    if library is in_nnx:  # whose statistics would change
+    if library is in_nnx:  # its statistics would change
         with pytest.raises(ValueError, match=r"fold_bn: fun changes `bn1\.\w+` .* training; call model\.eval\(\)"):
             fold_bn(fun, params, x)
         return
@@ -291,7 +291,7 @@ def test_a_norm_after_any_convolution_folds(n: int, settings: dict[str, Any]) ->
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID", "CIRCULAR"])
 def test_norms_after_modules_fold(padding: str) -> None:
-    # A transposed convolution around a circle adds up parts of what it gives.
+    # A transposed convolution with circular padding sums parts of its output.
     kept = int(padding == "CIRCULAR")
 
     class Model(nnx.Module):
@@ -466,7 +466,7 @@ def test_the_normalization_of_inputs_folds() -> None:
     assert sorted(new_params) == ["shift", "w"]
 
 
-# ---- What is kept
+# ---- Kept norms
 
 
 IMAGE = normal(9, 2, 5, 6, 4)
@@ -587,7 +587,7 @@ def test_gates_and_residuals_end_a_chain() -> None:
     folds(fun, PARAMS, IMAGE, folded=2)
 
 
-# ---- Statistics of the batch, and those of an example
+# ---- Batch statistics and instance statistics
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ def response_norm(p: Any, x: jax.Array) -> jax.Array:
 
 
 def of_places(p: Any, x: jax.Array) -> jax.Array:
-    """An instance norm of an example, without an axis of the batch."""
+    """Instance norm of one example, without a batch axis."""
     return batch_bn(p["bn"], conv(x[None], p["w"])[0])
 
 
@@ -790,7 +790,7 @@ def test_the_report_has_a_line_for_each() -> None:
     assert str(report.folded[0]).endswith(": into w")
 
 
-# ---- What is refused
+# ---- Errors
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -913,7 +913,7 @@ PIECES: dict[str, tuple[tuple[int, ...], Callable[..., jax.Array]]] = {
 
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A network of any pieces on images of 4 channels, and its parameters."""
+    """Draw a network of random layers for images with 4 channels, and its parameters."""
     params: dict[str, Any] = {}
     pieces = []
     for i, name in enumerate(draw(st.lists(st.sampled_from(sorted(PIECES)), max_size=9))):

@@ -1,4 +1,4 @@
-"""Where the time of a call goes: what is attributed, and that it is attributed where it belongs."""
+"""Attribution of a call's time to layers and operations."""
 
 import json
 import sys
@@ -82,12 +82,12 @@ def of_transformer() -> Profile:
 
 
 def is_attributed(found: Profile, *call: Any) -> bool:
-    """Whether nine tenths are; others on the machine can only make it less, so it may be tried again."""
+    """Whether nine tenths are attributed; retries, since other load on the machine can only lower the share."""
     return found.attributed >= 0.9 or any(profile(*call).attributed >= 0.9 for _ in range(4))
 
 
 def flops_of(found: Profile, op: str) -> dict[str, int]:
-    """The flops of an operation by its scopes."""
+    """Return the flops of an operation by scope."""
     flops: dict[str, int] = {}
     for row in found.operations:
         if row.op == op:
@@ -96,7 +96,7 @@ def flops_of(found: Profile, op: str) -> dict[str, int]:
 
 
 def nested(x: jax.Array, ws: jax.Array) -> jax.Array:
-    """A product in a scan in a scan: 5 x 3 turns."""
+    """A product in a scan in a scan: 5 x 3 iterations."""
 
     def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         def inner(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -172,7 +172,7 @@ def test_nine_tenths_of_a_training_step_are_attributed() -> None:
 
 
 def test_each_layer_has_the_flops_that_are_its_own(of_cnn: Profile) -> None:
-    inside = 16 * 22 * 22 * 9 + 16 * 4 * 22 * 6 + 16 * 4 * 4  # positions of a window of 3 x 3 that are in the image
+    inside = 16 * 22 * 22 * 9 + 16 * 4 * 22 * 6 + 16 * 4 * 4  # window positions (3 x 3) inside the image
     flops = flops_of(of_cnn, "conv_general_dilated")
     assert flops["first"] == 2 * 8 * 3 * inside
     assert flops["blocks/0/conv"] == flops["blocks/1/conv"] == 2 * 8 * 16 * inside
@@ -185,7 +185,7 @@ def test_gradients_of_weights_are_in_their_layers(cnn: CNN) -> None:
 
     found = profile(step, cnn, IMAGES)
     assert is_attributed(found, step, cnn, IMAGES)
-    # XLA leaves no names on the convolutions that it makes of these; the two blocks are alike.
+    # The convolutions that XLA derives from these have no names; the two blocks are equal.
     flops = flops_of(found, "conv_general_dilated")
     assert len(flops) == 2 * 3
     assert flops["transpose(jvp(first))"] == flops["jvp(first)"]  # the images have no gradient
@@ -206,7 +206,7 @@ def test_gradients_of_branches_are_in_their_layers() -> None:
 
     step = nnx.grad(lambda model, x: (model(x) ** 2).mean())
     flops = flops_of(profile(step, Branches(nnx.Rngs(0)), IMAGES, repeats=1), "conv_general_dilated")
-    # The nearest neighbor with a name of the gradient of the short one's weights is in another layer.
+    # For the gradient of the short branch's weights, the nearest named neighbor is in another layer.
     assert flops["transpose(jvp(short))"] == 2 * flops["jvp(short)"]
     assert flops["transpose(jvp(long))"] == 2 * flops["jvp(long)"]
 
@@ -228,7 +228,7 @@ def test_scans_count_as_often_as_they_turn() -> None:
     found = profile(nested, jnp.ones((9, 8)), jnp.ones((3, 8, 8)))
     (row,) = (x for x in found.operations if x.op == "dot_general")
     assert (row.scope, row.count, row.flops) == ("outer/inner", 15, 15 * 2 * 9 * 8 * 8)
-    # The weights are read one at a time, not all in each turn.
+    # Each iteration reads one weight matrix, not all.
     assert row.bytes <= 15 * 4 * (9 * 8 + 8 * 8 + 9 * 8)
 
 
@@ -242,7 +242,7 @@ def test_lines_of_source_are_the_users(of_cnn: Profile) -> None:
     files = {row.source.rpartition(":")[0].rpartition("/")[2] for row in of_cnn.operations if row.flops}
     assert files == {"test_profile.py"}
     lines = {row.source for row in of_cnn.operations if row.op == "conv_general_dilated"}
-    assert len(lines) == 2  # of the first, and of that in a block
+    assert len(lines) == 2  # the first convolution, and the one in a block
 
 
 def test_a_function_without_scopes_is_attributed_to_its_lines() -> None:
@@ -261,7 +261,7 @@ def test_modules_are_not_changed(cnn: CNN) -> None:
     found = profile(lambda model, x: model(x).mean(), model, IMAGES)
     assert [type(part) for _, part in nnx.iter_modules(model)] == kinds
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
-    # What it would change of them is computed: the running statistics.
+    # The updates of the running statistics are computed.
     assert "blocks/0/norm" in {row.scope for row in found.operations if row.op in {"sub", "mul", "add", "div"}}
 
 
@@ -365,7 +365,7 @@ def test_threads_leave_modules_and_settings_as_they_were() -> None:
     model.eval()
     before = vars(model.conv).keys(), nnx.Conv.__call__
     with ThreadPoolExecutor(3) as pool:
-        # The profiler itself can run only once at a time.
+        # The profiler itself cannot run concurrently.
         counts = list(pool.map(lambda _: count_layout_ops(model, x), range(6)))
     assert counts == counts[:1] * 6
     assert (vars(model.conv).keys(), nnx.Conv.__call__) == before
@@ -515,7 +515,7 @@ def test_under_a_transform_or_another_profile_it_says_so(tmp_path: Path) -> None
 def test_numbers_are_arrays() -> None:
     for number in (2.0, np.float32(2.0), np.full(3, 2.0, np.float32)):
         found = profile(lambda x, y: jnp.exp(x) * y, number, jnp.ones(3), repeats=1)
-        assert "exp" in {row.op for row in found.operations}  # and not a constant of the program
+        assert "exp" in {row.op for row in found.operations}  # not a constant of the program
 
 
 def test_programs_kept_by_the_persistent_cache_do_not_bring_their_scopes() -> None:

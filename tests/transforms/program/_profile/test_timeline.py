@@ -1,4 +1,4 @@
-"""Times of instructions from the events of a trace, with traces made up for the purpose."""
+"""Instruction times from trace events, on synthetic traces."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,7 @@ def mark(start: int, program: int = 0) -> Event:
 
 
 def seconds(*events: Event) -> dict[str, float]:
-    """What a trace on a CPU says of one run, in units of its clock."""
+    """Return the times for the events of one run on a CPU, in clock units."""
     trace = Trace([Plane("/host:CPU", [Line([mark(0)]), *(Line([event]) for event in events)])])
     ((_, (found,)),) = _events(trace, {"jit_f"})
     return {name: pytest.approx(time * 1e9) for name, time in _timeline(PROGRAM, found).seconds.items()}
@@ -97,7 +97,7 @@ def test_one_that_is_divided_among_threads_lasts_until_its_end() -> None:
 
 def test_an_end_that_is_told_late_is_bound_by_what_waits_for_it() -> None:
     assert seconds(op("first", 10, 1, key=3), op("second", 15, 7), end(40, 3)) == {"first": 5, "second": 7}
-    # `other` does not wait for it.
+    # `other` does not wait for `first`.
     assert seconds(op("first", 10, 1, key=3), op("other", 15, 5), end(20, 3)) == {"first": 7.5, "other": 2.5}
 
 

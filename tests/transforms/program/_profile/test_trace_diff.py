@@ -1,4 +1,4 @@
-"""What differs between two programs: exact counts, and durations above their noise."""
+"""Differences between two programs: exact counts, and durations above their noise."""
 
 import json
 import os
@@ -19,7 +19,7 @@ CATEGORIES = ("added", "deleted", "increased", "decreased", "unchanged")
 
 
 def layers(extra: int | None = None, leave_out: int | None = None) -> Callable[..., jax.Array]:
-    """Four layers; one may have a product more or no `tanh`."""
+    """Return four layers; one may have an extra product or no `tanh`."""
 
     def network(ws: list[jax.Array], x: jax.Array) -> jax.Array:
         for i, w in enumerate(ws):
@@ -52,7 +52,7 @@ def captured(
 
 
 def by_duration(control: list[float], test: list[float], **other: Any) -> TraceDiff:
-    """Two programs with one operation, by its seconds in some runs."""
+    """Compare two programs with one operation, given its seconds in some runs."""
     key = ("dot_general", "layer")
     return TraceDiff(
         captured({key: 1}, {key: control}, "p"), captured({key: 1}, {key: test}, **{"program": "q", **other})
@@ -171,7 +171,7 @@ def test_a_longer_duration_is_called_above_the_noise_only() -> None:
     assert by_duration([2.0 * x for x in steady], steady).decreased
     assert by_duration(steady, [1.3 * x for x in wandering]).unchanged
     assert by_duration(steady, steady[::-1]).unchanged
-    # Less than a tenth is not worth the name.
+    # Changes below a tenth are ignored.
     assert by_duration([1.0] * 5, [1.09] * 5).unchanged
     assert by_duration([1.0] * 5, [1.12] * 5).increased
 
