@@ -138,7 +138,7 @@ __all__ = ["Third", "first", "second"]
         ("_private(self, b)", "_private(self)", []),
     ],
 )
-def test_each_change_is_seen(old: str, new: str, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_change_is_detected(old: str, new: str, shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def of(source: str) -> str:
         module = ModuleType("plurax.made_up")
         found: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def test_each_change_is_seen(old: str, new: str, shown: list[str], monkeypatch: 
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_star_imports_what_is_public(name: str) -> None:
+def test_a_star_imports_the_public_names(name: str) -> None:
     found: dict[str, Any] = {}
     exec(f"from {name} import *", found)
     public = importlib.import_module(name).__all__
@@ -162,7 +162,7 @@ def test_a_star_imports_what_is_public(name: str) -> None:
     assert len(public) == len(set(public))
 
 
-def test_the_modules_are_all_that_are_public() -> None:
+def test_the_listed_modules_are_the_public_ones() -> None:
     files = [path for folder in ("transforms", "ensemble") for path in (ROOT / folder).rglob("*.py")]
     parts = [path.relative_to(ROOT).with_suffix("").parts for path in files]
     public = {".".join(["plurax", *(x for x in part if x != "__init__")]) for part in parts if not private(part)}
@@ -223,7 +223,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert found == []
 
 
-def test_what_is_not_documented_is_found() -> None:
+def test_missing_documentation_is_detected() -> None:
     def right(x: Any) -> Any:
         """Do it.
 

@@ -84,7 +84,7 @@ def test_every_row_gives_what_the_other_library_gave(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_other_library_gives_the_numbers_that_are_kept(name: str, tmp_path: Path) -> None:
+def test_the_other_library_gives_the_stored_values(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is no dependency of the tests")
     kept = json.loads((ROOT / f"tests/coming_from_{name}.json").read_text())
@@ -124,7 +124,7 @@ def of(page: str, **values: Any) -> list[str]:
     return faults(page, {**KEPT, "program": SIDE.digest(page), "values": {**KEPT["values"], **values}})
 
 
-def test_a_page_is_read_as_it_is_written() -> None:
+def test_a_page_is_parsed() -> None:
     found: dict[str, Any] = {}
     exec(SIDE.program(PAGE), found)
     assert {code: SIDE.leaves(value) for code, value in found["values"].items()} == KEPT["values"]
@@ -146,10 +146,10 @@ def test_a_page_is_read_as_it_is_written() -> None:
         ("| `sum(x)` | `x.sum()` | a \\| b |\n", "", "a value of no row: sum(x)"),
     ],
 )
-def test_what_is_wrong_is_noticed(old: str, new: str, said: str) -> None:
+def test_faults_are_detected(old: str, new: str, said: str) -> None:
     assert old in PAGE
     assert said in "\n".join(of(PAGE.replace(old, new)))
 
 
-def test_their_code_without_their_numbers_is_noticed() -> None:
+def test_their_code_without_stored_values_is_detected() -> None:
     assert "has changed" in faults(PAGE.replace("x = [1.0", "x = [7.0"), {**KEPT, "program": SIDE.digest(PAGE)})[0]

@@ -76,7 +76,7 @@ def test_digits_are_learned_in_private(tmp_path):
     assert (tmp_path / "dp_sgd_digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_processes_train_what_one_reads(tmp_path):
+def test_two_processes_train_and_one_loads(tmp_path):
     shown = run("examples/multi_host.py", "--members", "4", "--steps", "30", "--out", str(tmp_path))
     assert "process 1 of 2, 2 of 4 devices: trained and wrote members [2, 3]" in shown
     assert "member 3 alone agrees" in shown
@@ -137,12 +137,12 @@ def test_pictures_of(script, options, said, tmp_path):
     assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_none_is_forgotten():
+def test_every_script_is_run():
     scripts = [*ROOT.glob("examples/[!_]*.py"), *ROOT.glob("benchmarks/[!_]*.py")]
     assert {path.relative_to(ROOT).as_posix() for path in scripts} == {*SMALL, *OTHERS}
 
 
-def test_each_example_is_shown_once_as_it_prints_in_lines_that_fit():
+def test_each_example_is_shown_once_with_its_output_in_short_lines():
     pages = [(ROOT / page).read_text() for page in ("README.md", "examples/README.md")]
     between = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", flags=re.DOTALL)
     blocks = [block for page in pages for block in between.findall(page)]
@@ -159,13 +159,13 @@ def test_it_runs(script):
     assert run(script, *SMALL[script])
 
 
-def test_a_failing_script_is_noticed(tmp_path):
+def test_a_failing_script_is_detected(tmp_path):
     (tmp_path / "broken.py").write_text("raise SystemExit('no')")
     with pytest.raises(AssertionError, match="no"):
         run(str(tmp_path / "broken.py"))
 
 
-def test_the_tour_says_what_is_refused():
+def test_the_tour_shows_refusals():
     shown = " ".join(run("examples/vmap_tour.py").split())
     assert "axis 0 of argument `x` has size 3, but axis 0 of argument `w` has size 2" in shown
     assert "[[ 6.  9. 12.]" not in shown
@@ -188,13 +188,13 @@ def test_a_network_of_pytorch_is_the_same_here(live):
     assert apart <= 1e-5
 
 
-def test_the_tour_of_static_graphs_says_how_each_has_it():
+def test_the_tour_of_static_graphs_compares_both_libraries():
     shown = run("examples/static_graph_tour.py", *SMALL["examples/static_graph_tour.py"])
     assert shown.count("MindSpore: ") == shown.count("JAX: ") == 8
     assert "Ordered callbacks of three calls: before, after, before, after, before, after." in shown
 
 
-def test_the_tour_of_cells_says_what_must_not_be_compiled():
+def test_the_tour_of_cells_shows_what_must_not_be_compiled():
     shown = run("examples/cells_tour.py")
     assert shown.count("UnexpectedTracerError") == 2
     assert "random.random() runs while tracing: two calls give one number." in shown

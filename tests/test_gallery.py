@@ -41,11 +41,11 @@ def test_a_thumbnail_loads_quickly(name: str) -> None:
     assert struct.unpack(">II", content[16:24]) == GALLERY.SIZE  # from the PNG header
 
 
-def test_thumbnails_of_no_example_are_gone() -> None:
+def test_every_thumbnail_has_an_example() -> None:
     assert sorted(path.stem for path in (ROOT / "docs/thumbs").iterdir()) == NAMES
 
 
-def test_a_new_example_is_noticed(tmp_path: Path) -> None:
+def test_a_new_example_is_detected(tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     (tmp_path / "docs").mkdir()
     (tmp_path / "examples/README.md").write_text("| [`new.py`](#x) | a new idea |\n\n## `new.py`: what is new?\n")

@@ -142,7 +142,7 @@ def test_no_two_files_or_folders_need_each_other() -> None:
     assert circles({module: path.read_text() for module, path in modules_of(ROOT).items()}) == []
 
 
-def test_circles_are_seen() -> None:
+def test_import_cycles_are_detected() -> None:
     sources = {
         "transforms._a.x": "from .y import f",
         "transforms._a.y": "from .z import g\nfrom .._b import h",
@@ -157,7 +157,7 @@ def test_circles_are_seen() -> None:
     assert circles(sources | late) == [{"transforms._a", "transforms._b"}]
 
 
-def test_folders_and_files_are_small_enough_to_be_read() -> None:
+def test_folders_and_files_are_small() -> None:
     for path in modules_of(ROOT).values():
         assert len(path.read_text().splitlines()) <= 400, path
         assert len(list(path.parent.glob("*.py"))) <= 14, path.parent
@@ -220,7 +220,7 @@ def test_each_rule_can_fail(module: str, source: str, message: str) -> None:
         ("ensemble._training.trainer", "from ...transforms.privacy import clipped_grad"),
     ],
 )
-def test_what_is_allowed_passes(module: str, source: str) -> None:
+def test_allowed_code_passes(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
@@ -257,7 +257,7 @@ def test_importing_transforms_has_no_effects_and_loads_no_other_library(name: st
     assert after["settings"] == []
 
 
-def test_effects_are_seen() -> None:
+def test_effects_are_detected() -> None:
     after = effects("import scipy; jax.config.update('jax_debug_nans', True)")
     assert "scipy" in after["loads"]
     assert after["settings"] == ["jax_debug_nans"]

@@ -51,7 +51,7 @@ DOCUMENTS = [
 ]
 
 
-def test_documents_link_to_what_exists() -> None:
+def test_links_of_documents_exist() -> None:
     assert ROOT / "README.md" in DOCUMENTS
     found = {str(document.relative_to(ROOT)): broken_links(document) for document in DOCUMENTS}
     assert {name: links for name, links in found.items() if links} == {}
@@ -62,14 +62,14 @@ def test_documents_name_tests_that_exist() -> None:
     assert {name: tests for name, tests in found.items() if tests} == {}
 
 
-def test_a_test_that_is_missing_is_found(tmp_path: Path) -> None:
+def test_a_missing_test_is_detected(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_here(): ...\nclass Test_that:\n    def test_there(self): ...\n")
     document = tmp_path / "page.md"
     document.write_text("[`test_here`](test_it.py), [`test_there`](test_it.py), [`test_nowhere`](test_it.py)")
     assert missing_tests(document) == ["test_nowhere in test_it.py"]
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
+def test_a_broken_link_is_detected(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text(
         "# A part: `x`\n[self](page.md#a-part-x) [web](https://example.org/x) [part](#a-part-x) `f[0](x)` ![](no.png)\n"

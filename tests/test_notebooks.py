@@ -80,7 +80,7 @@ def test_a_notebook_has_the_code_the_output_and_the_text_of_its_page(file: Path)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_notebook_is_one(file: Path) -> None:
+def test_a_notebook_is_valid(file: Path) -> None:
     assert faults(json.loads(file.read_text())) == []
 
 
@@ -109,6 +109,6 @@ def test_the_page_links_to_its_notebook(file: Path) -> None:
         ({"cells": [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": ["x\ny"]}]}, "lines are not whole"),
     ],
 )
-def test_a_faulty_notebook_is_noticed(change: dict[str, Any], fault: str) -> None:
+def test_a_faulty_notebook_is_detected(change: dict[str, Any], fault: str) -> None:
     (found,) = faults(NOTEBOOKS.notebook("start") | change)
     assert found.startswith(fault)

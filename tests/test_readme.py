@@ -37,7 +37,7 @@ def namespace() -> dict[str, Any]:
     return found | {"shown": shown.getvalue()}
 
 
-def test_the_first_example_prints_what_it_shows(namespace):
+def test_the_first_example_prints_the_output_shown(namespace):
     printed = [ast.literal_eval(line.removeprefix("# ").replace("...", "")) for line in FIRST if line[:3] == "# {"]
     rows = [ast.literal_eval(line) for line in namespace["shown"].splitlines()]
     assert [{**row, "loss": None} for row in rows] == [{**row, "loss": None} for row in printed]
@@ -97,7 +97,7 @@ def names_listed(page: str) -> dict[str, set[str]]:
     return found
 
 
-def test_the_page_of_names_lists_what_is_public_and_nothing_else():
+def test_the_page_of_names_lists_exactly_the_public_names():
     listed = names_listed((ROOT / "docs/names.md").read_text())
     assert listed == {module: set(importlib.import_module(module).__all__) for module in MODULES}
 

@@ -84,7 +84,7 @@ def fits(value: Any, stated: ast.expr) -> bool:
     return all(len(group) == len(types) and all(map(fits, group, types)) for group in groups)
 
 
-def test_what_is_stated_is_true(checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stated_types_are_true(checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in this process while the checkers run."""
     seen: dict[int, Any] = {}
     monkeypatch.setattr(typing, "reveal_type", lambda x: seen.update({sys._getframe(1).f_lineno: x}))
@@ -94,7 +94,7 @@ def test_what_is_stated_is_true(checks: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", CHECKERS)
-def test_a_checker_shows_it_and_finds_the_errors(checks: dict[str, subprocess.Popen[str]], name: str) -> None:
+def test_a_checker_shows_the_types_and_finds_the_errors(checks: dict[str, subprocess.Popen[str]], name: str) -> None:
     report = checks[name].communicate()[0]
     shown = {int(i): re.sub(r"\b(\w+\.)+(?=\w)", "", found) for i, found in re.findall(SHOWN[name], report)}
     assert shown == STATED, report
@@ -105,6 +105,6 @@ def test_a_checker_shows_it_and_finds_the_errors(checks: dict[str, subprocess.Po
     ("value", "stated"),
     [(1, "str"), (1, "Array"), ((1, 2), "tuple[int]"), ({"a": 1}, "dict[str, str]"), ([1, "a"], "list[int]")],
 )
-def test_what_is_not_of_a_type_does_not_fit(value: Any, stated: str) -> None:
+def test_values_of_another_type_do_not_fit(value: Any, stated: str) -> None:
     assert not fits(value, ast.parse(stated, mode="eval").body)
     assert fits(value, ast.parse("Any", mode="eval").body)

@@ -70,7 +70,7 @@ def is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def test_jaxs_own_cache_is_used_and_says_so(tmp_path):
+def test_jaxs_cache_is_used_and_its_hits_are_reported(tmp_path):
     with enable_compile_cache(tmp_path) as cache:
         results = [jax.jit(Traced().loop)(X, Y) for _ in range(2)]
     assert (cache.hits, cache.misses) == (1, 1)

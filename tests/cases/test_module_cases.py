@@ -66,7 +66,7 @@ class TestACellAgainstItsReference:
             y[:, i, j] = np.tensordot(x[:, i : i + 4, j : j + 4], kernel.astype(float), 3)
         return np.maximum(y, 0)
 
-    def test_the_paddings_are_not_the_same(self, weights: str):
+    def test_paddings_differ(self, weights: str):
         same, valid = (np.asarray(self.cell(weights, padding=padding)(self.X)) for padding in ("SAME", "VALID"))
         with pytest.raises(ValueError, match=r"operands could not be broadcast together with shapes \(2,12,12,240\)"):
             same - valid
@@ -81,7 +81,7 @@ class TestACellAgainstItsReference:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
-def test_a_cell_is_pytorch_s():
+def test_a_cell_matches_pytorch():
     import torch
 
     x = TestACellAgainstItsReference.X

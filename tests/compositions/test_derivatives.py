@@ -111,7 +111,7 @@ def test_products_with_many_vectors_and_points(mode: str) -> None:
     assert_close(third, (-np.cos(W @ X[0]) * (W @ X[1]) * (W @ X[2])) @ W)
 
 
-def test_linear_maps_in_a_map_build_jacobians() -> None:
+def test_mapped_linear_maps_build_jacobians() -> None:
     assert_close(vmap(lambda v: jvp(wave, (X[0],), (v,))[1], out_axes=1)(np.eye(3)), slopes(X[0]))
     assert_close(vmap(vjp(wave, X[0])[1])(np.eye(5))[0], slopes(X[0]))
     gauss_newton = jax.jit(vmap(lambda v: gnvp(wave, lambda y: jnp.sum(y**2), X[0], v)))(np.eye(3))

@@ -128,7 +128,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_is_differentiated_and_mapped_as_if_written_out(way: str) -> None:
+def test_a_model_is_differentiated_and_mapped_as_its_pure_function(way: str) -> None:
     model = Deep(*WAYS[way])
     plain, params = pure(model)
     expected = jax.jit(jax.grad(plain))(params, X, Y)
@@ -162,7 +162,7 @@ def test_a_private_step(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["scan-of-remat", "scan-of-jit", "scan-of-remat-along-axis-1", "scan-of-cond"])
-def test_statistics_that_move_end_up_in_the_model_and_are_refused_for_each_sample(way: str) -> None:
+def test_updated_statistics_are_kept_but_refused_per_sample(way: str) -> None:
     model, twin = (Deep(*WAYS[way], norm=True) for _ in range(2))
     assert_close(grad(loss)(model, X, Y), nnx.grad(loss)(twin, X, Y))
     assert_close(nnx.state(model, nnx.BatchStat), nnx.state(twin, nnx.BatchStat))

@@ -88,7 +88,7 @@ def test_a_model_under_several_transforms_runs_once() -> None:
     assert jacfwd(jacrev(model)).__name__ == "jacfwd(jacrev(Cube))"
 
 
-def test_a_decorated_transform_is_what_the_decorator_made() -> None:
+def test_a_decorated_transform_keeps_its_decorator() -> None:
     transformed = grad(Cube().still)
 
     @functools.wraps(transformed)
@@ -134,7 +134,7 @@ def test_derivatives_of_an_ensemble() -> None:
     chex.assert_trees_all_close(dual(ens)(Dual(X, np.ones(3, np.float32))).tangent, along_ones, rtol=1e-6)
 
 
-def test_models_that_a_batch_shares() -> None:
+def test_models_shared_by_a_batch() -> None:
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     batch = np.stack([X, 2 * X, -X, X + 1])
     for rows in ("vmap", "independent"):

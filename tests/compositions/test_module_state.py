@@ -76,7 +76,7 @@ def test_a_stack_computes_in_half_precision_as_its_layers() -> None:
     assert mixed.layer.inner.kernel.dtype == jnp.float32
 
 
-def test_layers_of_a_stack_are_drawn_one_by_one(tmp_path: Path) -> None:
+def test_layers_of_a_stack_are_initialized_one_by_one(tmp_path: Path) -> None:
     calls: list[Any] = []
 
     def recording(key: Any, shape: Any, dtype: Any) -> Any:

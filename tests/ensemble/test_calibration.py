@@ -74,7 +74,7 @@ class Test_temperature:
             assert precise.dtype == np.float64
             np.testing.assert_allclose(precise, [best_temperature(x, labels) for x in logits], rtol=1e-6)
 
-    def test_where_nothing_can_be_said(self):
+    def test_undefined_temperatures(self):
         logits, labels = data()
         ill = logits.copy()
         ill[2, 5, 1] = np.nan
@@ -150,7 +150,7 @@ class Test_sets:
         assert np.isinf(threshold)
         assert conformal_sets(p, threshold).all()
 
-    def test_of_what_is_no_number_hold_everything(self):
+    def test_of_nan_hold_everything(self):
         p = np.float32([[0.9, 0.1], [np.nan, 0.5], [0.8, 0.2]])
         np.testing.assert_array_equal(conformal_sets(p, 0.15), [[True, False], [True, True], [False, False]])
         assert np.isnan(conformal_threshold(p, np.zeros(3, int), error=0.5))
@@ -206,7 +206,7 @@ class Test_intervals:
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 @pytest.mark.parametrize("classes", [256, 300])
-def test_labels_of_a_narrow_dtype_among_more_classes_than_it_counts(dtype, classes):
+def test_labels_of_a_narrow_dtype_with_more_classes_than_its_maximum(dtype, classes):
     logits, labels = data(batch=40, members=2, classes=classes)
     labels = labels % 128
     p = jax.nn.softmax(jnp.asarray(logits))

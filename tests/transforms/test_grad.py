@@ -99,7 +99,7 @@ def test_the_helpers_see_differences() -> None:
 
 
 @pytest.mark.parametrize(("cotangent", "factor"), [(1.0, [1, 1]), (jnp.array([1.0, 2.0]), [1, 2])])
-def test_positions_and_seeds_of_a_product(cotangent: Any, factor: Any) -> None:
+def test_positions_and_cotangents_of_a_product(cotangent: Any, factor: Any) -> None:
     x, y, z = jnp.array([1.0, 2.0]), jnp.array([-2.0, 3.0]), jnp.array([0.0, 3.0])
     gradients = grad(product, (1, 2), cotangent=cotangent)(x, y, z)
     chex.assert_trees_all_equal(gradients, tuple(jnp.array(g) * jnp.array(factor) for g in ([0.0, 6.0], [-2.0, 6.0])))
@@ -318,7 +318,7 @@ def test_a_cotangent_unlike_the_output_is_refused(cotangent: Any, error: type[Ex
     ],
     ids=str,
 )
-def test_argnums_that_select_nothing_are_refused_at_once(argnums: Any, error: type[Exception], match: str) -> None:
+def test_invalid_argnums_are_refused_at_once(argnums: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         value_and_grad(product, argnums)
 
@@ -378,7 +378,7 @@ def test_arguments_that_cannot_be_differentiated_are_refused(
         (lambda x: nnx.Param(jnp.sum(x)), r"a pytree PyTreeDef\(CustomNode\(Param"),
     ],
 )
-def test_an_output_that_is_no_real_scalar_is_refused(out: Any, shown: str) -> None:
+def test_an_output_that_is_not_a_real_scalar_is_refused(out: Any, shown: str) -> None:
     with pytest.raises(TypeError, match=f"^grad: without a cotangent, fun must return one real .* returned {shown}"):
         grad(out)(X)
 

@@ -335,7 +335,7 @@ def test_the_function_is_traced_once() -> None:
 # Composition.
 
 
-def test_other_arguments_are_held() -> None:
+def test_other_arguments_are_constant() -> None:
     fun = lambda x, y, *rest, scale, names=(): x**3 * y * scale + sum(rest)
     assert_close(
         derivative(fun, 2)(jnp.array(2.0), 3.0, 7.0, scale=jnp.array([1.0, 2.0]), names="ab"), jnp.array([36.0, 72.0])

@@ -192,7 +192,7 @@ def test_axis_size_that_agrees_changes_nothing() -> None:
     chex.assert_trees_all_equal(vmap(jnp.sin, axis_size=2)(X), jnp.sin(X))
 
 
-def test_shared_and_split_keys_are_told_apart() -> None:
+def test_shared_and_split_keys_are_distinguished() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     draw = lambda key, x: x + jax.random.normal(key)
     shared = vmap(draw, (None, 0))(keys[0], jnp.zeros(3))
@@ -355,7 +355,7 @@ def test_an_output_that_is_mapped_needs_an_axis(chunk_size: int | None) -> None:
         vmap(jnp.sin, out_axes=None, chunk_size=chunk_size)(X)
 
 
-def test_later_changes_of_the_axes_given_do_not_matter() -> None:
+def test_later_changes_of_in_axes_have_no_effect() -> None:
     in_axes: list[Any] = [0, None]
     mapped = vmap(shifted, in_axes)
     in_axes[1] = 0

@@ -147,7 +147,7 @@ def test_a_module_takes_every_kind_of_argument() -> None:
     assert_close(vmap(lambda x, *, model: model(x))(X, model=evaluating(gains)), X * gains.gain[...][:, None])
 
 
-def test_a_module_in_training_is_refused_and_left_as_it_was() -> None:
+def test_a_module_in_training_is_refused_and_unchanged() -> None:
     model = Gain(nnx.Rngs(0))
     before = arrays(model)
     message = r"^vmap: the mapped function changes the state of Gain \(`mean`\), which would be lost; .*nnx\.view\("
@@ -194,7 +194,7 @@ def test_a_module_may_pass_through_inner_transforms(members: Ensemble, wrap: Any
     assert_close(outer(vmap(call, (None, 0), chunk_size=2))(members[1], X), X * members[1].gain[...])
 
 
-def test_a_change_inside_an_inner_transform_is_seen(ens: Ensemble) -> None:
+def test_a_change_inside_an_inner_transform_is_detected(ens: Ensemble) -> None:
     with pytest.raises(ValueError, match=r"changes the state of Gain \(`mean`\), which would be lost"):
         vmap(nnx.jit(lambda model, x: model(x)))(ens, XS)
 
@@ -216,7 +216,7 @@ def test_a_module_that_is_returned_is_stacked() -> None:
     assert_close(vmap(lambda model, x: model(x))(evaluating(out["model"]), X), ys)
 
 
-def test_modules_are_made_by_a_map() -> None:
+def test_modules_are_constructed_in_a_map() -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     made = vmap(lambda key: Gain(nnx.Rngs(key)))(keys)
     assert isinstance(made, Gain)
@@ -256,7 +256,7 @@ def test_modules_that_share_a_variable_are_refused() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_an_ensemble_hands_its_members_what_the_axes_say(members: Ensemble, chunk_size: int | None) -> None:
+def test_an_ensemble_slices_arguments_by_in_axes(members: Ensemble, chunk_size: int | None) -> None:
     gains = np.asarray(members.trainable["gain"])[:, None]
     scale, shift = XS[:, 0, 0], XS[:, :, :1]
     for in_axes, args, kwargs, expected in [
@@ -332,7 +332,7 @@ def test_a_step_that_updates_in_place_under_nnx_jit_trains_every_member(ens: Ens
         vmap(lambda *args: step(*args)[0])(ens, optimizers, XS)
 
 
-def test_a_copy_of_a_member_comes_back_as_an_ensemble(ens: Ensemble, members: Ensemble) -> None:
+def test_a_returned_copy_of_a_member_becomes_an_ensemble(ens: Ensemble, members: Ensemble) -> None:
     out = vmap(lambda model: [nnx.clone(model), 1.0])(ens)
     assert isinstance(out[0], Ensemble)
     assert_close(out[0], ens)
@@ -362,7 +362,7 @@ def test_a_teacher_and_its_students_are_mapped_together(members: Ensemble) -> No
     assert_close(vmap(difference, (0, None, None))(members, members[2], X[0]), X[0] * (gains - gains[2]))
 
 
-def test_an_ensemble_that_is_shared_arrives_whole(members: Ensemble) -> None:
+def test_a_shared_ensemble_is_not_sliced(members: Ensemble) -> None:
     def call(ensemble: Any, x: Any) -> jax.Array:
         assert isinstance(ensemble, Ensemble)
         return ensemble(x)
@@ -408,7 +408,7 @@ def test_members_of_an_apply_function_carry_their_state() -> None:
         vmap(lambda model, x: step(model, x)[1])(made, XS)
 
 
-def test_axes_that_an_ensemble_has_not_are_refused(ens: Ensemble) -> None:
+def test_invalid_axes_of_an_ensemble_are_refused(ens: Ensemble) -> None:
     # Two members of shape (2, 2): without the check, a wrong axis would give wrong numbers.
     square = Ensemble.from_apply(jnp.dot, [np.ones((2, 2)), np.zeros((2, 2))])
     call = lambda model, *rest: model

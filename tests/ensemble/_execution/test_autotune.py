@@ -87,7 +87,7 @@ class Test_the_search:
         with pytest.raises(ValueError, match="memory_budget=5 B: the smallest found is 10 B, for loop"):
             search((one_fails, trial[1]), size=64, budget=5)
 
-    def test_a_copy_for_each_member_is_not_compiled_for_minutes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_long_compilations_of_unrolled_members_are_avoided(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = iter(range(1000))
         monkeypatch.setattr(autotune.time, "perf_counter", lambda: float(next(now)))
         trial, steps = made_up(lambda _: 0.01)
@@ -105,7 +105,7 @@ class Test_the_search:
         assert LOOP not in steps
 
     @pytest.mark.parametrize("step", [0.001, 0.1, 3.0])
-    def test_the_time_is_kept(self, step: float) -> None:
+    def test_the_time_limit_is_kept(self, step: float) -> None:
         """Except for the step in progress, and one step of the first candidate."""
         trial, steps = made_up(lambda _: step)
         found = search(trial)
@@ -144,14 +144,14 @@ class Test_the_search:
         with pytest.raises(NotImplementedError, match="no batching rule"):
             search((fail, trial[1]))
 
-    def test_of_two_as_quick_the_smaller(self) -> None:
+    def test_of_two_equally_fast_candidates_the_smaller_is_chosen(self) -> None:
         trial, _ = made_up(
             lambda one: {VMAP: 0.0100, MAP: 0.0102, LOOP: 0.011}.get(one, 0.02), lambda one: 100 * len(str(one))
         )
         found = search(trial)
         assert found.chosen == MAP
 
-    def test_too_little_memory_for_all_leaves_it_to_the_rule(self) -> None:
+    def test_the_rule_applies_when_no_candidate_fits_memory(self) -> None:
         def fail(*_: Any) -> float:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
@@ -231,9 +231,7 @@ class Test_a_trainer:
             assert str(again.explain()) == str(measured[-1])
         assert [path.name for path in folder.iterdir()] == [file.name]
 
-    def test_goes_by_the_rule_where_nothing_is_to_be_measured(
-        self, plain, cross_entropy, make_batches, measured
-    ) -> None:
+    def test_follows_the_rule_where_nothing_can_be_measured(self, plain, cross_entropy, make_batches, measured) -> None:
         batch = make_batches(1)[0]
         self.train(plain, cross_entropy, batch, tune_seconds=0)
 
@@ -245,7 +243,7 @@ class Test_a_trainer:
         assert not measured
         assert trainer.explain() is None
 
-    def test_refuses_other_places_to_remember(self, tmp_path, plain, cross_entropy, make_batches) -> None:
+    def test_refuses_invalid_cache_locations(self, tmp_path, plain, cross_entropy, make_batches) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(ValueError, match="tune_cache must be a directory, but '.*file' is a file"):
             Trainer(cross_entropy, optax.sgd(0.1), tune_cache=tmp_path / "file")
@@ -254,17 +252,13 @@ class Test_a_trainer:
         with pytest.warns(UserWarning, match=r"tune_cache='.*file/inside' cannot be written"):
             self.train(plain, cross_entropy, make_batches(1)[0], tune_cache=tmp_path / "file" / "inside")
 
-    def test_measures_nothing_inside_of_a_trace_of_something_else(
-        self, plain, create, cross_entropy, make_batches, measured
-    ) -> None:
+    def test_measures_nothing_inside_another_trace(self, plain, create, cross_entropy, make_batches, measured) -> None:
         trainer, batch = Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=1.0), make_batches(1)[0]
         state = trainer.init(create(plain, 2))
         jax.jit(lambda i: trainer.step(state, batch)[1]["loss"] + i)(0.0)
         assert not measured
 
-    def test_what_a_checkpoint_had_gives_way_to_what_is_asked_for(
-        self, plain, create, cross_entropy, make_batches
-    ) -> None:
+    def test_options_override_those_of_a_checkpoint(self, plain, create, cross_entropy, make_batches) -> None:
         state, batch = Trainer(cross_entropy, optax.sgd(0.1)).init(create(plain, 8)), make_batches(1)[0]
         batched = Trainer(cross_entropy, optax.sgd(0.1), strategy="vmap", memory_budget="1MiB")
         assert batched._stepper.advance(state, batch, Execution("loop"))[2] == Execution("vmap")
@@ -284,7 +278,7 @@ class Test_a_trainer:
         assert Trainer(cross_entropy, optax.sgd(0.1)).explain() is None
         assert "Nothing was measured" in capsys.readouterr().out
 
-    def test_goes_on_with_the_same_products_to_the_bit(
+    def test_resumes_with_the_same_products_bit_for_bit(
         self, tmp_path, convolutional, create, cross_entropy, make_batches, assert_same, monkeypatch
     ) -> None:
         choice = Execution("map", products=True)

@@ -63,7 +63,7 @@ def test_created_members_are_those_of_their_own_keys(way, outcomes):
     assert not outcomes[way], outcomes[way]
 
 
-def test_two_ulps_would_be_seen():
+def test_two_ulps_are_detected():
     with pytest.raises(AssertionError, match="1 ULP"):
         assert_to_an_ulp(np.ones(2, np.float32), np.ones(2, np.float32) + 2**-22)
 

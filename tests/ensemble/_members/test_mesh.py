@@ -492,7 +492,7 @@ def test_as_on_one_device_and_nothing_exchanged_between_members(layout: Any, out
     assert not outcomes[str(layout)], outcomes[str(layout)]
 
 
-def test_a_difference_would_be_seen(outcomes: dict[str, str]) -> None:
+def test_a_difference_is_detected(outcomes: dict[str, str]) -> None:
     assert "Not equal to tolerance" in outcomes["wrong"]
 
 
@@ -532,10 +532,10 @@ class Test_what_differs_between_devices:
     def test_until_the_devices_agree(self) -> None:
         assert self.of(lambda a, x: (jax.lax.pmean(x, "data"), jax.lax.psum(x, "data") + a, x)) == [False, False, True]
 
-    def test_where_a_device_asks_for_its_number(self) -> None:
+    def test_where_a_device_reads_its_index(self) -> None:
         assert self.of(lambda a, x: (a + jax.lax.axis_index("data"), a)) == [True, False]
 
-    def test_in_loops_all_of_it(self) -> None:
+    def test_in_loops_the_whole_carry(self) -> None:
         def fun(a: Any, x: Any) -> Any:
             return jax.lax.scan(lambda c, x: (c + a, x), a, x), jax.lax.fori_loop(0, 3, lambda i, c: c + a, a)
 

@@ -20,7 +20,7 @@ def entropy_slowly(p):
     return scipy.stats.entropy(p.astype(np.float64), axis=-1)
 
 
-class Test_doubt_about_classes:
+class Test_uncertainty_of_classes:
     def test_predictive_entropy(self):
         np.testing.assert_allclose(metrics.predictive_entropy(P), entropy_slowly(P.mean(axis=0)), rtol=2e-6)
 
@@ -66,7 +66,7 @@ class Test_doubt_about_classes:
                 score(4 * P)
 
 
-class Test_doubt_about_values:
+class Test_uncertainty_of_values:
     def test_epistemic_and_aleatoric(self):
         means, variances = GENERATOR.normal(size=(4, 7)), GENERATOR.uniform(0.1, 2, (4, 7))
         np.testing.assert_allclose(metrics.epistemic_variance(means.astype(np.float32)), means.var(axis=0), rtol=1e-5)
@@ -155,7 +155,7 @@ class Test_auroc:
         assert found.shape == (4,)
         assert float(found[3]) == pytest.approx(expected, abs=1e-6)
 
-    def test_of_many_nan_and_refusals(self):
+    def test_many_examples_nan_and_refusals(self):
         many = metrics.auroc(jnp.arange(70000.0), jnp.arange(70000.0) + 0.5)
         assert float(many) == pytest.approx(0.5 + 0.5 / 70000, abs=1e-5)
         assert np.isnan(metrics.auroc(jnp.array([1.0, jnp.nan]), jnp.ones(3)))

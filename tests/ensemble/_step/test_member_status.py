@@ -110,7 +110,7 @@ def test_large_numbers_of_a_mask_are_finite():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-def test_one_number_that_is_not_finite_is_found(dtype, value):
+def test_a_single_non_finite_number_is_detected(dtype, value):
     tree = {"a": jnp.full((30, 7), 6e4, dtype), "b": jnp.ones((), dtype), "c": jnp.arange(3), "d": jnp.zeros((0, 2))}
     assert jax.jit(finite)(tree)
     assert not jax.jit(finite)({**tree, "a": tree["a"].at[29, 3].set(value)})
@@ -140,7 +140,7 @@ def test_parameters_that_are_not_finite_show_in_the_next_loss():
     np.testing.assert_array_equal(state.standing.stopped, [0, 1])
 
 
-def test_parameters_that_the_last_step_spoils_are_reported(tmp_path):
+def test_parameters_made_non_finite_by_the_last_step_are_reported(tmp_path):
     trainer, start, batches = ends_with_parameters_that_are_not_finite()
     for _ in range(2):  # a resumed run warns too
         with pytest.warns(UserWarning, match="the parameters of member 1 are no longer finite, though the gradients"):
@@ -164,7 +164,7 @@ def test_parameters_that_are_not_finite_on_purpose_may_stay():
 
 @pytest.mark.parametrize("options", [{}, {"early_stopping": EarlyStopping(evaluate=lambda ens: np.zeros(len(ens)))}])
 @pytest.mark.parametrize("every", [None, 1, 2, 3])
-def test_a_run_ends_when_nobody_trains(every, options, tmp_path):
+def test_a_run_ends_when_no_member_trains(every, options, tmp_path):
     ensemble = Ensemble.create(lambda rngs: nnx.Linear(3, 2, rngs=rngs), 2, seed=0)
     trainer = Trainer(lambda model, x: jnp.log(x).sum() + 0 * model(x).sum(), optax.sgd(0.1))
     batches = [jnp.ones((1, 3))] * 2 + [-jnp.ones((1, 3))] * 20
@@ -233,7 +233,7 @@ class Test_restarts:
         mine, its = (jax.tree.map(lambda x: x[1], (s.ensemble, s.opt_state)) for s in (state, expected))
         assert_same(mine, its)
 
-    def test_end_after_so_many_times(self):
+    def test_end_after_the_maximum_count(self):
         trainer, start = self.make()
         failures = {(i, 2) for i in range(1, 40)}
         with pytest.warns(UserWarning, match="member 2 stopped"):
@@ -246,7 +246,7 @@ class Test_restarts:
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
     @pytest.mark.parametrize("every", [2, 4])
     @pytest.mark.parametrize("cut", [None, 4, 7])
-    def test_go_back_to_numbers_that_are_finite(self, every, cut, tmp_path, assert_same):
+    def test_go_back_to_finite_parameters(self, every, cut, tmp_path, assert_same):
         # Step 4 makes the parameters of member 1 non-finite, which the check after that step does not see.
         trainer, start, batches = ends_with_parameters_that_are_not_finite()
         options = {"progress": False, "restarts": Restarts(every=every, times=1)}
@@ -279,7 +279,7 @@ class Test_restarts:
 
     @pytest.mark.parametrize("cut", [5, 7, 8])
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
-    def test_go_on_in_another_run(self, tmp_path, cut, assert_same):
+    def test_resume_in_another_run(self, tmp_path, cut, assert_same):
         trainer, start = self.make()
         batches, restarts = self.batches(14, {(6, 1), (7, 0), (10, 2)}), Restarts(every=4, times=1)
         whole, history = trainer.fit(start, batches, progress=False, restarts=restarts)
@@ -304,7 +304,7 @@ class Test_restarts:
             self.make(nonfinite=None)
 
 
-def test_the_old_name_of_the_class_warns_and_is_the_new_one():
+def test_the_old_class_name_warns_and_is_an_alias():
     said = "^plurax.ensemble: `Standing` is deprecated and will be removed in 0.4; use `MemberStatus`.$"
     with pytest.warns(DeprecationWarning, match=said) as caught:
         old = plurax.ensemble.Standing

@@ -119,7 +119,7 @@ class Test_early_stopping:
         assert int(state.step) == 10
         np.testing.assert_array_equal(state.standing.step, [6, 8, 10])
 
-    def test_larger_is_better_and_little_is_nothing(self):
+    def test_larger_is_better_and_small_changes_do_not_count(self):
         values = iter([[1.0, 1.0], [1.05, 0.5], [1.3, np.nan], [1.2, 0.9], [1.35, 2.0], [1.3, 1.0]])
         stopping = EarlyStopping(
             evaluate=lambda ensemble: np.array(next(values))[: len(ensemble)],
@@ -137,7 +137,7 @@ class Test_early_stopping:
     @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
     @pytest.mark.parametrize("cut", [5, 10, 15, 19])
     @pytest.mark.parametrize("strategy", ["vmap", "loop"])
-    def test_goes_on_in_another_run(self, tmp_path, cut, strategy, assert_same):
+    def test_resumes_in_another_run(self, tmp_path, cut, strategy, assert_same):
         trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy=strategy)
         given = [tuple(np.array(x) for x in batch) for batch in batches(24, 8)]
         given[12][0][1] = np.nan
@@ -187,7 +187,7 @@ class Test_early_stopping:
         with pytest.raises(error, match=message):
             EarlyStopping(**{"evaluate": len, **options})
 
-    def test_what_evaluates_to_something_else_is_refused(self):
+    def test_invalid_results_of_evaluate_are_refused(self):
         trainer = Trainer(loss, optax.adam(0.01))
         start = trainer.init(numbered(3))
         for wrong in (lambda _: 1.0, lambda _: np.ones(2), lambda _: np.ones(3, bool), lambda _: np.ones(3, complex)):
@@ -200,7 +200,7 @@ class Test_early_stopping:
 
 
 class Test_callbacks:
-    def test_are_told_each_recorded_step(self):
+    def test_receive_each_recorded_step(self):
         told = []
         trainer = Trainer(lambda m, x, y: (loss(m, x, y), {"count": 3}), optax.adam(0.01), in_axes=0)
         given = [tuple(np.array(x) for x in batch) for batch in batches(6, 3)]
@@ -274,7 +274,7 @@ def kill_again_and_again(directory, kills):
 
 
 @pytest.mark.filterwarnings("ignore:Trainer.fit. member . stopped")
-def test_a_run_that_is_killed_twenty_times_is_as_if_it_had_not_been(tmp_path, assert_same):
+def test_a_run_killed_twenty_times_gives_the_same_result(tmp_path, assert_same):
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path / "killed"), "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -234,7 +234,7 @@ def test_two_processes(root: Path, name: str, process: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("run/step_00000004", 4), ("padded", 5)])
-def test_one_process_reads_what_two_have_trained(root: Path, name: str, size: int) -> None:
+def test_one_process_loads_a_checkpoint_of_two(root: Path, name: str, size: int) -> None:
     trainer = trainer_on(None)
     expected, _ = trainer.fit(trainer.init(members(size)), BATCHES, progress=False)
     path = root / "files" / name
@@ -276,7 +276,7 @@ class Test_a_group_of_one:
         assert group.gather({"a": 1}) == [{"a": 1}]
         assert group.agree(lambda: 3) == 3
 
-    def test_raises_what_was_raised(self) -> None:
+    def test_reraises_errors(self) -> None:
         def fail() -> None:
             raise Damaged("no")
 

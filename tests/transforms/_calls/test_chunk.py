@@ -121,7 +121,7 @@ def test_the_last_chunk_holds_what_remains() -> None:
     assert set(sizes) == {3, 2}
 
 
-def test_what_nothing_maps_is_repeated_or_left() -> None:
+def test_unmapped_outputs_are_repeated_or_shared() -> None:
     fun = lambda *xs: jnp.arange(3)
     assert_same(vmap(fun, axis_size=5, chunk_size=2)(), np.tile(np.arange(3, dtype=np.int32), (5, 1)))
     assert_same(vmap(fun, None, 1, axis_size=5, chunk_size=2)(1.0), np.tile(np.arange(3, dtype=np.int32), (5, 1)).T)
@@ -164,7 +164,7 @@ W = {"kernel": np.cos(np.arange(21.0, dtype=np.float32)).reshape(3, 7), "bias": 
         pytest.param(lambda f: jax.grad(lambda w, x: jax.grad(f)(w, x)["kernel"].sum()), id="grad-grad"),
     ],
 )
-def test_chunks_pass_through_transforms(transform: Callable[..., Any]) -> None:
+def test_chunks_work_under_transforms(transform: Callable[..., Any]) -> None:
     expected, actual = (jax.jit(transform(functools.partial(loss, chunk_size)))(W, X.T) for chunk_size in (None, 2))
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -177,7 +177,7 @@ def test_maps_in_chunks_nest() -> None:
         assert_same(jax.jit(nested)(X[:, 0], X[0]), X[0][:, None] * X[:, 0])
 
 
-def test_an_inner_map_in_chunks_takes_the_collectives_of_an_outer_one() -> None:
+def test_a_chunked_map_supports_collectives_of_an_outer_map() -> None:
     inner = vmap(lambda x: x - lax.pmean(x, "outer"), chunk_size=2)
     assert_same(vmap(inner, axis_name="outer")(X), X - X.mean(0))
 

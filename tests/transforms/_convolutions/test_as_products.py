@@ -188,7 +188,7 @@ def lenet_gradient() -> tuple[Callable[..., Any], Any, jax.Array]:
 
 
 class Test_programs:
-    def test_a_network_and_its_gradient_have_none_left(self) -> None:
+    def test_a_network_and_its_gradient_contain_no_convolutions(self) -> None:
         fun, params, x = lenet_gradient()
         assert_same(fun, params, x)
         found = names(jax.make_jaxpr(convolutions_as_products(fun))(params, x).jaxpr)
@@ -205,7 +205,7 @@ class Test_programs:
         for ours, *theirs in zip(*map(jax.tree.leaves, (found, *expected)), strict=True):
             np.testing.assert_allclose(ours, np.stack(theirs), atol=2e-5, rtol=1e-4)
 
-    def test_the_order_of_axes_stays_through_elements_and_is_put_back(self) -> None:
+    def test_the_axis_order_is_kept_through_elementwise_operations_and_restored(self) -> None:
         def fun(x: jax.Array, w: jax.Array) -> Any:
             y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
             z = jnp.where(y > 0, jnp.exp(-y), y * jnp.arange(y.shape[1], dtype=y.dtype)[:, None, None])
@@ -255,14 +255,14 @@ class Test_pooling:
         x = jnp.round(normal(3, (2, 7, 9, 3)))
         assert_same(with_gradients(lambda x: pool(x, window, strides, padding)), x)
 
-    def test_not_a_number_goes_where_xla_sends_it(self) -> None:
+    def test_nan_propagates_as_in_xla(self) -> None:
         x = normal(4, (1, 6, 4, 2)).at[0, 1, 2, 0].set(jnp.nan).at[0, 4, 1, 1].set(jnp.inf)
         fun = with_gradients(lambda x: nnx.max_pool(x, (2, 2), (2, 2)))
         (value, (gradient,)), (value_, (gradient_,)) = jax.jit(fun)(x), jax.jit(convolutions_as_products(fun))(x)
         np.testing.assert_array_equal(value, value_)
         np.testing.assert_array_equal(gradient, gradient_)
 
-    def test_in_the_order_of_a_convolution(self) -> None:
+    def test_in_the_axis_order_of_a_convolution(self) -> None:
         def fun(x: jax.Array, w: jax.Array) -> jax.Array:
             y = lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NCHW", "HWIO", "NCHW"))
             return lax.reduce_window(jax.nn.relu(y), -jnp.inf, lax.max, (1, 1, 2, 3), (1, 1, 2, 3), "VALID")
@@ -287,7 +287,7 @@ class Test_loopable_gradients:
         found, expected = (jax.jit(jax.vmap(jax.grad(f)))(x[:, None]) for f in (ours, fun))
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
-    def test_custom_rules_stay_and_so_does_the_convolution(self) -> None:
+    def test_custom_rules_and_their_convolutions_are_kept(self) -> None:
         w = normal(1, (3, 2, 3))
 
         def fun(x: jax.Array) -> jax.Array:
@@ -299,7 +299,7 @@ class Test_loopable_gradients:
         backward = jax.make_jaxpr(jax.grad(lambda x: ours(x).sum()))(x)
         assert str(backward).count("conv_general_dilated") == 1
 
-    def test_inside_of_loops_and_what_is_computed_again(self) -> None:
+    def test_inside_loops_and_checkpoints(self) -> None:
         w = normal(1, (3, 2, 2))
 
         def conv(x: jax.Array) -> jax.Array:

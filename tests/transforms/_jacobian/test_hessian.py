@@ -60,7 +60,7 @@ def test_aux_and_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_modules_are_carried_once(mode: str) -> None:
+def test_modules_are_updated_once(mode: str) -> None:
     class Counted(nnx.Module):
         def __init__(self) -> None:
             self.gain = nnx.Param(jnp.array([1.0, -2.0, 3.0]))

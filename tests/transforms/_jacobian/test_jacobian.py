@@ -181,7 +181,7 @@ def test_rules_of_the_user_are_obeyed() -> None:
         assert_close(transform(thrice_the_slope)(X[0]), jnp.asarray(3 * slope))
 
 
-def test_auto_takes_the_mode_that_there_is() -> None:
+def test_auto_takes_the_available_mode() -> None:
     choice = jacobian(thrice_the_slope).explain(X[0])
     assert choice.mode == "reverse"
     assert choice.why.startswith("forward mode cannot differentiate it")
@@ -195,7 +195,7 @@ def test_auto_takes_the_mode_that_there_is() -> None:
         jacobian(both)(X)
 
 
-def test_auto_says_why() -> None:
+def test_auto_gives_its_reason() -> None:
     wide, tall, square = (np.ones(shape, np.float32) for shape in ((2, 40), (40, 2), (6, 6)))
     times = jacobian(lambda w, x: w @ x, 1)
     assert times.explain(wide, np.ones(40, np.float32))[:3] == ("reverse", 40, 2)
@@ -210,14 +210,14 @@ def test_auto_says_why() -> None:
     assert asked.why == 'mode="reverse" was passed'
 
 
-def test_auto_takes_the_cheaper_one_of_two_alike_in_size() -> None:
+def test_auto_takes_the_cheaper_mode_for_square_jacobians() -> None:
     narrow = lambda x: jnp.tanh(jnp.ones((8, 30)) @ jnp.sin(jnp.ones((30, 6)) @ x))
     choice = jacobian(narrow).explain(np.ones(6, np.float32))
     assert choice.mode == min(choice.flops, key=choice.flops.get) == "forward"
 
 
 @pytest.mark.parametrize(("transform", "chunk_size"), [(jacfwd, None), (jacrev, 3), (jacobian, None)])
-def test_modules_are_differentiated_and_carried_once(transform: Any, chunk_size: Any) -> None:
+def test_modules_are_differentiated_and_updated_once(transform: Any, chunk_size: Any) -> None:
     model, twin = (Norm(nnx.Rngs(0)) for _ in range(2))
     rows = transform(lambda model, x: jnp.tanh(model(x)), chunk_size=chunk_size)(model, BATCH)
     apart: Any = nnx.split(twin, nnx.Param, ...)
@@ -386,12 +386,12 @@ for transform in (jacfwd, jacrev, jacobian, hessian):
 """
 
 
-def test_arrays_cut_over_explicit_axes_need_no_mesh_around() -> None:
+def test_arrays_sharded_over_explicit_axes_need_no_active_mesh() -> None:
     done = subprocess.run([sys.executable, "-c", ON_FOUR_DEVICES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_what_takes_no_complex_numbers_or_integers_says_so() -> None:
+def test_transforms_without_complex_or_integer_support_raise() -> None:
     for option in ("holomorphic", "allow_int"):
         with pytest.raises(ValueError, match=r"^jacobian: sparsity is for real arguments; leave out holomorphic and"):
             jacobian(jnp.sin, sparsity="auto", **{option: True})
@@ -581,7 +581,7 @@ def branch_on_the_configuration() -> Any:
         branch_on_the_configuration,
     ],
 )
-def test_a_mode_that_has_become_impossible_is_decided_anew(calls: Any, way: str) -> None:
+def test_a_mode_that_has_become_impossible_is_chosen_again(calls: Any, way: str) -> None:
     options: Any = {"chunks": {"chunk_size": 2}, "budget": {"memory_budget": "1MiB"}}.get(way, {})
     x = jnp.asarray(X)
     expected = jax.vmap(jnp.diag)(3 * x**2)
@@ -594,14 +594,14 @@ def test_a_mode_that_has_become_impossible_is_decided_anew(calls: Any, way: str)
             assert jacobian(fun).explain(x[0], *more).mode in ("forward", "reverse")
 
 
-def test_a_branch_on_what_is_differentiated_has_the_mode_of_its_value() -> None:
+def test_a_branch_on_the_differentiated_value_has_its_own_mode() -> None:
     for loop_above_zero in (True, False):
         fun = lambda x, loop=loop_above_zero: Cube((x[0] > 0) == loop)(x)
         for x in (X[0], -X[0], X[1]):
             np.testing.assert_allclose(jacobian(fun)(x), np.diag(3 * x**2), rtol=1e-5)
 
 
-def test_an_output_that_has_become_complex_is_decided_anew() -> None:
+def test_the_mode_is_chosen_again_for_an_output_that_has_become_complex() -> None:
     matrices = [np.sin(np.arange(9, dtype=np.float32)).reshape(3, 3)]
     fun = lambda x: matrices[-1] @ x
     of = jacobian(fun)
@@ -614,7 +614,7 @@ def test_an_output_that_has_become_complex_is_decided_anew() -> None:
         jacobian(fun, mode="reverse")(X[0])
 
 
-def test_explain_says_what_is_taken_now() -> None:
+def test_explain_reports_the_current_choice() -> None:
     cube = Cube(True)
     of = jacobian(cube)
     for loop, mode in ((True, "forward"), (False, "reverse")):
@@ -640,7 +640,7 @@ def test_mistakes_of_a_remembered_function_are_raised(lowerings: list[Any]) -> N
     assert len(lowerings) == 2
 
 
-def test_equal_objects_are_told_apart(lowerings: list[Any]) -> None:
+def test_equal_objects_are_distinguished(lowerings: list[Any]) -> None:
     class Odd:
         """An object that is neither comparable nor hashable."""
 
@@ -661,7 +661,7 @@ def wave_of(x: Any, _: Any) -> Any:
     return jnp.sin(x)
 
 
-def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_and_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MOST", 3)
 
     class Data:
@@ -678,7 +678,7 @@ def test_what_is_remembered_is_bounded_and_keeps_nothing_alive(monkeypatch: pyte
     assert [each() for each in gone] == [None, None]
 
 
-def test_what_is_static_in_arguments_goes_with_the_function() -> None:
+def test_static_parts_of_arguments_are_released_with_the_function() -> None:
     class Told(eqx.Module):
         gain: jax.Array
         note: Any = eqx.field(static=True)
@@ -707,7 +707,7 @@ def test_what_is_static_in_arguments_goes_with_the_function() -> None:
         assert len(memory._decisions) == many
 
 
-def test_what_cannot_be_told_apart_is_decided_anew(lowerings: list[Any]) -> None:
+def test_the_mode_is_chosen_again_for_objects_that_cannot_be_compared(lowerings: list[Any]) -> None:
     class Slotted:
         __slots__ = ()
 

@@ -107,7 +107,7 @@ def test_a_stack_that_is_closed_over_is_not_written(what: str, outer: Any) -> No
         transformed(X)
 
 
-def test_of_several_modules_none_is_written_where_one_is_out_of_reach() -> None:
+def test_no_module_is_written_if_one_cannot_be() -> None:
     far = Layer("seen")
 
     def outer(x: jax.Array) -> jax.Array:
@@ -121,7 +121,7 @@ def test_of_several_modules_none_is_written_where_one_is_out_of_reach() -> None:
     jax.jit(outer)(X)
 
 
-def test_an_inner_jit_moves_state_and_hands_the_rest_back() -> None:
+def test_an_inner_jit_updates_state_and_returns_the_rest() -> None:
     @nnx.jit
     def call(model: Layer, x: jax.Array) -> jax.Array:
         return model(x)

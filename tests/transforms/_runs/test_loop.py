@@ -29,7 +29,7 @@ def taken(source: Iterator[Any], saved: list[int], interruptible: bool) -> Any:
     )
 
 
-def test_an_interrupt_while_a_batch_is_made_ends_only_what_may_end() -> None:
+def test_an_interrupt_during_a_batch_ends_only_interruptible_loops() -> None:
     """With several processes, an interrupt must not end one of them alone."""
 
     def batches() -> Iterator[int]:

@@ -253,7 +253,7 @@ def test_its_derivatives_are_the_same() -> None:
         assert_same(each, expected, 1e-4)
 
 
-def test_what_is_skipped_there_is_padding() -> None:
+def test_padding_is_excluded_as_in_jax_privacy() -> None:
     """Padding has the values and norms of its data; jax-privacy gives zeros for microbatches of padding only."""
     padding = np.arange(6) % 2 == 1
     every = of_each_method(microbatch_size=3, **EVERY)
@@ -269,7 +269,7 @@ def test_what_is_skipped_there_is_padding() -> None:
             assert_same(mine, without_padding)
 
 
-def test_the_one_deviation() -> None:
+def test_non_finite_gradients_are_excluded_as_a_whole() -> None:
     """A gradient with a non-finite entry is left out as a whole; jax-privacy zeroes only that entry."""
     fun = lambda p, x: jnp.sum(p["w"] * x[0, 0]) + jnp.sum(p["b"] * x[0, 1:])
     broken = X.copy()
@@ -319,7 +319,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_is_returned_has_the_same_attributes(options: dict[str, Any]) -> None:
+def test_results_have_the_same_attributes(options: dict[str, Any]) -> None:
     ours, theirs = clipped_grad(loss, **options), jax_privacy.clipped_grad(loss, **options)
     assert (ours.has_aux, ours.l2_norm_bound) == (theirs.has_aux, theirs.l2_norm_bound)
     assert ours.sensitivity() == theirs.sensitivity()
@@ -401,7 +401,7 @@ REFUSED_BY_BOTH: dict[str, Wrong] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_BOTH)
-def test_what_both_refuse_they_refuse_with_the_same_type(name: str) -> None:
+def test_common_errors_have_the_same_type(name: str) -> None:
     assert error_of(jax_privacy.clipped_grad, *REFUSED_BY_BOTH[name]) in (TypeError, ValueError, IndexError)
     assert error_of(clipped_grad, *REFUSED_BY_BOTH[name]) is error_of(jax_privacy.clipped_grad, *REFUSED_BY_BOTH[name])
 
@@ -455,20 +455,20 @@ REFUSED_THERE: dict[str, Wrong] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_OTHERWISE)
-def test_what_is_refused_with_another_type(name: str) -> None:
+def test_errors_with_another_type(name: str) -> None:
     case, theirs, ours = REFUSED_OTHERWISE[name]
     assert error_of(jax_privacy.clipped_grad, *case) is theirs
     assert error_of(clipped_grad, *case) is ours
 
 
 @pytest.mark.parametrize("name", REFUSED_HERE)
-def test_what_is_refused_here_alone(name: str) -> None:
+def test_usage_that_only_plurax_refuses(name: str) -> None:
     assert error_of(jax_privacy.clipped_grad, *REFUSED_HERE[name]) is None
     assert error_of(clipped_grad, *REFUSED_HERE[name]) in (TypeError, ValueError)
 
 
 @pytest.mark.parametrize("name", REFUSED_THERE)
-def test_what_is_refused_there_alone(name: str) -> None:
+def test_usage_that_only_jax_privacy_refuses(name: str) -> None:
     assert error_of(jax_privacy.clipped_grad, *REFUSED_THERE[name]) in (TypeError, AttributeError, IndexError)
     assert error_of(clipped_grad, *REFUSED_THERE[name]) is None
 
@@ -493,7 +493,7 @@ def test_noise_is_added_to_it() -> None:
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_an_accountant_takes_its_sensitivity(relation: Any) -> None:
+def test_an_accountant_accepts_its_sensitivity(relation: Any) -> None:
     accountant = dp_accounting.pld.PLDAccountant(relation)
     epsilon = {}
     for of in (clipped_grad, jax_privacy.clipped_grad):

@@ -541,7 +541,7 @@ def totals(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("fun", [written_by_a_call, written_in_a_loop, totals])
-def test_what_is_written_to_a_reference_may_depend_on_everything(fun: Any) -> None:
+def test_writes_to_a_reference_may_depend_on_everything(fun: Any) -> None:
     with pytest.warns(UserWarning, match="may write values that depend on the inputs to a `jax.Ref`"):
         found = jax.jit(jacobian(fun, mode="reverse", sparsity="auto"))(X)
     expected = jax.jacrev(fun)(X)
@@ -550,7 +550,7 @@ def test_what_is_written_to_a_reference_may_depend_on_everything(fun: Any) -> No
 
 
 @pytest.mark.parametrize("draws", [1, 2])
-def test_numbers_that_differ_each_time_are_unknown(draws: int) -> None:
+def test_values_that_differ_between_runs_are_unknown(draws: int) -> None:
     def fun(x: Any) -> Any:
         def add(total: Any, _: None) -> Any:
             return total + lax.rng_uniform(0.0, 1.0, (6,)), None
@@ -564,7 +564,7 @@ def test_numbers_that_differ_each_time_are_unknown(draws: int) -> None:
 @pytest.mark.parametrize(
     ("name", "entries"), [("sums along", 18), ("banded", 36), ("convolution of groups of a batch", None)]
 )
-def test_sums_of_too_many_pairs_go_over_all_along_their_axes(
+def test_sums_over_too_many_pairs_cover_their_whole_axes(
     name: str, entries: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fun = PROGRAMS[name][0]
@@ -596,7 +596,7 @@ def guarded(t: Any) -> Any:
 
 @pytest.mark.parametrize(("rule", "entries"), [(halved, 6), (fixed, 6), (in_bytes, 6), (guarded, 6)])
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
-def test_tangents_in_whole_numbers_and_truth_values(mode: str, rule: Any, entries: int) -> None:
+def test_integer_and_boolean_tangents(mode: str, rule: Any, entries: int) -> None:
     """Integer and boolean tangents in a custom derivative rule, where JAX has no tangent types for them."""
     fun: Any
     if mode == "forward":
@@ -622,7 +622,7 @@ def looked_up(t: Any) -> Any:
 odd.defjvp(lambda x, t: (x[0], looked_up(t[0])))
 
 
-def test_what_has_no_rule_depends_on_all_that_goes_in() -> None:
+def test_operations_without_a_rule_depend_on_all_inputs() -> None:
     with pytest.warns(UserWarning, match="the results of `pure_callback` are assumed to depend on all operands"):
         found = jacobian(lambda x: odd(x[:4]) + x[2:], sparsity="auto")(X)
     assert found.nse == 4 * 4 + 2
@@ -643,7 +643,7 @@ def test_an_operation_of_another_library_mixes_everything() -> None:
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
-def test_numbers_from_other_examples_of_a_map_around_are_not_followed(mode: str) -> None:
+def test_values_from_other_examples_of_an_outer_map_are_not_tracked(mode: str) -> None:
     fun = lambda x: x * lax.psum(x**2, "b")
     cells = np.stack([X, X[::-1] + 0.25])
     with pytest.warns(UserWarning, match="`psum` communicates between devices"):

@@ -160,7 +160,7 @@ def test_modes_chunks_and_budgets(fun: Any, mode: str) -> None:
         np.testing.assert_allclose(found, again, rtol=1e-5, atol=1e-5)
 
 
-def test_a_budget_takes_as_many_products_as_fit() -> None:
+def test_a_budget_bounds_the_products_at_a_time() -> None:
     first, second = np.ones((10, 400), np.float32), np.ones((400, 10), np.float32)
     fun = lambda x: (jnp.tanh(x.reshape(50, 10) @ first) @ second).ravel()
     x = jnp.linspace(0, 0.1, 500)
@@ -193,7 +193,7 @@ def test_forms_of_patterns(form: str) -> None:
     assert_equals(jax.vmap(jacobian(bands, sparsity=pattern))(LONGS), jax.jit(jax.vmap(jax.jacfwd(bands)))(LONGS))
 
 
-def test_more_than_the_entries_may_be_given_and_zeros_stay() -> None:
+def test_given_patterns_may_contain_zeros_which_are_kept() -> None:
     found = jacobian(lambda x: x * jnp.array([1.0, 0, 0, 1, 1, 1]), sparsity=np.tri(6, k=1, dtype=bool))(X)
     assert found.nse == 26
     assert_equals(found, jnp.diag(jnp.array([1.0, 0, 0, 1, 1, 1])))
@@ -243,7 +243,7 @@ def test_several_dtypes_at_once() -> None:
         assert_equals(found, jax.jit(plain(fun, (0, 1)))(x, y), 2e-2)
 
 
-def test_keywords_aux_and_values_beside() -> None:
+def test_keywords_aux_and_values() -> None:
     def fun(x: Any, indices: Any, *, power: int) -> Any:
         return x[indices] ** power, {"sum": x.sum(), "power": power}
 
@@ -268,7 +268,7 @@ def test_models() -> None:
     assert_equals(jacobian(model, sparsity="auto")(x), jax.jacfwd(model)(x))
 
 
-def test_random_keys_and_other_traces_around() -> None:
+def test_random_keys_and_outer_traces() -> None:
     @jax.jit
     def drawn(key: Any, x: Any, scale: Any) -> Any:
         noise = lambda x: x**2 * scale + jax.random.normal(key, x.shape) * x
@@ -324,7 +324,7 @@ def test_the_program_computes_only_these_products() -> None:
     assert analysis["flops"] < 60 * x.size
 
 
-def test_dense_is_taken_where_xla_counts_less_for_it() -> None:
+def test_dense_is_chosen_where_it_needs_fewer_products() -> None:
     sparse = jacobian(jax.nn.softmax, sparsity="auto")
     choice = sparse.explain(X)
     assert choice.colors is None
@@ -405,7 +405,7 @@ def test_hessians_of_trees_models_and_vectors() -> None:
     assert_equals(hessian(loss, sparsity="auto", check=True)(model), jax.jit(hessian(loss))(model))
 
 
-def test_half_of_a_hessian_may_be_asked_for() -> None:
+def test_half_of_a_hessian_may_be_requested() -> None:
     upper = np.triu(np.ones((6, 6), bool)) & ~np.triu(np.ones((6, 6), bool), 2)
     found = hessian(rosenbrock, sparsity=upper)(X)
     assert found.nse == 11
@@ -437,7 +437,7 @@ def _(primals: Any, tangents: Any) -> Any:
     return jnp.sin(x), jnp.cos(x) * slope(t)
 
 
-def test_dense_with_a_warning_where_nobody_knows_what_goes_where() -> None:
+def test_dense_with_a_warning_where_the_pattern_is_unknown() -> None:
     sparse = jacobian(looked_up, mode="forward", sparsity="auto", check=True)
     with pytest.warns(
         UserWarning, match=r"^jacobian: .* the results of `pure_callback` are .* depend on all operands"
@@ -463,7 +463,7 @@ def test_dense_with_a_warning_where_nobody_knows_what_goes_where() -> None:
     ],
     ids=["fft", "solve", "cholesky", "a part"],
 )
-def test_what_mixes_a_matrix_or_a_line_is_no_reason_for_a_warning(fun: Any, entries: int) -> None:
+def test_operations_that_mix_a_matrix_or_a_row_do_not_warn(fun: Any, entries: int) -> None:
     found = jax.jit(jacobian(fun, sparsity="auto", check=True))(X)
     assert found.nse <= entries
     assert_equals(found, dense(fun, X))
@@ -484,7 +484,7 @@ def test_dense_with_a_warning_where_fun_branches_on_values() -> None:
     assert_equals(jacobian(fun, sparsity=np.eye(6, dtype=bool), check=True)(X), jax.jacfwd(fun)(X))
 
 
-def test_dense_with_a_warning_where_the_search_stumbles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_with_a_warning_where_detection_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(primitive_rules._RULES, "cumsum", lambda eqn, values: eqn.params["another name"])
     with pytest.warns(UserWarning, match=r"cannot be found, .*: the analysis failed with KeyError\('another name'\)"):
         found = jacobian(lambda x: jnp.cumsum(x) * x, sparsity="auto")(X)
@@ -532,7 +532,7 @@ def test_one_entry_that_is_missing_is_caught(lost: int) -> None:
             jacobian(arrow, mode=mode, sparsity=lacking, check=True)(LONG)
 
 
-def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
+def test_the_probe_names_wrong_entries_in_trees_and_reverse_mode() -> None:
     wrong = jax.tree.map(lambda x: np.asarray(x) != 0, jax.jacfwd(tree)(POINT, 3.0))
     wrong["b"]["y"] = np.zeros_like(wrong["b"]["y"])
     with pytest.raises(ValueError, match=r"row `output\['b'\]\[0, 1\]` of the result, 4 in all"):
@@ -546,7 +546,7 @@ def test_the_probe_names_what_is_wrong_in_trees_and_backwards() -> None:
         hilly(X)
 
 
-def test_the_probe_lets_infinities_and_rounding_pass() -> None:
+def test_the_probe_accepts_infinities_and_rounding() -> None:
     steep = jnp.asarray([0.0, 1.0, 4.0])
     assert not np.isfinite(jacobian(jnp.sqrt, sparsity="auto", check=True)(steep).data[0])
     assert np.isnan(jacobian(lambda x: x * jnp.sqrt(x), sparsity="auto", check=True)(steep).data[0])
@@ -636,7 +636,9 @@ def test_without_asdex_the_extra_is_named(transform: Any, monkeypatch: pytest.Mo
         transform(jnp.sum, sparsity="auto")
 
 
-def test_an_asdex_that_does_not_fit_jax_is_told_from_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_incompatible_asdex_is_distinguished_from_a_missing_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "asdex.py").write_text("from jax import no_such_name")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "asdex", raising=False)

@@ -87,7 +87,7 @@ def test_noise_is_gaussian_with_the_stated_deviation():
     assert not low < np.mean((1.01 * drawn) ** 2) < high
 
 
-def test_leaves_and_steps_and_keys_have_noise_of_their_own():
+def test_leaves_steps_and_keys_have_independent_noise():
     """Correlations of 2,000 pairs exceed 0.13 with probability 1e-8; there are six."""
     like = {"a": jnp.zeros(2000), "b": jnp.zeros(2000)}
     first, second = (noises(ledger(), like, 2, seed) for seed in (0, 1))
@@ -112,7 +112,7 @@ def test_noise_of_a_strategy_has_the_covariance_of_its_inverse():
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1])
-def test_noise_is_added_once_whatever_the_key(word):
+def test_noise_is_added_once_for_every_key(word):
     """The loop around the noise reads its iteration count from a word of the key, which must make no difference."""
     key = jax.random.wrap_key_data(jnp.array([word, 7], jnp.uint32))
     by_hand = privatizer(ledger(), key)

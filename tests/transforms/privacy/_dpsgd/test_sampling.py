@@ -25,7 +25,7 @@ def drawn(batch: Batch) -> np.ndarray:
     return np.asarray(batch.arguments[0])[~batch.is_padding_example] - 1
 
 
-def test_each_example_takes_part_by_itself():
+def test_each_example_is_sampled_independently():
     """The false alarm probability is below 1e-5: 30 rates, 435 pairs and one distribution of sizes at 1e-8 each."""
     steps = 4000
     member = np.zeros((steps, N))
@@ -45,7 +45,7 @@ def test_each_example_takes_part_by_itself():
     assert stats.chisquare(found, wanted * found.sum() / wanted.sum()).pvalue > 1e-8
 
 
-def test_with_bands_an_example_has_a_turn_in_each_of_so_many_steps():
+def test_with_bands_an_example_is_eligible_once_per_cycle():
     turns: list[set[int]] = [set() for _ in range(N)]
     for i, batch in enumerate(batches(bands=3, expected=4.0, steps=60)):
         for number in drawn(batch):
@@ -54,7 +54,7 @@ def test_with_bands_an_example_has_a_turn_in_each_of_so_many_steps():
     assert len({min(turn) for turn in turns}) == 3
 
 
-def test_batches_from_a_step_on_are_those_of_the_whole_run():
+def test_batches_from_a_later_step_equal_those_of_the_whole_run():
     whole = list(batches())
     for start in (0, 1, 17, 50):
         rest = list(batches(start=start))
@@ -77,7 +77,7 @@ def test_batches_end_after_the_run():
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8, bool, jnp.bfloat16])
-def test_padding_is_of_no_example(as_array, dtype):
+def test_padding_contains_no_example(as_array, dtype):
     data = {"x": as_array(np.ones((N, 2, 1)), dtype), "y": as_array(np.arange(1, N + 1))}
     for batch in batches((data, as_array(np.full(N, 7)))):
         (found, more), padding = batch.arguments, batch.is_padding_example
@@ -108,7 +108,7 @@ def test_sizes_hold_nearly_every_batch_and_little_else(n, expected):
     assert waste < max(1.0, 1.5 * count.std() + 4)
 
 
-def test_a_batch_beyond_the_sizes_is_not_cut():
+def test_a_batch_beyond_the_sizes_is_not_truncated():
     for batch in batches(sizes=(3,), steps=50):
         size = len(batch.is_padding_example)
         assert size % 3 == 0
@@ -155,6 +155,6 @@ def test_sizes_can_be_computed_in_microbatches():
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 3), (True,), (2.0,), 8])
-def test_sizes_that_are_none_are_refused(sizes):
+def test_invalid_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match=r"^DPSGD.batches: sizes must be ints of at least 1, but got "):
         batches(sizes=sizes)

@@ -77,7 +77,7 @@ def test_the_sum_is_that_of_a_loop(method: str, microbatch_size: Any) -> None:
 
 
 @METHODS
-def test_bounds_of_nothing_and_without_end(method: str) -> None:
+def test_zero_and_infinite_bounds(method: str) -> None:
     options: Any = {"batch_argnums": (1, 2), "method": method}
     of = lambda clip, **more: jax.jit(clipped_grad(loss, l2_clip_norm=clip, **options, **more))
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -92,7 +92,7 @@ def test_bounds_of_nothing_and_without_end(method: str) -> None:
 
 
 @METHODS
-def test_padding_and_what_is_not_finite_contribute_nothing(method: str) -> None:
+def test_padding_and_non_finite_gradients_contribute_nothing(method: str) -> None:
     of = jax.jit(clipped_grad(loss, l2_clip_norm=1.37, batch_argnums=(1, 2), method=method, return_grad_norms=True))
     expected, _ = of(PARAMS, X[:4], Y[:4])
     broken = X.copy()
@@ -185,7 +185,7 @@ def next_token(model: Any, tokens: Any) -> Any:
 TOKENS = np.arange(40).reshape(5, 8) * 7 % 11
 
 
-def test_modules_and_what_is_said_of_them() -> None:
+def test_modules_and_their_explanation() -> None:
     model = Net(nnx.Rngs(0))
     of = clipped_grad(next_token, l2_clip_norm=0.5, return_grad_norms=True)
     found, aux = jax.jit(of)(model, TOKENS)
@@ -355,7 +355,7 @@ def test_the_sensitivity_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> N
         of.sensitivity()
 
 
-def test_what_auto_takes_depends_on_the_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_auto_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = lambda params, x: jnp.sum(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]))
     params = {name: np.sin(np.arange(256.0**2)).reshape(256, 256).astype(np.float32) / 16 for name in "ab"}
     long, short = (np.cos(np.arange(2.0 * n * 256)).reshape(2, n, 256).astype(np.float32) for n in (120, 3))

@@ -372,7 +372,7 @@ def test_four_devices_give_what_one_gives(way: Any, method: str, outcomes: dict[
     assert not failure, failure
 
 
-def test_each_gradient_what_is_chosen_and_what_fails(outcomes: dict[str, str]) -> None:
+def test_per_sample_gradients_choices_and_failures(outcomes: dict[str, str]) -> None:
     assert not outcomes["each"], outcomes["each"]
     assert not outcomes["chunks_of_convolutions"], outcomes["chunks_of_convolutions"]
     assert not outcomes["explicit_maps"], outcomes["explicit_maps"]

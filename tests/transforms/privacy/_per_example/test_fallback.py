@@ -55,7 +55,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 @METHODS
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 @pytest.mark.parametrize("loss", [in_groups, behind_a_loop, through_a_reference])
-def test_what_a_method_cannot_do_is_done_for_one_after_another(loss: Any, microbatch_size: Any, method: str) -> None:
+def test_unsupported_operations_run_one_example_at_a_time(loss: Any, microbatch_size: Any, method: str) -> None:
     total, norms, _ = one_by_one(loss, 1.5)
     assert (norms > 1.5).any()
     options = {"l2_clip_norm": 1.5, "method": method, "microbatch_size": microbatch_size}
@@ -74,12 +74,12 @@ def test_what_a_method_cannot_do_is_done_for_one_after_another(loss: Any, microb
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"memory_budget": "1MiB"}])
-def test_gradients_of_what_cannot_be_mapped(options: Any) -> None:
+def test_gradients_of_operations_without_batching(options: Any) -> None:
     _, _, gradients = one_by_one(in_groups, 1.0)
     assert_close(jax.jit(per_sample_grad(in_groups, **options))(PARAMS, X), gradients)
 
 
-def test_a_transform_that_cannot_be_mapped() -> None:
+def test_a_transform_without_batching() -> None:
     def transform(gradients: Any) -> Any:
         return lax.ragged_dot(gradients["w"], jnp.ones((2, 4, 2)), jnp.array([1, 2], jnp.int32))
 
@@ -89,7 +89,7 @@ def test_a_transform_that_cannot_be_mapped() -> None:
 
 
 @METHODS
-def test_an_error_of_the_loss_is_that_of_the_loss(method: str) -> None:
+def test_an_error_of_the_loss_is_raised_unchanged(method: str) -> None:
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(x @ params["w"].T)
 
@@ -98,7 +98,7 @@ def test_an_error_of_the_loss_is_that_of_the_loss(method: str) -> None:
 
 
 @METHODS
-def test_an_error_of_a_backward_rule_is_that_of_the_rule(method: str) -> None:
+def test_an_error_of_a_backward_rule_is_raised_unchanged(method: str) -> None:
     @jax.custom_vjp
     def rule(x: Any) -> Any:
         return x

@@ -637,7 +637,7 @@ def test_every_method_gives_the_same(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIKE_MODULES)
-def test_functions_compute_what_modules_do(name: str) -> None:
+def test_functions_equal_modules(name: str) -> None:
     loss, args = build(name)
     model = module(MODELS[name].like)
     nnx.update(model, args[0])
@@ -675,7 +675,7 @@ def test_everything_is_compiled_together_and_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_said_of_each_parameter(name: str) -> None:
+def test_the_explanation_of_each_parameter(name: str) -> None:
     loss, args = build(name)
     of = clipped_grad(loss, 0, True, l2_clip_norm=1.0, batch_argnums=(1, 2), method="book_keeping")
     report = of.explain(*args)

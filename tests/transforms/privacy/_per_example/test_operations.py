@@ -307,7 +307,7 @@ def test_gradients_are_those_of_one_example_at_a_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_they_are_done_by_the_method_that_is_asked_for(name: str) -> None:
+def test_the_requested_method_is_used(name: str) -> None:
     loss, params, batch = OPERATIONS[name]
     for method in METHODS[1:]:
         report = clipped_grad(loss, l2_clip_norm=1.0, method=method).explain(jax.tree.map(jnp.asarray, params), batch)
@@ -315,7 +315,7 @@ def test_they_are_done_by_the_method_that_is_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_number_without_a_derivative_leaves_out_what_depends_on_it_and_no_more(method: str) -> None:
+def test_a_nan_derivative_excludes_only_examples_that_depend_on_it(method: str) -> None:
     """A norm at zero parameters has a NaN gradient, and so has each example that multiplies the norm."""
 
     def loss(q: Any, x: Any) -> Any:
@@ -332,7 +332,7 @@ def test_a_number_without_a_derivative_leaves_out_what_depends_on_it_and_no_more
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_norms_of_gradients_that_cancel_are_no_nan(method: str) -> None:
+def test_norms_of_cancelling_gradients_are_not_nan(method: str) -> None:
     def loss(q: Any, x: Any) -> Any:
         rows = q[x[0].astype(int) % 9]
         return sum(weight * jnp.sum(jnp.sin(rows)) for weight in (0.3, 0.7, -1.0))
@@ -360,7 +360,7 @@ def clipped_by_hand(fun: Any, w: Any, batch: Any, bound: float) -> tuple[Any, An
 
 @pytest.mark.parametrize("method", ["auto", "ghost", "book_keeping"])
 @pytest.mark.parametrize("size", [1e-38, 1e18, 1e19, 1e20, 1e38])
-def test_a_huge_or_tiny_example_leaves_the_others_as_they_are(method: str, size: float) -> None:
+def test_a_huge_or_tiny_example_does_not_affect_the_others(method: str, size: float) -> None:
     of_one = clipped_grad(
         lambda w, x: jnp.sum((x @ w) / jnp.linalg.norm(w)) + x[0] * jnp.linalg.norm(w),
         l2_clip_norm=0.01,
@@ -438,7 +438,7 @@ def test_random_numbers_are_those_of_the_forward_pass(fun: Any, method: str) -> 
         lambda w: jnp.tanh(jax.lax.reduce_precision(w, 5, 2)),
     ],
 )
-def test_what_goes_back_through_a_rounding_is_rounded_in_each_turn(rounded: Any, method: str) -> None:
+def test_cotangents_are_rounded_in_each_iteration(rounded: Any, method: str) -> None:
     def fun(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda c, t: (c + rounded(w) @ x * t, None), 0.0, jnp.array([0.3, 0.7, 1.3]))[0]
 

@@ -87,7 +87,7 @@ def test_every_operation_of_the_table_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_rearrangement_has_no_layout(name: str) -> None:
+def test_other_operations_have_no_layout(name: str) -> None:
     with jax.enable_x64(True):
         assert layout_and_operand(OTHERS[name], jnp.float64) == (None, None)
 

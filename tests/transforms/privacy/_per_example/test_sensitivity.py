@@ -312,7 +312,7 @@ def test_gradients_whose_squares_are_zero(method: str, bound: float, rescale: bo
     assert_bounded(of, jnp.zeros((30, 20)), examples, nothing)
 
 
-def test_the_helper_sees_what_is_too_far() -> None:
+def test_the_helper_detects_excess_distance() -> None:
     examples = {"x": np.ones((2, 1, 3), np.float32), "c": np.ones((2, 1, 2), np.float32)}
     of = clipped_grad(product, l2_clip_norm=1.0)
     np.testing.assert_allclose(assert_bounded(of, jnp.zeros((3, 2)), examples, examples), 1, ROUNDING)

@@ -194,14 +194,14 @@ def test_an_edit_is_noticed_before_the_second_call_returns(edit, tmp_path, monke
     found_to_be_stale(old().step, lambda: new().step, tmp_path)
 
 
-def test_an_edit_of_what_only_seems_to_be_a_standard_module_is_noticed(tmp_path, monkeypatch):
+def test_an_edit_of_a_module_that_shadows_a_standard_one_is_detected(tmp_path, monkeypatch):
     old, new = (
         functools.partial(module_of, f"def step(x): return {rate} * x", "wave", monkeypatch) for rate in (2.0, 3.0)
     )
     found_to_be_stale(old().step, lambda: new().step, tmp_path)
 
 
-def test_an_edit_of_another_package_is_noticed(tmp_path, monkeypatch):
+def test_an_edit_of_another_package_is_detected(tmp_path, monkeypatch):
     def installed(rate: float) -> Any:
         module_of(f"def times(x): return {rate} * x", "package", monkeypatch)
         return module_of("import package\ndef step(x): return package.times(x)", "edited", monkeypatch).step
@@ -209,7 +209,7 @@ def test_an_edit_of_another_package_is_noticed(tmp_path, monkeypatch):
     found_to_be_stale(installed(2.0), lambda: installed(3.0), tmp_path)
 
 
-def test_a_setting_of_flax_is_noticed(tmp_path):
+def test_a_setting_of_flax_is_detected(tmp_path):
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x: Any) -> Any:
@@ -229,7 +229,7 @@ def test_a_setting_of_flax_is_noticed(tmp_path):
         found_to_be_stale(step, make, tmp_path)
 
 
-def test_other_code_for_the_structure_of_the_result_is_noticed(tmp_path):
+def test_a_changed_result_structure_is_detected(tmp_path):
     program = aot(lambda x: {"a": x, "b": -x}, tmp_path, key="1")
     assert list(program(X)) == ["a", "b"]
     program = aot(lambda x: {"a": x, "c": -x}, tmp_path, key="1")
@@ -239,7 +239,7 @@ def test_other_code_for_the_structure_of_the_result_is_noticed(tmp_path):
     assert list(program(X)) == ["a", "c"]
 
 
-def test_what_is_the_same_is_traced_once_and_no_more(tmp_path, end_of_process):
+def test_unchanged_functions_are_traced_only_once(tmp_path, end_of_process):
     traces = []
 
     def step(x: Any) -> Any:
@@ -256,7 +256,7 @@ def test_what_is_the_same_is_traced_once_and_no_more(tmp_path, end_of_process):
     assert [*counts, len(traces)] == [1, 2, 2, 2, 2]
 
 
-def test_each_kind_of_arguments_is_compared_by_itself(tmp_path):
+def test_each_kind_of_arguments_is_compared_separately(tmp_path):
     sizes = (1, 2, 3)
     for n in sizes:
         aot(lambda x: 2.0 * x, tmp_path, key="1")(X[:n])
@@ -326,7 +326,7 @@ def test_the_second_call_may_be_that_of_another_function_of_the_same_file(tmp_pa
     assert len(traces) == 4
 
 
-def test_no_two_threads_have_a_first_call(tmp_path):
+def test_only_one_thread_has_the_first_call(tmp_path):
     for n in range(1, 4):
         aot(lambda x: 2.0 * x, tmp_path, key="1")(X[:n])
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
@@ -335,7 +335,7 @@ def test_no_two_threads_have_a_first_call(tmp_path):
     assert all(x in (2.0, 3.0) or "was stale" in str(x) for x in found)
 
 
-def test_static_parts_that_cannot_be_told_apart_by_name_are_traced_in_one_process(tmp_path):
+def test_static_parts_without_distinct_names_are_traced_in_one_process(tmp_path):
     class Net(nnx.Module):
         def __init__(self, activation: Callable[..., Any]) -> None:
             self.activation = activation
@@ -348,7 +348,7 @@ def test_static_parts_that_cannot_be_told_apart_by_name_are_traced_in_one_proces
                 np.testing.assert_array_equal(program(net, X), rate * X)
 
 
-def test_unless_it_is_to_be_verified(tmp_path, end_of_process):
+def test_without_verification_a_stale_program_is_used(tmp_path, end_of_process):
     aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * x, tmp_path, key="1", verify=False)
     for _ in range(3):
@@ -357,7 +357,7 @@ def test_unless_it_is_to_be_verified(tmp_path, end_of_process):
     np.testing.assert_array_equal(grad(program)(X[0, 0]), np.float32(3.0))  # derivatives use the function's own code
 
 
-def test_verify_goes_with_the_function_through_transforms(tmp_path):
+def test_verify_applies_under_transforms(tmp_path):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     aot(lambda model, x: model(x).sum(), tmp_path, key="1")(model, X)
     program = aot(model, tmp_path, key="1", verify=False)
@@ -366,7 +366,7 @@ def test_verify_goes_with_the_function_through_transforms(tmp_path):
     )
 
 
-def test_a_file_does_not_hide_a_value_of_a_transform_that_is_closed_over(tmp_path):
+def test_a_file_is_not_used_for_a_function_that_closes_over_a_tracer(tmp_path):
     def total(factor: Any) -> Any:
         return aot(lambda x: (factor * x).sum(), tmp_path, key="1")(X)
 
@@ -376,7 +376,7 @@ def test_a_file_does_not_hide_a_value_of_a_transform_that_is_closed_over(tmp_pat
     np.testing.assert_allclose(jax.jit(total)(3.0), 3 * X.sum(), rtol=1e-6)
 
 
-def test_what_cannot_be_traced_any_more_removes_the_file(tmp_path):
+def test_a_function_that_can_no_longer_be_traced_removes_the_file(tmp_path):
     def broken(x: Any) -> Any:
         raise ZeroDivisionError("no")
 
@@ -397,7 +397,7 @@ def test_what_cannot_be_traced_any_more_removes_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("later", ["the next call", "the end"])
-def test_a_comparison_that_is_interrupted_is_made_later(later, tmp_path, end_of_process):
+def test_an_interrupted_comparison_is_repeated(later, tmp_path, end_of_process):
     def thrice(x: Any) -> Any:
         if interrupts:
             signal.raise_signal(interrupts.pop())
@@ -418,7 +418,7 @@ def test_a_comparison_that_is_interrupted_is_made_later(later, tmp_path, end_of_
     assert end_of_process() == []
 
 
-def test_a_new_program_that_cannot_be_written_takes_the_old_one_away(tmp_path):
+def test_a_failed_write_removes_the_stale_program(tmp_path):
     def called(x: Any) -> Any:
         return jax.pure_callback(lambda x: 3 * np.asarray(x), x, x)
 
@@ -434,7 +434,7 @@ def test_a_new_program_that_cannot_be_written_takes_the_old_one_away(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_has_to_be_traced_to_be_loaded_is_compared_at_once(tmp_path, end_of_process):
+def test_programs_that_are_traced_to_be_loaded_are_compared_at_once(tmp_path, end_of_process):
     eye = sparse.BCSR.fromdense(np.eye(3, dtype=np.float32))  # its product is not an operation of XLA
     aot(lambda x: 2.0 * (eye @ x), tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * (eye @ x), tmp_path, key="1")
@@ -444,7 +444,7 @@ def test_what_has_to_be_traced_to_be_loaded_is_compared_at_once(tmp_path, end_of
     assert end_of_process() == []
 
 
-def test_what_waits_holds_no_array_of_the_arguments(tmp_path, end_of_process):
+def test_deferred_checks_hold_no_arguments(tmp_path, end_of_process):
     aot(lambda x: 2.0 * x, tmp_path, key="1")(jnp.asarray(X))
     held = jnp.asarray(X)
     aot(lambda x: 3.0 * x, tmp_path, key="1")(held)
@@ -455,7 +455,7 @@ def test_what_waits_holds_no_array_of_the_arguments(tmp_path, end_of_process):
     assert ["was stale: " in warning for warning in end_of_process()] == [True]  # the check was deferred
 
 
-def test_threads_that_call_at_once_all_hear_of_it_or_have_the_new_result(tmp_path):
+def test_concurrent_calls_raise_or_return_the_new_result(tmp_path):
     aot(lambda x: 2.0 * x, tmp_path, key="1")(X)
     program = aot(lambda x: 3.0 * x, tmp_path, key="1")
     program(X)
@@ -573,7 +573,7 @@ def test_at_the_end_of_a_process_what_is_stale_is_warned_of_and_removed(ended):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_two_objects_of_one_key_are_right_or_refused_from_the_second_call_on(ended):
+def test_two_functions_with_one_key_are_correct_or_refused_from_the_second_call(ended):
     stale = 0
     for done in ended:
         called = set()
@@ -643,7 +643,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], 
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_at_the_end_a_directory_that_is_gone_stays_so(waiting):
+def test_at_exit_a_removed_directory_is_not_recreated(waiting):
     directory, _, warnings_about = waiting
     (warning,) = warnings_about("gone")
     assert re.search(r"was stale: .* It is removed\.", warning)
@@ -651,7 +651,7 @@ def test_at_the_end_a_directory_that_is_gone_stays_so(waiting):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_at_the_end_what_cannot_be_traced_is_warned_of_and_removed(waiting):
+def test_at_exit_untraceable_programs_warn_and_are_removed(waiting):
     directory, _, warnings_about = waiting
     (warning,) = warnings_about("untraceable")
     assert re.search(r"aot: .* could not be verified, because tracing fun .*IndexError.*is removed", warning)
@@ -659,14 +659,14 @@ def test_at_the_end_what_cannot_be_traced_is_warned_of_and_removed(waiting):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_at_the_end_a_filter_that_makes_warnings_errors_hides_none(waiting):
+def test_at_exit_warnings_as_errors_are_all_shown(waiting):
     directory, _, warnings_about = waiting
     assert ["was stale: " in warning for warning in warnings_about("several")] == [True, True]
     assert list((directory / "several").iterdir()) == []
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_under_a_mesh_without_devices_there_is_a_program_too(waiting):
+def test_under_an_abstract_mesh_a_program_is_written_too(waiting):
     directory, printed, warnings_about = waiting
     assert printed[0] == "[2.0, 4.0, 6.0, 8.0]"
     assert warnings_about("abstract") == []
@@ -674,7 +674,7 @@ def test_under_a_mesh_without_devices_there_is_a_program_too(waiting):
 
 
 @pytest.mark.xdist_group("aot at the end of processes")
-def test_a_fork_does_not_trace_at_its_end(waiting):
+def test_a_fork_does_not_trace_at_exit(waiting):
     directory, printed, _ = waiting
     assert printed[1] == "4 2"  # its exit code, and the number of its files
     assert "aot:" not in (directory / "fork.txt").read_text()
@@ -690,7 +690,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("key", ["1", None])
-def test_a_file_that_everybody_may_write_is_refused(key, tmp_path):
+def test_a_world_writable_file_is_refused(key, tmp_path):
     with umask(0):
         aot(lambda x: 2.0 * x, tmp_path, key=key)(X)
     (path,) = tmp_path.iterdir()

@@ -102,7 +102,7 @@ def test_types_have_their_sizes() -> None:
     assert memory(program, negated) == 2 * 8 * 15
 
 
-def test_of_a_slice_and_an_update_in_place_only_the_part_counts() -> None:
+def test_slices_and_in_place_updates_count_only_their_part() -> None:
     def update(x: Any, y: Any, i: Any) -> Any:
         return lax.dynamic_update_slice(x, lax.dynamic_slice(y, (i, 0), (1, 5)) * 2.0, (i, 0))
 
