@@ -66,7 +66,7 @@ LOCAL: dict[str, Any] = {
     "around in some branch": lambda x: lax.cond(
         lax.pmax(lax.stop_gradient(x[0]), "i") > 0, lambda x: lax.ppermute(x, "i", AROUND) ** 2, lambda x: x**2, x
     ),
-    "to some": lambda x: x + lax.ppermute(x, "i", [(0, 2)]) ** 2,
+    "to some devices": lambda x: x + lax.ppermute(x, "i", [(0, 2)]) ** 2,
     "all": lambda x: x * lax.all_gather(x, "i").sum(0),
     "all in a row": lambda x: x * lax.all_gather(x, "i", tiled=True)[:3],
     "sums": lambda x: lax.psum_scatter(jnp.append(x, x[0]), "i", tiled=True) ** 2,

@@ -111,8 +111,8 @@ FUNCTIONS = {
     ),
     "compiled": (jax.jit(bands), 30),
     "remat": (jax.checkpoint(bands), 30),
-    "a rule of its own": (lambda x: rounded(x) * 3, 16),
-    "a rule backwards": (lambda x: rounded_back(x) * 3, 16),
+    "a custom rule": (lambda x: rounded(x) * 3, 16),
+    "a custom backward rule": (lambda x: rounded_back(x) * 3, 16),
     "complex": (lambda x: x + 1j * x**2, 16),
     "number": (lambda x: x[0] * x[5], 2),
 }
@@ -136,7 +136,7 @@ def test_functions_against_the_dense_jacobian(name: str) -> None:
     assert entries is None or sparse.nse == entries
     compiled = jax.jit(jacobian(fun, sparsity="auto", check=True, chunk_size=2))(LONG)
     assert_equals(compiled, expected)
-    if name in ("arrow", "no entry", "more rows", "a rule backwards", "complex", "number"):
+    if name in ("arrow", "no entry", "more rows", "a custom backward rule", "complex", "number"):
         mapped = jax.jit(jax.vmap(jacobian(fun, sparsity="auto")))(LONGS)
         assert_equals(mapped, jax.jit(jax.vmap(lambda x: dense(fun, x)))(LONGS))
 

@@ -35,14 +35,14 @@ MOVES: dict[str, Any] = {
 # Operations that do not keep the norm, or not of every gradient.
 OTHERS: dict[str, Any] = {
     "a cast to complex numbers": lambda w: w.astype(complex),
-    "and back": lambda w: w.astype(complex).real,
-    "a sum of none": lambda w: w + 0j,
+    "a cast to complex numbers and back": lambda w: w.astype(complex).real,
+    "adding 0j": lambda w: w + 0j,
     "rounding": lambda w: jnp.round(w),
     "clipping": lambda w: jnp.clip(w, -1, 1),
     "copies": lambda w: jnp.broadcast_to(w, (3, 2, 4)),
     "padding with itself": lambda w: jnp.pad(w, ((1, 1), (0, 0), (0, 0)), mode="edge"),
     "rows taken twice": lambda w: w[np.array([0, 0, 1])],
-    "a part beside itself": lambda w: jnp.concatenate([w[:2], w[1:]]),
+    "a part concatenated with itself": lambda w: jnp.concatenate([w[:2], w[1:]]),
     "a product": lambda w: w * jnp.arange(1.0, 5.0),
     "a factor": lambda w: 0.5 * w.T,
     "a quotient": lambda w: w / 3,

@@ -45,23 +45,23 @@ EDITS = {
     "a default under a transform": """
 def inner(x, rate={}): return (rate * x).sum()
 step = jax.grad(inner)""",
-    "the rate of a decorator": """
+    "an argument of a decorator": """
 def times(rate):
     def wrap(fun):
         return functools.wraps(fun)(lambda x: rate * fun(x))
     return wrap
 @times({})
 def step(x): return x""",
-    "a function under a decorator that hides it": """
+    "a function hidden by a decorator": """
 def plain(fun): return lambda x: fun(x)
 def inner(x): return {} * x
 step = plain(inner)""",
     "a default under jit and partial": """
 def inner(x, y, rate={}): return rate * x + y
 step = functools.partial(jax.jit(inner), y=0.0)""",
-    "an array that is bound by a partial": """
+    "an array bound by a partial": """
 step = functools.partial(lambda x, rate: rate * x, rate=jnp.full(4, {}))""",
-    "the constant of a function in it": """
+    "a constant of a nested function": """
 def step(x):
     def inner(): return {} * x
     return inner()""",
@@ -83,7 +83,7 @@ class Step(eqx.Module):
     @eqx.filter_jit
     def __call__(self, x): return {} * x
 step = Step()""",
-    "what is bound by the partial of a method": """
+    "an argument bound by the partial of a method": """
 class Step:
     def method(self, x, rate): return rate * x
     times = functools.partialmethod(method, rate={})
@@ -126,7 +126,7 @@ class Step:
     __slots__ = ()
     __call__ = functools.partial(lambda x, rate: rate * x, rate={})
 step = Step()""",
-    "the registered functions of a pytree": """
+    "the flatten functions of a pytree": """
 class Pair:
     def __init__(self, x): self.x = x
 jax.tree_util.register_pytree_node(Pair, lambda pair: (({} * pair.x,), None), lambda _, x: Pair(*x))
@@ -147,7 +147,7 @@ def inner(x): return x.sum()
 @inner.defjvp
 def rule(primals, tangents): return inner(*primals), {} * tangents[0].sum()
 step = jax.grad(inner)""",
-    "what an object holds": """
+    "the attribute of an object": """
 class Step:
     def __init__(self, rate): self.rate = [rate]
     def method(self, x): return self.rate[0] * x
