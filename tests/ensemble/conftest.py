@@ -54,7 +54,7 @@ class Convolutional(nnx.Module):
 
 @pytest.fixture(autouse=True)
 def auto_goes_by_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn measuring off, which would compile each step six times; most tests check only results."""
+    """Turn off measuring: it would compile each step six times, and most tests check only results."""
     monkeypatch.setitem(Trainer.__init__.__kwdefaults__, "tune_seconds", 0)
 
 

@@ -50,7 +50,7 @@ def assert_dual(actual: Any, expected: tuple[Any, Any], rtol: float = 1e-6) -> N
     chex.assert_trees_all_close((actual.primal, actual.tangent), expected, rtol=rtol, atol=rtol)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     assert_dual(Dual(jnp.ones(2), jnp.zeros(2)), (jnp.ones(2), jnp.zeros(2)))
     for wrong in (Dual(jnp.ones(2), jnp.ones(2)), Dual(jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)), 1.0):
         with pytest.raises(AssertionError):

@@ -83,7 +83,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_helpers_see_differences() -> None:
+def test_the_helpers_detect_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
     with pytest.raises(AssertionError, match="dtype"):
@@ -323,7 +323,7 @@ def test_invalid_argnums_are_refused_at_once(argnums: Any, error: type[Exception
         value_and_grad(product, argnums)
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_non_callables_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^grad: fun must be a function, a bound method or a module, but got 'f' of"):
         grad("f")
 

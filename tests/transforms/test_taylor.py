@@ -40,7 +40,7 @@ def assert_close(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
         chex.assert_trees_all_close(a, b, rtol=rtol, atol=rtol * scale)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
     with pytest.raises(AssertionError, match="dtype"):

@@ -108,7 +108,7 @@ def members(ens: Ensemble) -> Ensemble:
     return ens.view(use_running_average=True)
 
 
-def test_the_helpers_see_differences(ens: Ensemble) -> None:
+def test_the_helpers_detect_differences(ens: Ensemble) -> None:
     model = ens[0]
     before = arrays(model)
     assert untouched(before, model)

@@ -356,7 +356,7 @@ class Active(nnx.Module):
         return self.act(self.linear(x))
 
 
-def test_partials_made_anew_are_one_configuration():
+def test_recreated_partials_are_equal_configurations():
     members = [Active(nnx.Rngs(i), partial(nnx.gelu, approximate=False)) for i in range(3)]
     np.testing.assert_allclose(Ensemble.stack(members)(X), [member(X) for member in members], rtol=1e-5, atol=1e-6)
     nested = [Active(nnx.Rngs(i), partial(partial(jnp.add, i // 2), 1)) for i in range(2)]

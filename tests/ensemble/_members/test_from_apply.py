@@ -173,7 +173,7 @@ def test_weak_types_become_strong_so_that_only_the_first_step_compiles():
     assert not traces
 
 
-def test_partials_made_anew_are_one_configuration():
+def test_recreated_partials_are_equal_configurations():
     variables = [{"w": jnp.full(4, i - 1.0), "f": partial(jax.nn.gelu, approximate=False)} for i in range(3)]
     ens = Ensemble.from_apply(lambda v, x: v["f"](x * v["w"]), variables)
     expected = [jax.nn.gelu(X * v["w"], approximate=False) for v in variables]

@@ -514,7 +514,7 @@ class Test_meshes_that_are_refused:
                 Trainer(square, optax.sgd(0.1), mesh=mesh)
 
 
-class Test_what_differs_between_devices:
+class Test_differs:
     """`differs` follows values that depend on a part of the batch."""
 
     def of(self, fun: Callable[..., Any]) -> list[bool]:

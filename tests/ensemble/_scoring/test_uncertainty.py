@@ -167,7 +167,7 @@ class Test_auroc:
 
 
 class Test_risk_coverage:
-    def test_is_what_a_loop_finds(self):
+    def test_equals_a_loop(self):
         doubts, errors = GENERATOR.normal(size=(2, 30)), GENERATOR.integers(0, 2, (2, 30))
         found = jax.jit(metrics.risk_coverage)(np.float32(doubts), errors.astype(bool))
         np.testing.assert_allclose(found.coverage, np.arange(1, 31) / 30, rtol=1e-6)
@@ -193,7 +193,7 @@ class Test_adaptive_ece:
         return sum(gaps) / len(labels)
 
     @pytest.mark.parametrize("bins", [1, 7, 15, 60, 80])
-    def test_is_what_a_loop_finds(self, bins):
+    def test_equals_a_loop(self, bins):
         found = metrics.adaptive_ece(P, LABELS, bins=bins)
         np.testing.assert_allclose(found, [self.slowly(p, LABELS, bins) for p in P], rtol=1e-5)
 

@@ -233,7 +233,7 @@ STEPS = 160
 
 
 def one_run(directory, every=2, told=None):
-    """A run with frequent checkpoints, in which members fail, restart, stop early and leave."""
+    """Run with frequent checkpoints; members fail, restart, stop early and leave."""
     trainer = Trainer(loss, optax.adam(0.01), in_axes=0, strategy="vmap")
     given = [tuple(np.array(x) for x in batch) for batch in batches(STEPS, 6)]
     given[20][0][2] = given[90][0][4] = np.nan

@@ -32,7 +32,7 @@ def ctrl_c_is_pythons() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_fit_is_a_step_for_each_batch(trainer, ens, make_batches, assert_same):
+def test_fit_takes_a_step_for_each_batch(trainer, ens, make_batches, assert_same):
     state = trainer.init(ens)
     for batch in make_batches(4):
         state, _ = trainer.step(state, batch)

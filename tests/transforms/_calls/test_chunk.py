@@ -41,13 +41,13 @@ def assert_same(actual: Any, expected: Any) -> None:
     [jnp.ones(3), jnp.ones(2, jnp.int32), 1.01 * jnp.ones(2), [jnp.ones(2)]],
     ids=["shape", "dtype", "value", "structure"],
 )
-def test_the_helper_sees_differences(other: Any) -> None:
+def test_the_helper_detects_differences(other: Any) -> None:
     assert_same(jnp.ones(2), jnp.ones(2))
     with pytest.raises(AssertionError, match="differ|equal|dtype|shape|tolerance"):
         assert_same(jnp.ones(2), other)
 
 
-def test_the_helper_sees_other_keys() -> None:
+def test_the_helper_detects_other_keys() -> None:
     with pytest.raises(AssertionError, match="not equal"):
         assert_same(jax.random.key(0), jax.random.key(1))
 
@@ -212,7 +212,7 @@ def test_the_temporaries_are_those_of_one_chunk() -> None:
 
 
 @pytest.mark.parametrize("out_axes", [0, 1, -1])
-def test_the_result_is_held_once(out_axes: int) -> None:
+def test_the_result_is_stored_once(out_axes: int) -> None:
     n, width = 128, 48
     fun = lambda x: jnp.cos(jnp.outer(x, x))
     x = jax.ShapeDtypeStruct((n, width), jnp.float32)

@@ -94,7 +94,7 @@ def test_a_uniform_constant_counts_as_in_the_whole_program() -> None:
     assert temporaries(fun, jnp.ones(128)) <= 100_000
 
 
-def test_the_result_is_held_once() -> None:
+def test_the_result_is_stored_once() -> None:
     """In chunks of 1, temporaries far below the result show that it is written in place."""
     fun = lambda x: {"a": jnp.tanh(x[:, None] * jnp.arange(40.0)), "b": jnp.sin(x)}
     x = jnp.ones(150)

@@ -29,7 +29,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="tolerance"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
     with pytest.raises(AssertionError):

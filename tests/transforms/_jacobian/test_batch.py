@@ -26,7 +26,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
@@ -127,13 +127,13 @@ def test_parameters_of_a_module_by_sample() -> None:
         ({"in_axes": "x"}, TypeError, r"in_axes must be an int, None, or a tuple"),
     ],
 )
-def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any, match: str) -> None:
+def test_invalid_options_are_refused_at_once(options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^batch_jacobian: {match}"):
         batch_jacobian(layer, **options)
 
 
 @pytest.mark.parametrize("rows", ["vmap", "independent"])
-def test_calls_without_a_meaning_are_refused(rows: str) -> None:
+def test_invalid_calls_are_refused(rows: str) -> None:
     refused = lambda error, match: pytest.raises(error, match=f"^batch_jacobian: {match}")
     with refused(ValueError, r"`output` is an array of shape \(\) .* but axis 0 must be the \d samples"):
         batch_jacobian(jnp.mean, rows=rows)(BATCH)

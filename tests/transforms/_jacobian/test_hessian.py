@@ -27,7 +27,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 

@@ -56,7 +56,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.01 * jnp.ones(2))
 
@@ -301,7 +301,7 @@ def test_calls_without_a_jacobian_are_refused(
         ({"argnums": 0.5}, TypeError, r"argnums must be an int or a tuple of ints, but got 0\.5"),
     ],
 )
-def test_options_without_a_meaning_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
+def test_invalid_options_are_refused_at_once(transform: Any, options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^{transform.__name__}: {match}"):
         transform(jnp.sin, **options)
     with pytest.raises(TypeError, match=f"^{transform.__name__}: fun must be a function, a bound method or a module"):

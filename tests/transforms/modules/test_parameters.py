@@ -449,7 +449,7 @@ def test_duplicate_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize("other", [{"a": jnp.ones(2)}, None, nnx.Linear, nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))])
-def test_what_is_no_module_is_refused(other: Any) -> None:
+def test_non_modules_are_refused(other: Any) -> None:
     with pytest.raises(TypeError, match=r"named_parameters: model must be a Flax NNX module, but got .*nnx\.bridge"):
         named_parameters(other)
 

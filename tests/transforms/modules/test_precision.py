@@ -303,6 +303,6 @@ def test_invalid_values_of_keep(keep: Any, match: str) -> None:
         with_precision(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), HALF, keep=keep)
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_non_modules_are_refused() -> None:
     with pytest.raises(TypeError, match="with_precision: model must be a Flax NNX module"):
         with_precision(jnp.ones(2), HALF)

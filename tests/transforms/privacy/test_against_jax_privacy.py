@@ -189,7 +189,7 @@ def has_fields(x: Any) -> bool:
     return getattr(x, "_fields", None) == ("values", "grad_norms", "aux")
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     one = (jnp.ones(2), jax_privacy.clipping.AuxiliaryOutput(jnp.ones(3), None, None))
     assert_same(one, one)
     for other in (

@@ -41,6 +41,6 @@ def test_channels_last_needs_no_transposes_on_a_cpu() -> None:
     assert last["transpose"] == 0 < first["transpose"]
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_non_callables_are_refused() -> None:
     with pytest.raises(TypeError, match="count_layout_ops: fun must be a function"):
         count_layout_ops(3)

@@ -80,12 +80,12 @@ def assert_same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(*(jax.random.key_data(x) if key else x for x in (a, b)))
 
 
-def test_the_helper_sees_differences(dp: DPSGD, state: Any) -> None:
+def test_the_helper_detects_differences(dp: DPSGD, state: Any) -> None:
     with pytest.raises(AssertionError):
         assert_same(state, dp.init(network(nnx.Rngs(0)), key=jax.random.key(2)))
 
 
-def test_fit_is_a_step_for_each_batch(dp: DPSGD, state: Any) -> None:
+def test_fit_takes_a_step_for_each_batch(dp: DPSGD, state: Any) -> None:
     fitted, history = fit(dp, state)
     by_hand, losses = state, []
     for batch in dp.batches((X, Y), state, sizes=SIZES):

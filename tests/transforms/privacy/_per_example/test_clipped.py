@@ -50,7 +50,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     with pytest.raises(AssertionError, match="close"):
         assert_close(jnp.ones(2), 1.001 * jnp.ones(2))
 
@@ -303,12 +303,12 @@ class Counting(nnx.Module):
         ),
     ],
 )
-def test_options_without_a_meaning_are_refused_at_once(options: Any, error: Any, match: str) -> None:
+def test_invalid_options_are_refused_at_once(options: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=f"^clipped_grad: {match}"):
         clipped_grad(loss, **{"l2_clip_norm": 1.0, **options})
 
 
-def test_calls_without_a_meaning_are_refused() -> None:
+def test_invalid_calls_are_refused() -> None:
     refused = lambda error, match: pytest.raises(error, match=f"^clipped_grad: {match}")
     of = clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
     with refused(ValueError, r"`x` has 6 examples, but `y` has 5; pass the same number"):

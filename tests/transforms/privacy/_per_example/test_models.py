@@ -602,7 +602,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def test_the_helper_sees_differences() -> None:
+def test_the_helper_detects_differences() -> None:
     for size in (1e-6, 1.0, 1e6):
         small = {"x": size * np.array([1.0, 1e-3])}
         assert_close({"x": small["x"] + size * np.array([0, 0.9e-5])}, small, 1e-5)
