@@ -189,7 +189,7 @@ def undocumented(name: str, value: Any, example: bool = True) -> list[str]:
     text = inspect.getdoc(value) or ""
     found = []
     if not re.match(r".*[^.]\.(\n\n|$)", text):
-        found.append(f"{name}: the docstring does not begin with one sentence in a line of its own")
+        found.append(f"{name}: the docstring does not begin with one sentence on a separate line")
     titles = re.findall(r"^(\w+):$", text, flags=re.MULTILINE)
     if titles != [title for title in ORDER if title in titles]:
         found.append(f"{name}: the sections {titles} are not in the order {ORDER}")
@@ -204,7 +204,7 @@ def undocumented(name: str, value: Any, example: bool = True) -> list[str]:
         found += [f"{name}: the argument {parameter} is not explained" for parameter in sorted(missing)]
     gives = function and str(inspect.signature(value).return_annotation) != "None"
     if example and gives and "Returns" not in titles:
-        found.append(f"{name}: what it returns is not explained")
+        found.append(f"{name}: the return value is not explained")
     return found
 
 
@@ -244,7 +244,7 @@ def test_missing_documentation_is_detected() -> None:
         ("Do it.", "Do it", "does not begin with one sentence"),
         ("Do it.", "Do\nit.", "does not begin with one sentence"),
         ("x: a", "y: a", "the argument x is not explained"),
-        ("Returns:", "Result:", "what it returns is not explained"),
+        ("Returns:", "Result:", "the return value is not explained"),
         ("Examples:", "Note:", "there is no example"),
         ("Args:", "Examples:\n  no\n\nArgs:", "are not in the order"),
     ):

@@ -67,7 +67,7 @@ def faults(page: str, kept: dict[str, Any]) -> list[str]:
         if piece.theirs is None:
             continue
         if piece.theirs not in kept["values"]:
-            found.append(f"no value of theirs: {piece.theirs}")
+            found.append(f"no stored value: {piece.theirs}")
             continue
         values.pop(piece.theirs, None)
         if wrong := differ(jax.tree.leaves(value), kept["values"][piece.theirs]):
@@ -86,7 +86,7 @@ def test_every_row_gives_what_the_other_library_gave(name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_the_other_library_gives_the_stored_values(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is no dependency of the tests")
+        pytest.skip(f"{name} is not a test dependency")
     kept = json.loads((ROOT / f"tests/coming_from_{name}.json").read_text())
     command = [sys.executable, str(ROOT / "benchmarks/_coming_from.py"), name, "--out", str(tmp_path / "new.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -142,7 +142,7 @@ def test_a_page_is_parsed() -> None:
         ("`x.sum()`", "the same", "no code on the right: | `sum(x)` | the same | a \\| b |"),
         ("`x + 1`", "`x` or `x + 1`", "no code on the right: | words, such as `x` | `x` or `x + 1` | not run there |"),
         ("| `x + 1` ", "", "no code on the right: | words, such as `x` | not run there |"),
-        ("`sum(x)`", "`max(x)`", "no value of theirs: max(x)"),
+        ("`sum(x)`", "`max(x)`", "no stored value: max(x)"),
         ("| `sum(x)` | `x.sum()` | a \\| b |\n", "", "a value of no row: sum(x)"),
     ],
 )

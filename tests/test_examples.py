@@ -172,9 +172,7 @@ def test_the_tour_shows_refusals():
     assert "nothing is mapped: every entry of in_axes is None" in shown
 
 
-NEEDS_TORCH = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests"
-)
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not a test dependency")
 
 
 @pytest.mark.parametrize("live", [False, pytest.param(True, marks=NEEDS_TORCH)])

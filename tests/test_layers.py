@@ -98,7 +98,7 @@ def violations(module: str, source: str) -> list[str]:
             if top in {"plurax", "transforms", "ensemble"} and not relative:
                 found.append(f"imports {name} by its absolute name")
             if top in {"transforms", "ensemble"} and is_above(name, module):
-                found.append(f"imports {name}, which is no layer below")
+                found.append(f"imports {name}, which is not in a lower layer")
     if module.startswith("transforms."):
         names = [name for node in at_import(tree) for name, _ in imports(module, node)]
         heavy = HEAVY - {"flax"} if module.startswith(("transforms.modules.", LATE)) else HEAVY
@@ -166,17 +166,21 @@ def test_folders_and_files_are_small() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("transforms._vmap", "from ..ensemble import Ensemble", "ensemble.Ensemble, which is no layer below"),
-        ("transforms._vmap", "from .. import ensemble", "ensemble, which is no layer below"),
-        ("transforms._vmap", "def f():\n    from .privacy import x", "transforms.privacy.x, which is no layer below"),
-        ("transforms._vmap", "from . import modules", "transforms.modules, which is no layer below"),
-        ("transforms._vmap", "from ._grad import grad", "transforms._grad.grad, which is no layer below"),
-        ("transforms._vmap", "from . import vmap", "transforms.vmap, which is no layer below"),
-        ("transforms.privacy._dpsgd.fit", "from ....ensemble import x", "ensemble.x, which is no layer below"),
-        ("transforms.privacy._dpsgd.fit", "from ...program import f", "program.f, which is no layer below"),
-        ("transforms.privacy._per_example.f", "from .._dpsgd import fit", "_dpsgd.fit, which is no layer below"),
-        ("transforms._core.jaxpr", "from .._vmap import vmap", "transforms._vmap.vmap, which is no layer below"),
-        ("ensemble._members.rows", "from .._step.state import x", "_step.state.x, which is no layer below"),
+        ("transforms._vmap", "from ..ensemble import Ensemble", "ensemble.Ensemble, which is not in a lower layer"),
+        ("transforms._vmap", "from .. import ensemble", "ensemble, which is not in a lower layer"),
+        (
+            "transforms._vmap",
+            "def f():\n    from .privacy import x",
+            "transforms.privacy.x, which is not in a lower layer",
+        ),
+        ("transforms._vmap", "from . import modules", "transforms.modules, which is not in a lower layer"),
+        ("transforms._vmap", "from ._grad import grad", "transforms._grad.grad, which is not in a lower layer"),
+        ("transforms._vmap", "from . import vmap", "transforms.vmap, which is not in a lower layer"),
+        ("transforms.privacy._dpsgd.fit", "from ....ensemble import x", "ensemble.x, which is not in a lower layer"),
+        ("transforms.privacy._dpsgd.fit", "from ...program import f", "program.f, which is not in a lower layer"),
+        ("transforms.privacy._per_example.f", "from .._dpsgd import fit", "_dpsgd.fit, which is not in a lower layer"),
+        ("transforms._core.jaxpr", "from .._vmap import vmap", "transforms._vmap.vmap, which is not in a lower layer"),
+        ("ensemble._members.rows", "from .._step.state import x", "_step.state.x, which is not in a lower layer"),
         ("ensemble._training.trainer", "import transforms", "transforms by its absolute name"),
         (
             "ensemble._training.trainer",

@@ -75,7 +75,7 @@ for name, code in json.loads(sys.stdin.read()).items():
     try:
         exec(code, {"__name__": "__main__"})
         said[name] = ""
-    except Exception as error:  # whatever a user would see: it is what is judged
+    except Exception as error:  # any error that a user would see
         said[name] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
 """

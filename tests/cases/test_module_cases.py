@@ -80,7 +80,7 @@ class TestACellAgainstItsReference:
         assert np.abs(np.asarray(cell(self.X)) - expected).max() <= WEIGHTS[weights][1]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is no dependency of the tests")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not a test dependency")
 def test_a_cell_matches_pytorch():
     import torch
 

@@ -290,7 +290,7 @@ class Test_a_trainer:
         auto().fit(auto().init(ens), batches[:2], progress=False, checkpoint_dir=tmp_path)
         manifest = json.loads((tmp_path / "step_00000002" / "plurax.json").read_text())
         assert [manifest[name] for name in Execution._fields] == list(choice)
-        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: pytest.fail("measured anew"))
+        monkeypatch.setattr("plurax.ensemble._execution.stepper.tune", lambda *_, **__: pytest.fail("measured again"))
         monkeypatch.setattr(autotune, "_remembered", {})
         resumed, _ = auto().fit(auto().init(ens), batches, progress=False, checkpoint_dir=tmp_path)
         assert_same(resumed, whole)

@@ -81,7 +81,7 @@ def test_relative_paths_and_missing_parents_are_fine(tmp_path, ens, assert_same,
     assert_same(load("some/where/a", ens), ens)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are counted by Linux")
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="Linux counts the bytes read")
 def test_loading_a_member_reads_only_its_bytes(tmp_path):
     """Random numbers do not compress, so a member's share of the file is its own size."""
     members = [nnx.Linear(512, 1024, rngs=nnx.Rngs(i)) for i in range(8)]

@@ -328,7 +328,7 @@ def test_the_chosen_strategy_is_part_of_the_checkpoint(tmp_path, ens, cross_entr
         return Trainer(cross_entropy, optax.sgd(0.1), tune_seconds=0.1)
 
     auto().fit(auto().init(ens), make_batches(2), progress=False, checkpoint_dir=tmp_path)
-    monkeypatch.setattr("plurax.ensemble._execution.stepper.recall", lambda *_: pytest.fail("chosen anew"))
+    monkeypatch.setattr("plurax.ensemble._execution.stepper.recall", lambda *_: pytest.fail("chosen again"))
     auto().fit(auto().init(ens), make_batches(3), progress=False, checkpoint_dir=tmp_path)
 
 

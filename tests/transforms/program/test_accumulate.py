@@ -285,7 +285,7 @@ for check_vma, inside in ((True, True), (True, False), (False, True)):
     of = accumulate(jax.value_and_grad(loss), 3) if inside else jax.value_and_grad(accumulate(loss, 3))
 
     def of_part(w, x):
-        mine = jax.lax.pcast(w, "i", to="varying") if check_vma else w  # or gradients are added over devices
+        mine = jax.lax.pcast(w, "i", to="varying") if check_vma else w  # else gradients are summed over devices
         return jax.lax.pmean(of(mine, x), "i")
 
     mapped = jax.shard_map(of_part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma)

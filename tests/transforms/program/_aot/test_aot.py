@@ -625,7 +625,7 @@ def damaged(content: bytes) -> list[bytes]:
 def test_damage_is_noticed_before_anything_is_loaded(tmp_path, monkeypatch):
     def fun(x: Any) -> Any:
         if list(tmp_path.iterdir()):
-            raise ZeroDivisionError("it is compiled anew, which would take time")
+            raise ZeroDivisionError("compiled again, which would take time")
         return 2.0 * x
 
     aot(fun, tmp_path, key="1")(X)

@@ -521,7 +521,7 @@ class Loss:
 
 def found_or_said(program):
     said = []
-    for _ in range(3):  # each file is of one of the two, so both may be stale
+    for _ in range(3):  # each file belongs to one of the two, so both may be stale
         try:
             return float(program(x)[0]), said
         except RuntimeError as error:
@@ -590,7 +590,7 @@ WAITING = """
 import atexit, os, shutil, sys, warnings
 
 process = os.getpid()
-atexit.register(lambda: os.getpid() != process and os._exit(4))  # after all else, where JAX would crash in a fork
+atexit.register(lambda: os.getpid() != process and os._exit(4))  # runs last, where JAX would crash in a fork
 
 import jax, jax.numpy as jnp
 from plurax.transforms.program import aot
