@@ -88,7 +88,7 @@ def test_every_command_is_a_target_of_make():
 
 
 def names_listed(page: str) -> dict[str, set[str]]:
-    """Return for each module of a page like docs/names.md the names in the first column of its table."""
+    """Return the names in the first column of each module's table, on a page like docs/names.md."""
     _, *sections = re.split(r"^## `([\w.]+)`$", page, flags=re.MULTILINE)
     found = {}
     for module, text in zip(sections[::2], sections[1::2], strict=True):

@@ -78,7 +78,7 @@ def untouched(before: list[Any], model: Any) -> bool:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Equal structures, shapes and dtypes; close values."""
+    """Assert equal structures, shapes and dtypes; close values."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 

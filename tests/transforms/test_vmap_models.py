@@ -83,7 +83,7 @@ def is_key(x: Any) -> bool:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Equal structures, shapes, dtypes and keys; close values."""
+    """Assert equal structures, shapes, dtypes and keys; close values."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     actual, expected = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, (actual, expected))
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
