@@ -33,7 +33,7 @@ def along_ones(fun: Callable[[Any], Any], x: Any) -> Any:
 
 
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
-    """Assert equal structures, shapes and dtypes; values agree to `rtol` of the largest, including infinities and NaN."""
+    """Assert equal structures, shapes and dtypes; values to `rtol` of the largest, including infinities and NaN."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         scale = np.max(np.abs(np.where(np.isfinite(b), b, 0)), initial=1e-3)
